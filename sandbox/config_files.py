@@ -27,7 +27,7 @@ PROGRAM = "qemu-system-x86_64"
 HEALTH_PORT = 9879
 STATUS_PORT = 9878
 _CLIENT_DAYS = 3650
-# An emulated machine on a busy host boots within 900 s.
+# On a busy host, an emulated virtual machine may need up to 900 s to boot.
 _EMULATED_BOOT = "900"
 _Sections = dict[str, dict[str, str]]
 
@@ -56,7 +56,8 @@ def _driver_options(settings: Settings) -> _Sections:
             "socket_dir": str(settings.run / "sockets"),
             **({"engine": "celery", "broker_url": settings.broker_url} if settings.broker_url else {}),
         },
-        # On one machine, a controller that does not renew its leases for 3 s has ended.
+        # All controllers of a sandbox run on one machine, so a controller that does not renew its leases for 3 s has
+        # ended.
         "amp_controller": {"lease": "3"},
         "amp_agent": {"services": "supervisor"},
         "amp_octavia": {f"{name}_socket": str(settings.run / f"{name}.sock") for name in ("status", "stats", "get")},
@@ -66,7 +67,8 @@ def _driver_options(settings: Settings) -> _Sections:
             "targets": f"{topology.CONTROL_ADDRESS}:{HEALTH_PORT}",
             "interval": "1",
         },
-        # With few amphorae, only a witness distinguishes a dead amphora from a lost management network.
+        # In a sandbox with few amphorae, the controller distinguishes a dead amphora from a broken management network
+        # only by a witness.
         "amp_failover": {"witnesses": f"{topology.WITNESS_ADDRESS}:{topology.WITNESS_PORT}"},
         "amp_status_page": {"bind_address": "127.0.0.1", "bind_port": str(STATUS_PORT)},
         "amp_compute_netns": {
@@ -116,7 +118,7 @@ def _qemu_options(*, emulated: bool) -> _Sections:
 
 def _octavia_options(settings: Settings) -> _Sections:
     return {
-        # The API of Octavia sends no messages, because the provider uses no worker of Octavia.
+        # Octavia's API server sends no messages to workers, because the driver uses no worker of Octavia.
         "DEFAULT": {"transport_url": "fake://"},
         "oslo_messaging_notifications": {"driver": "noop"},
         "oslo_concurrency": {"lock_path": str(settings.run / "lock")},
@@ -132,7 +134,8 @@ def _octavia_options(settings: Settings) -> _Sections:
             "default_provider_driver": "haproxy",
         },
         "controller_worker": {"network_driver": "amphora_sandbox_network"},
-        # With other values than 0, Octavia sets time-outs in every listener, and those of a flavor have no effect.
+        # If Octavia's default time-outs are not 0, Octavia sets them in every listener, and the time-outs of a flavor
+        # have no effect.
         "haproxy_amphora": {f"timeout_{one}": "0" for one in ("client_data", "member_connect", "member_data")},
         "certificates": {"cert_manager": "local_cert_manager", "storage_path": str(settings.tls)},
         "driver_agent": {
@@ -157,7 +160,7 @@ def _clouds(settings: Settings) -> str:
 def _env(settings: Settings) -> str:
     """The shell environment for clients of this sandbox."""
     exports = {**settings.environment(), "PATH": f"{Path(sys.executable).parent}:$PATH"}
-    # Programs of the sandbox use the bytecode cache that quickstart has chosen.
+    # Programs of the sandbox use the Python bytecode cache that the quickstart script has chosen.
     prefix = os.environ.get("PYTHONPYCACHEPREFIX")
     if prefix:
         exports["PYTHONPYCACHEPREFIX"] = prefix
@@ -172,7 +175,7 @@ def _certificates(folder: Path) -> None:
     certificate, key = create_authority("sandbox controllers")
     _write(folder / "controller_ca.pem", certificate.decode())
     client = Authority(certificate, key).issue_client("sandbox controller", _CLIENT_DAYS)
-    # `write` creates no certificates if controller.pem exists, so controller.pem must be the last file.
+    # The sandbox creates no certificates if controller.pem exists, so the sandbox writes controller.pem last.
     _write(folder / "controller.pem", client.bundle().reveal().decode())
 
 

@@ -28,7 +28,7 @@ class _Server(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    # With Nagle's algorithm, a small body would wait until the client acknowledges the headers.
+    # With Nagle's algorithm, the kernel would hold back a small body until the client acknowledges the headers.
     wbufsize = -1
     disable_nagle_algorithm = True
 

@@ -26,7 +26,8 @@ from sandbox.local_requests import rejection_reason
 
 _SINGULAR = {f"{name}s": name for name in ("network", "subnet", "port")}
 _SINGULAR |= {"security-groups": "security_group", "policies": "policy"}
-# Clients request extensions, subnet pools and routers as well, which the sandbox does not have.
+# Clients of Neutron also request extensions, subnet pools and routers. The fake Neutron API has none and returns empty
+# lists.
 _EMPTY = {"extensions", "subnetpools", "routers"}
 _PROJECT = {"project_id": "sandbox", "tenant_id": "sandbox"}
 _Row = dict[str, Any]
@@ -120,7 +121,8 @@ class _Handler(BaseHTTPRequestHandler):
             return False
         reason = rejection_reason(self.headers.get("Host"), self.headers.get("Origin"))
         if reason is not None:
-            # The server does not read the body, so the connection cannot carry another request.
+            # The fake Neutron API does not read the body of a refused request, so the connection cannot carry another
+            # request.
             self.close_connection = True
             self._respond(403, _error(reason))
         return reason is None

@@ -57,7 +57,8 @@ def main(arguments: list[str]) -> int:
     place = namespaces.path(namespace)
     listeners = {}
     for port in map(int, numbers):
-        # A socket belongs to the network namespace in which the process created the socket.
+        # A socket belongs to the network namespace in which a process creates it, so the forwarder creates its
+        # listening sockets inside the namespace.
         listen = functools.partial(socket.create_server, (_LOOPBACK_ADDRESS, port), backlog=128)
         listeners[port] = namespaces.run_inside(place, listen)
     asyncio.run(_serve(listeners))
@@ -88,7 +89,8 @@ async def copy_stream(source: asyncio.StreamReader, target: asyncio.StreamWriter
             target.write(data)
             await target.drain()
     except OSError:
-        # One side has closed the connection. The end of the target connection informs the other side.
+        # An OSError means that one side has closed the forwarded connection. The forwarder then closes the connection
+        # to the other side.
         pass
     finally:
         target.close()

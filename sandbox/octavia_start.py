@@ -43,7 +43,8 @@ def _is_octavia_database(connection: Any) -> bool:
 
 
 def _begin(connection: Any) -> None:
-    # oslo.db sends no BEGIN for a connection with the mark `in_transaction`, and removes the mark at the end.
+    # oslo.db sends no BEGIN for a connection with the mark `in_transaction`, and removes the mark at the end. So the
+    # sandbox sets the mark and sends BEGIN.
     if not _is_octavia_database(connection) or "in_transaction" in connection.info:
         return
     connection.info["in_transaction"] = True
@@ -58,7 +59,8 @@ def _begin(connection: Any) -> None:
 
 
 def _checkin(dbapi_connection: Any, _record: Any) -> None:
-    # SQLAlchemy sends the event "commit" before the commit. The commit is complete when the pool gets the connection.
+    # SQLAlchemy's event "commit" precedes the commit in the database. So the sandbox keeps the write lock until the
+    # connection returns to the pool.
     if _write_lock.lock is not None and _write_lock.holder == id(dbapi_connection):
         os.close(_write_lock.lock)
         _write_lock.lock = _write_lock.holder = None
@@ -95,7 +97,7 @@ def api() -> Application:
     octavia_schema.ensure_schema()
 
     def with_project(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
-        # Clients with the auth type "none" send no project, but Octavia requires one.
+        # Octavia requires a project id, but clients with the auth type "none" send no project, so the sandbox adds one.
         environ.setdefault("HTTP_X_PROJECT_ID", _PROJECT)
         environ.setdefault("HTTP_X_USER_ID", _PROJECT)
         return application(environ, start_response)  # type: ignore[no-any-return]
@@ -121,7 +123,8 @@ def driver_agent() -> int:
         read_options(arguments)
         _compile_statements()
 
-    # octavia-driver-agent has no hook between the options and the first fork, so this function wraps the reader.
+    # octavia-driver-agent has no hook between reading the options and the first fork, so the sandbox wraps the function
+    # that reads the options.
     service.prepare_service = read_options_and_compile
     return int(agent.main() or 0)
 

@@ -21,7 +21,8 @@ OCTAVIA_PORT = 9876
 NETWORK_PORT = 9696
 STATUS_PORT = 9878
 _START_AGAIN = "Remove the state directory to create a new sandbox."
-# The kernel limits the path of a unix socket to 108 bytes (sun_path). The socket of a controller has the longest path.
+# The kernel limits the path of a Unix socket to 107 bytes and a zero byte. The socket of a controller has the longest
+# path below the state directory.
 _LONGEST_STATE = 107 - len("/run/sockets/controller-4194304-7fffffffffff")
 
 
@@ -190,7 +191,8 @@ def load_or_create_settings(
         octavia_port=_free_port(OCTAVIA_PORT),
         network_port=_free_port(NETWORK_PORT),
         status_port=_free_port(STATUS_PORT),
-        # Agents start in another directory, so the path is absolute. Python finds its virtual environment by the link.
+        # Agents start in another directory, so the path of the interpreter is absolute. The path keeps symbolic links,
+        # because Python finds its virtual environment by the link.
         agent_python=str(Path(agent_python or sys.executable).absolute()),
         store_url=store_url,
         octavia_url=octavia_url,
@@ -200,7 +202,7 @@ def load_or_create_settings(
         options=options or {},
     )
     state.mkdir(parents=True, exist_ok=True, mode=0o755)
-    # The URLs in the file can contain passwords.
+    # The URLs in the settings file may contain passwords, so only the owner of the settings file may read it.
     _file(state).touch(mode=0o600)
     _file(state).write_bytes(msgspec.json.format(msgspec.json.encode(settings)))
     return settings

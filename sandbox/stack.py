@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 Report = Callable[[str], None]
 _READY_SECONDS = 60.0
 _KILL_SECONDS = 5.0
-# The flag __SO_ACCEPTCON in /proc/net/unix marks a listening socket.
+# In /proc/net/unix, the flag __SO_ACCEPTCON marks a listening socket.
 _LISTENING = "00010000"
 _NEEDED = {
     "haproxy": "haproxy",
@@ -70,7 +70,8 @@ class Stack:
                 self._power_on(network)
             (self.settings.run / "sockets").mkdir(exist_ok=True, mode=0o700)
             programs = self.programs()
-            # The programs start in parallel, because the import of modules takes most of the time.
+            # The sandbox starts its programs in parallel, because each program spends most of its start-up time on
+            # imports.
             started = [program for program in programs if self.supervision.start(program)]
             for program in started:
                 self.supervision.wait_ready(program, _READY_SECONDS)
@@ -87,7 +88,8 @@ class Stack:
                     self._power_off(network)
             removed = namespaces.names(f"{self.settings.prefix}-")
             for name in removed:
-                # A process without a record can still run in the namespace.
+                # A process without a record of the sandbox may still run in a network namespace, so the sandbox kills
+                # all processes in the namespace.
                 if not signal_and_wait(namespaces.processes(name), signal.SIGKILL, _KILL_SECONDS):
                     raise SandboxError(f"remove the namespace {name}", "a process in it does not end after SIGKILL")
                 namespaces.remove(name)
@@ -145,7 +147,7 @@ class Stack:
     def _compute_backends(self, network: LocalNetwork) -> tuple[NetnsCompute | QemuCompute, ...]:
         """All compute backends: a flavor can select each of them."""
         options = config.load([str(self.settings.driver_configuration)])
-        # A sandbox of an older version has no directory for virtual machines, so it has no backend qemu.
+        # A sandbox of an older version has no directory for virtual machines, so such a sandbox has no QEMU backend.
         qemu = [QemuCompute(options, network)] if self.settings.machines.exists() else []
         return (NetnsCompute(options, network), *qemu)
 

@@ -34,26 +34,31 @@ from amphora_driver.untrusted_text import printable
 if TYPE_CHECKING:
     from amphora_driver.certificates.trust_store import TrustStore
 
-# Callers import the response types from this module.
+# Other modules import the response types of the agent from this module, so `__all__` contains them.
 __all__ = ["AgentClient", "Applied", "BundleState", "Info", "Loaded", "Renewed", "Vrrp"]
 T = TypeVar("T")
 
-# The client keeps open connections to a limited number of amphorae. One thread works on one load balancer.
+# The client keeps connections to at most 256 amphorae, and two connections to each amphora, because one thread works on
+# one load balancer.
 _MOST_POOLS, _CONNECTIONS = 256, 2
-# A large bundle increases the request time-out up to a maximum factor.
+# A large configuration increases the time-out of a request to an agent by a factor of at most five.
 _MOST_TIMEOUT_FACTOR = 5
-# The client refuses a response above its limit in bytes.
+# The client refuses responses of more than 4 MiB, or 32 MiB for diagnostics and configurations. The client reads
+# responses in chunks of 64 KiB.
 _MOST_ANSWER, _MOST_DIAGNOSTICS, _CHUNK = 4 << 20, 32 << 20, 1 << 16
-# Too deep nesting and invalid UTF-8 do not always raise a DecodeError.
+# msgspec does not always raise DecodeError: invalid UTF-8 raises another ValueError, and too deep nesting raises
+# RecursionError.
 _DECODE_ERRORS = (msgspec.DecodeError, ValueError, RecursionError)
-# The client repeats requests to a booting agent, which answers 503, after growing pauses in seconds.
+# A booting agent answers 503, so the client repeats the request after pauses that grow from 0.02 s to 0.2 s.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.2
-# A machine that does not exist yet drops packets, so the time-out of a TCP connection is short.
+# A machine that does not exist yet drops packets without an answer, so the client waits only 0.3 s for a TCP
+# connection.
 _CONNECT_TIMEOUT = 0.3
-# A connection without TCP acknowledgements for some seconds counts as broken (tcp(7), TCP_USER_TIMEOUT).
+# The kernel closes a connection to an agent if the agent's host acknowledges no data for ten seconds (tcp(7),
+# TCP_USER_TIMEOUT).
 _UNACKNOWLEDGED = 10.0
-# After `_SILENCE` seconds without data, a TLS handshake on another connection checks that the agent is alive. The
-# factor of the request time-out applies to `_SILENCE` too.
+# After ten seconds without data, the client checks by a TLS handshake on another connection that the agent is alive. A
+# large configuration extends the ten seconds by the same factor as the time-out of the request.
 _SILENCE, _HANDSHAKE_TIMEOUT = 10.0, 5.0
 _SOCKET_OPTIONS = [
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
@@ -67,7 +72,7 @@ class _ErrorWords(msgspec.Struct):
     remedy: str = ""
 
 
-# The client shortens the texts and ids in an agent's error to a limit in characters.
+# An agent's error is untrusted, so the client shortens its texts to 2000 characters and its ids to 80.
 _MOST_WORDS, _MOST_ID = 2000, 80
 
 
@@ -197,7 +202,8 @@ class AgentClient:
             raise AgentUnreachable(call.wanted, f"{address}: {_words(error)}") from error
         if actual != fingerprint:
             raise AgentUntrusted(call.wanted, f"{address} uses another one")
-        # The agent accepts or refuses the client certificate only after the handshake (TLS 1.3).
+        # In TLS 1.3, the agent accepts or refuses the client certificate only after the handshake, so the client also
+        # sends a request.
         self._request_on_new_connection(self._identity.context(), amphora_id, address, call, limit)
 
     def wait_until_ready(self, amphora_id: str, address: str, deadline: Deadline) -> Info:
@@ -215,7 +221,7 @@ class AgentClient:
             try:
                 return _decode(self._request(amphora_id, address, call, deadline), Info, call)
             except AgentRefused as error:
-                # The server answers 503 while its application starts.
+                # The web server in the amphora answers 503 until the application of the agent has started.
                 if error.status != 503 or deadline.left() <= pause:
                     raise
             time.sleep(pause)
@@ -276,11 +282,13 @@ class AgentClient:
             try:
                 return self._attempt(pool, call, latest, is_alive)
             except (ProtocolError, ClosedPoolError) as error:
-                # The agent may have restarted since the last call. The generation makes every call idempotent.
+                # A broken connection may mean that the agent has restarted, so the client repeats the call once. The
+                # generation makes every call idempotent.
                 if last or latest.passed():
                     raise AgentUnreachable(call.wanted, f"{address} {_words(error)}") from error
             except NewConnectionError as error:
-                # NewConnectionError is a subclass of urllib3's time-out error, also for a refused connection.
+                # urllib3 raises NewConnectionError for a refused connection. This class is a subclass of urllib3's
+                # time-out error, so this branch precedes the time-out branch.
                 raise AgentUnreachable(call.wanted, f"{address}: {_words(error)}") from error
             except HTTPTimeoutError as error:
                 raise AgentUnreachable(call.wanted, f"{address} did not answer in time") from error
@@ -319,7 +327,8 @@ class AgentClient:
         try:
             content = _read(response, call)
         except BaseException:
-            # On an open connection the client would parse the unread bytes as the next response.
+            # The client closes the connection after an incomplete read, because the next call would parse the unread
+            # bytes as a response.
             response.close()
             raise
         response.release_conn()
@@ -328,7 +337,8 @@ class AgentClient:
         return content
 
     def _pool(self, amphora_id: str, address: str) -> urllib3.HTTPSConnectionPool:
-        # The client gets the TLS context outside the lock, because the call may wait for the database.
+        # Getting the TLS context may wait for the database, so the client gets the context before it locks the
+        # connection pools.
         context = self._identity.context()
         with self._lock:
             if context is not self._context:
@@ -344,14 +354,14 @@ class AgentClient:
             return pool
 
     def _drop_all(self) -> None:
-        # urllib3 closes connections in use after their request.
+        # urllib3 closes idle connections immediately, and closes connections in use after their requests.
         for pool in self._pools.values():
             pool.close()
         self._pools.clear()
 
     def _connect(self, context: ssl.SSLContext, amphora_id: str, address: str) -> urllib3.HTTPSConnectionPool:
-        # With server_hostname OpenSSL checks the id during the handshake, before the client sends its certificate.
-        # The parameter assert_hostname would disable this check and compare the id afterwards.
+        # With `server_hostname`, OpenSSL checks the amphora id during the handshake, before the client sends its
+        # certificate. The parameter `assert_hostname` would move the check after the handshake.
         return urllib3.HTTPSConnectionPool(
             address,
             self._port,
@@ -374,7 +384,8 @@ class _Call(msgspec.Struct, frozen=True):
 
     @property
     def timeout_factor(self) -> float:
-        # HAProxy 2.6 may need minutes to read a bundle of 10,000 members (1.3 MB).
+        # HAProxy 2.6 may need minutes to read a configuration of 10,000 members (1.3 MB), so the time-out grows with
+        # the size.
         return 1 + min(_MOST_TIMEOUT_FACTOR - 1, 3 * len(self.body or b"") / 1_000_000)
 
 
@@ -402,7 +413,8 @@ def _refusal(call: _Call, status: int, content: bytes) -> AgentRefused:
     try:
         document = msgspec.json.decode(content, type=_ErrorDocument)
     except _DECODE_ERRORS:
-        # The error does not quote the content, because the content is untrusted.
+        # The content of an agent's response is untrusted, so the error about an undecodable response does not quote the
+        # content.
         return AgentRefused(call.wanted, f"it answered {status} without an explanation", status=status)
     words = document.error
     happened = printable(words.happened, _MOST_WORDS) or f"it answered {status}"
@@ -424,7 +436,8 @@ def _tls_failure(call: _Call, address: str, error: SSLError) -> AgentUntrusted |
         happened = f"the certificate of {address} is not accepted ({cause.verify_message})"
         remedy = "Check that the address belongs to the amphora, and that its certificate has not expired."
         return AgentUntrusted(call.wanted, happened, remedy)
-    # The agent may also have refused the client certificate, for example because its clock is wrong after a boot.
+    # The agent may also have refused the client certificate, for example because the amphora's clock is wrong after a
+    # boot.
     happened = f"{address} broke off the TLS handshake ({getattr(cause, 'reason', None) or cause})"
     remedy = "If this continues, check that client_ca signed client_certificate (group [amp_certificates])."
     return AgentUnreachable(call.wanted, happened, remedy)

@@ -24,9 +24,9 @@ from amphora_driver.secret import Secret
 
 T = TypeVar("T")
 LOG = logging.getLogger(__name__)
-# The ssl module has no name for OpenSSL's X509_V_FLAG_NO_CHECK_TIME.
+# Python's ssl module does not define OpenSSL's flag X509_V_FLAG_NO_CHECK_TIME.
 _NO_CHECK_TIME = 0x200000
-# A socket checks the deadline after each slice in seconds, because another thread may bring it forward.
+# Another thread may bring the deadline of a request forward, so the socket checks the deadline every 0.25 s.
 _SLICE = 0.25
 
 
@@ -69,7 +69,8 @@ class BoundedSocket(ssl.SSLSocket):
                 if exchange is not None:
                     left = min(left, exchange.deadline.left())
                     if now - checked >= exchange.silence:
-                        # A busy agent is silent too, but completes a handshake. A frozen agent does not.
+                        # A silent agent may be busy or frozen. Only a busy agent completes a TLS handshake on another
+                        # connection.
                         checked = now
                         left = left if exchange.is_alive(exchange.deadline) else 0.0
                 if left <= 0:
@@ -78,7 +79,8 @@ class BoundedSocket(ssl.SSLSocket):
                 try:
                     return act()
                 except TimeoutError as error:
-                    # The kernel sets ETIMEDOUT if the peer does not acknowledge data.
+                    # The kernel reports a peer that does not acknowledge data as ETIMEDOUT. A time-out of the socket
+                    # itself has no error number.
                     if error.errno is not None:
                         raise
         finally:
@@ -123,13 +125,15 @@ class TlsIdentity:
 
     def context(self) -> ssl.SSLContext:
         """Return the TLS context, for any thread. The last context stays valid while new files are unreadable."""
-        # The database is read outside the lock, because the read may be slow.
+        # A read from the database may be slow, so the thread reads the certificates before it takes the lock.
         try:
             override = self._load_override()
         except (CertificateError, StoreError) as error:
             if self._context is None:
                 raise
-            LOG.warning("cannot read the certificates for agents, keeping the present ones: %s", error)
+            LOG.warning(
+                "the process cannot read the TLS certificates for agents and keeps the previous ones: %s", error
+            )
             return self._context
         with self._lock:
             certificate = None if override.certificate else _file_version(self._client_certificate)
@@ -141,8 +145,11 @@ class TlsIdentity:
                 except CertificateError as error:
                     if self._context is None:
                         raise
-                    LOG.warning("cannot load the certificates for agents, keeping the present ones: %s", error)
-                # The next change of a version triggers the next attempt, also after a failure.
+                    LOG.warning(
+                        "the process cannot load the TLS certificates for agents and keeps the previous ones: %s", error
+                    )
+                # Even if loading the certificates fails, the process records their versions, and tries again only after
+                # a version has changed.
                 self._versions = versions
             return self._context
 
@@ -157,7 +164,7 @@ class TlsIdentity:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.sslsocket_class = BoundedSocket
         context.minimum_version = ssl.TLSVersion.TLSv1_3
-        # The configured CA is the trust anchor, even if another CA has signed it.
+        # The configured CA is the trust anchor for agents, even if another CA has signed the configured CA.
         context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
         remedy = "Check [amp_certificates] ca_certificate and client_certificate."
         try:
@@ -169,7 +176,8 @@ class TlsIdentity:
             happened = f"{self._ca_certificate}: {error.strerror or error}"
             raise CertificateError("read the certificate authority of amphorae", happened, remedy) from error
         try:
-            # With an empty password an encrypted key fails instead of prompting on a terminal.
+            # With an empty password, OpenSSL refuses an encrypted key. Without a password, OpenSSL would ask for one on
+            # the terminal.
             if override.certificate is None:
                 context.load_cert_chain(self._client_certificate, password=b"")
             else:

@@ -20,7 +20,7 @@ from amphora_driver.errors import CertificateError
 from amphora_driver.store import ca_records
 from amphora_driver.store.ca_records import AmphoraCertificate, CaKind, CaRecord, CaState
 
-# A field of a table shows at most three ids of amphorae.
+# A table of amphoractl shows at most three amphora ids in one field.
 _MAX_LISTED = 3
 _CERTIFICATES = (*("Amphora", "Load balancer", "Issued", "Expires", "Days left", "Authority", "Trusts", "State"), "Why")
 _AUTHORITIES = (
@@ -119,7 +119,7 @@ class ListCertificateAuthorities(Lister):
         try:
             found = trust_store.load_configured_ca(self.app.conf, kind)
         except CertificateError as error:
-            # The user of the command can read the database, but perhaps not the files of the controllers.
+            # The user of amphoractl may be able to read the database, but not the certificate files of the controllers.
             problem = str(error)
         end = found.expires_at if found else None
         about = (fingerprint(found.certificate) if found else "", Timestamp(None), Timestamp(end), _days_left(end, now))
@@ -147,7 +147,8 @@ class RotateCertificateAuthority(ShowOne):
     def values(self, parsed_args: argparse.Namespace) -> dict[str, Any]:
         conf, database, kind = self.app.conf, self.app.database, CaKind(parsed_args.kind)
         vault = Vault.load(conf.amp_database.encryption_key_file)
-        # After the first rotation the database has the CA, and the command does not need the configured files.
+        # After the first rotation, the database contains the CA, so amphoractl does not need the configured certificate
+        # files.
         rotated = any(one.kind is kind for one in self.app.read(ca_records.list_cas))
         new = trust_store.create_ca(kind, vault, parsed_args.days)
         present = new if rotated else trust_store.load_configured_ca(conf, kind)
@@ -177,7 +178,8 @@ def _depends_on(one: AmphoraCertificate, authority: CaRecord) -> bool:
     if authority.kind is CaKind.AMPHORA:
         return one.authority == authority.id
     trusted = ca_rotation.parse_controller_ids(one.trusts)
-    # The first rotation imports the CA from the files, so an amphora that trusts the files trusts this CA.
+    # The first rotation imports the CA from the configured files into the database. So an amphora without a list of
+    # trusted CAs trusts the imported CA.
     return authority.id in trusted or (authority.sealed_key is None and not trusted)
 
 

@@ -11,11 +11,11 @@ from typing import Any
 
 from cliff import command, lister, show
 
-# An argument consists of its names and of the options of `ArgumentParser.add_argument`.
+# A command-line argument consists of its names and of the options of `ArgumentParser.add_argument`.
 Argument = tuple[tuple[str, ...], dict[str, Any]]
-# A list consists of the column names and the rows.
+# The output of a list command consists of the column names and the rows.
 Table = tuple[tuple[str, ...], Iterable[tuple[Any, ...]]]
-# The database columns for the name of an operator hold 128 characters.
+# The database columns for the name of an operator contain at most 128 characters.
 _MAX_NAME_LENGTH = 128
 
 

@@ -16,7 +16,8 @@ from typing import Any
 
 from amphora_driver.cli.formatting import escape_unprintable
 
-# The agent masks the same secret words in `GET /v2/diagnostics` (docs/reference/agent-api.md).
+# amphoractl masks the values after secret keywords of haproxy.cfg, because the agent masks the same values in `GET
+# /v2/diagnostics` (docs/reference/agent-api.md).
 _SECRET_WORDS = re.compile(r"\b(dynamic-cookie-key|password|insecure-password)([ \t]+)\S+")
 # In haproxy.cfg, a marker line separates the agent's part from the load balancer's part.
 _END_OF_AGENT_PART = "# From here on: the load balancer's part.\n"
@@ -104,7 +105,8 @@ def _interface(desired: dict[str, Any], actual: Any, *, is_pair: bool) -> list[s
         lines.append(f"interface {name} has the name {found.get('name')}")
     if found.get("mtu") != desired["mtu"]:
         lines.append(f"interface {name} has an MTU of {found.get('mtu')}, not {desired['mtu']}")
-    # In a pair, VRRP decides which amphora holds the VIPs, so a missing VIP is no difference.
+    # In a pair of amphorae, VRRP decides which amphora holds the VIPs, so a missing VIP on one amphora is no
+    # difference.
     needed = [*desired["addresses"], *([] if is_pair else desired["vips"])]
     present = {_canonical_address(one) for one in found.get("addresses", [])}
     return lines + [f"interface {name} lacks {one}" for one in needed if _canonical_address(one) not in present]

@@ -35,7 +35,7 @@ from amphora_driver.store.requests import Op
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-# An agent must answer a comparison within 20 s and a diagnosis within 60 s.
+# amphoractl waits at most 20 s for an agent to compare configurations, and at most 60 s for a diagnosis.
 _COMPARE_TIMEOUT, _DIAGNOSE_TIMEOUT = 20.0, 60.0
 _NOT_FOUND = 404
 DIFFERENT, UNREACHABLE = 1, 2

@@ -17,10 +17,10 @@ from typing import Any, TextIO, cast
 
 from cliff.columns import FormattableColumn
 
-# A table cuts the outcome of a request to 100 characters; JSON contains the whole text.
+# Tables of amphoractl show at most 100 characters of the outcome of a request. The JSON format contains the whole text.
 _MAX_OUTCOME = 100
 _MINUTE, _HOUR, _DAYS = 60.0, 3600.0, 2 * 86400.0
-# Commands separate lines and columns with new lines and tabs, so the stream keeps both.
+# amphoractl separates lines by newlines and columns by tabs, so the output stream does not escape newlines and tabs.
 _LAYOUT = "\n\t"
 
 
@@ -118,7 +118,8 @@ class Age(Value):
         return self._never if self._value is None else f"{format_duration(self._data())} ago"
 
     def _data(self) -> float:
-        # The clocks of two hosts differ slightly, but an age must not be negative.
+        # The clocks of two hosts differ slightly, so the difference of two times may be negative, but amphoractl shows
+        # no negative age.
         return round(max(0.0, time.time() - float(self._value)), 1)
 
 
@@ -179,7 +180,8 @@ class Rows(Value):
         return "\n".join(escape_unprintable(self.describe(row)) for row in self._value) or self.empty
 
     def _data(self) -> list[dict[str, Any]]:
-        # Names of columns are a subclass of str in SQLAlchemy, which YAML cannot represent.
+        # Column names from SQLAlchemy belong to a subclass of str that PyYAML cannot represent, so amphoractl converts
+        # the names to str.
         return [{str(name): _iso_time(name, value) for name, value in row.items()} for row in self._value]
 
 
@@ -222,7 +224,8 @@ class Amphorae(Rows):
         if row["heard"] is not None and row["heard"] != row["confirmed"]:
             generation += f" (reports {row['heard']})"
         holds = ", had the VIPs" if row["silent"] else ", has the VIPs"
-        # The row of an amphora keeps the text of the last drift after the repair.
+        # After a repair, the row of an amphora keeps the text of the last drift, so amphoractl shows this text as "last
+        # drift".
         drift = "drift" if row["drifts"] else "last drift"
         more = {
             "silent: ": row["silent"],

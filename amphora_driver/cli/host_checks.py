@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
     from amphora_driver.database.engine import Database
 
-# A check waits at most 5 s for the broker or for a socket.
+# A check of this host waits at most 5 s for the message broker or for a socket of Octavia.
 _TIMEOUT = 5.0
-# The check sends requests without an effect. octavia-driver-agent does not detect the end of a connection without a
-# request, and the process for this connection occupies a processor for ever.
+# Each check sends a request without an effect to octavia-driver-agent. A connection without a request would occupy an
+# octavia-driver-agent process forever, because the process does not detect the end of the connection.
 _EMPTY_REQUESTS = {
     "status": b"{}",
     "stats": b'{"listeners": []}',
@@ -166,7 +166,8 @@ def _socket_error(path: str, document: bytes) -> str | None:
         with socket.socket(socket.AF_UNIX) as client:
             client.settimeout(_TIMEOUT)
             client.connect(path)
-            # A message of octavia-lib is the length in decimal digits, a new line, and the document.
+            # A message to octavia-driver-agent consists of the document's length in decimal digits, a newline and the
+            # document.
             client.sendall(b"%d\n%s" % (len(document), document))
             return None if client.recv(1) else f"{path} closed the connection without an answer"
     except OSError as error:

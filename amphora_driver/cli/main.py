@@ -44,7 +44,8 @@ class Amphoractl(App):
             deferred_help=True,
             **streams,
         )
-        # The loggers and formatters of cliff write to the streams of the application, too.
+        # The loggers and formatters of cliff write to the streams of amphoractl too, so the streams escape their
+        # output.
         self.stdout: TextIO = escaping_stream(streams.get("stdout") or sys.stdout)
         self.stderr: TextIO = escaping_stream(streams.get("stderr") or sys.stderr)
         self._conf: ConfigOpts | None = None
@@ -75,7 +76,8 @@ class Amphoractl(App):
             found = parse_url(url)
             path = found.database if found.get_backend_name() == "sqlite" else None
             if path is not None and not Path(path).exists():
-                # SQLite creates a missing file, but a command that reads creates nothing.
+                # SQLite would create a missing database file, but a command of amphoractl that only reads must create
+                # nothing.
                 raise ConfigurationError(
                     "open the database",
                     f"{path} does not exist",
@@ -106,7 +108,7 @@ class Amphoractl(App):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status; None for the arguments of this process."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    # Without a command, cliff opens an interactive session.
+    # Without a command, cliff would open an interactive session, so amphoractl prints the help instead.
     return int(Amphoractl().run(arguments or ["help"]))
 
 

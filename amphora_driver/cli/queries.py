@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 _UNKNOWN = "unknown"
-# The table `job` has one row for each pool of warm spares, with the operation `spares`.
+# The table `job` contains one row with the operation `spares` for each pool of warm spares.
 SPARES = "spares"
 IS_LOAD_BALANCER = job.c.op != SPARES
-# Lists of amphorae exclude warm spares, and include an amphora without a row of a load balancer.
+# A list of amphorae excludes warm spares, but includes amphorae of a load balancer without a row in the table `job`.
 IS_NO_SPARE = sa.or_(job.c.op.is_(None), IS_LOAD_BALANCER)
-# The error about an ambiguous prefix lists at most ten ids.
+# The error about an ambiguous prefix of an id lists at most ten ids.
 _MAX_LISTED = 10
 
 
@@ -188,7 +188,7 @@ def _find_unique(connection: sa.Connection, sources: list[sa.Select[Any]], noun:
     every = sa.union(*sources).subquery()
     query = sa.select(every.c.id).where(every.c.id.startswith(prefix, autoescape=True)).order_by(every.c.id)
     found = list(connection.execute(query.limit(_MAX_LISTED + 1)).scalars()) if prefix else []
-    # A complete id wins over longer ids with the same prefix.
+    # If a complete id is also the prefix of longer ids, amphoractl selects the complete id.
     if prefix in found:
         return prefix
     if not found:

@@ -24,7 +24,7 @@ from amphora_driver.queue import local_socket
 from amphora_driver.store import resyncs
 
 HEAD = ("Load balancer", "Asked", "Asked by", "Ended", "Outcome", "Detail")
-# The command reads the result of a resync five times a second.
+# The command `resync` reads the result of the resync from the database five times a second.
 _POLL_SECONDS = 0.2
 
 
@@ -84,7 +84,8 @@ def _find_id(connection: sa.Connection, prefix: str) -> str:
     try:
         return queries.find_load_balancer_id(connection, prefix)
     except UnknownObject:
-        # A complete id can belong to a load balancer that only Octavia has.
+        # A load balancer that only Octavia has is not in the database, so the command also accepts a complete unknown
+        # id.
         with contextlib.suppress(ValueError):
             if str(uuid.UUID(prefix)) == prefix:
                 return prefix

@@ -110,7 +110,8 @@ def _read_rows(connection: sa.Connection) -> Rows:
 
 
 def _check_rows(conf: Any, rows: Rows, now: float) -> Iterator[Check]:
-    # A change with the boot of an amphora is done or in ERROR after the time-outs of boot and operation.
+    # After the time-outs of a boot and an operation, every change of a load balancer is complete or in ERROR. So an
+    # older change indicates a problem.
     max_seconds = conf.amp_controller.boot_timeout + conf.amp_controller.operation_timeout
     known = {one.work.load_balancer_id for one in rows.load_balancers}
     agents = [row for row in rows.processes if row.kind == process_registry.ProcessKind.PROVIDER_AGENT.value]

@@ -18,9 +18,11 @@ import msgspec
 from amphora_driver.health.heartbeat_codec import Heartbeat
 from amphora_driver.health.status import LastDrift, ListenerReport, PoolReport, Report
 
-# An amphora that names more object ids than the limit loses its own earlier values.
+# If an amphora reports more than 50,000 object ids, the health manager drops the earlier values of the amphora to limit
+# the memory use.
 _MAX_NAMES = 50_000
-# A database column of 64 bits holds no larger value.
+# The database stores the epoch and the sequence number of a heartbeat in signed columns of 64 bits, so larger numbers
+# are invalid.
 _MAX_INTEGER = 2**63 - 1
 
 Order = tuple[int, int]
@@ -160,12 +162,14 @@ class _AmphoraState:
 
     def __init__(self) -> None:
         self.last = LastReport(0.0, 0.0, 0, _BEFORE_ALL)
-        # `vip_claimed_at` is the time of the first heartbeat of the latest run that claims the VIPs.
+        # `vip_claimed_at` is the time of the first heartbeat in the latest unbroken series of heartbeats that claim the
+        # VIPs.
         self.vip_claimed_at = -1.0
         self.generation: int | None = None
         self._listeners: dict[str, tuple[float, ListenerReport]] = {}
         self._pools: dict[str, _PoolState] = {}
-        # `_name_bound` is an upper bound, because a repeated name counts twice.
+        # `_name_bound` is an upper bound for the number of object ids that an amphora has reported, because an id in
+        # two heartbeats counts twice.
         self._name_bound = 0
 
     def merge(self, report: Report, now: float) -> None:
@@ -197,7 +201,8 @@ class _AmphoraState:
         )
 
     def _has_too_many_names(self) -> bool:
-        # Exact counting takes longer than merging, so the state counts names only above the upper bound.
+        # Counting the distinct object ids of an amphora is slow, so the health manager counts them only if the upper
+        # bound exceeds the limit.
         if self._name_bound <= _MAX_NAMES:
             return False
         self._name_bound = len(self._listeners) + sum(pool.count_names() for pool in self._pools.values())
@@ -212,13 +217,15 @@ class _PoolState:
     def __init__(self) -> None:
         self.at = 0.0
         self.status = ""
-        # Each part contains the time and the members of one datagram that still contributes a value.
+        # Each tuple in `parts` contains the arrival time of a heartbeat datagram, and the statuses of the pool's
+        # members in the datagram.
         self.parts: list[tuple[float, dict[str, str]]] = []
 
     def add(self, now: float, pool: PoolReport) -> None:
         """Add the values of a newer datagram, and drop the parts that it replaces completely."""
         self.at, self.status = now, pool.status
-        # All members of a datagram share one time: a time for each member would use more memory than the states.
+        # All members in a heartbeat datagram share one arrival time, because a time for each member would need more
+        # memory than the statuses.
         self.parts = [part for part in self.parts if not part[1].keys() <= pool.members.keys()]
         self.parts.append((now, pool.members))
 
@@ -228,5 +235,5 @@ class _PoolState:
         return PoolReport(status=self.status, members=members)
 
     def count_names(self) -> int:
-        # A part without members uses memory too, so each part counts as one name more.
+        # A datagram without members uses memory too, so the count of object ids includes one for each datagram.
         return sum(len(members) + 1 for _, members in self.parts) + 1

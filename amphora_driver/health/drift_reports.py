@@ -18,10 +18,12 @@ from amphora_driver.health.amphora_reports import LastReport
 from amphora_driver.health.status import LastDrift
 
 _FIRST_BACKOFF, _MAX_BACKOFF = 30.0, 1800.0
-# Drift of the kind "interface" (docs/reference/heartbeat.md) requires new port attachments.
+# Drift of the kind "interface" means a missing network interface, so the compute backend must attach the ports of the
+# amphora again.
 _INTERFACE_KIND = "interface"
 _MAX_KINDS = 8
-# Each notice causes an UPDATE and a log line, so notices about one amphora have a minimum interval in seconds.
+# Each drift notice causes an UPDATE and a log line, so the health manager records drift of one amphora at most every
+# ten seconds.
 _NOTICE_INTERVAL = 10.0
 
 
@@ -62,9 +64,11 @@ class DriftReports:
     def __init__(self, interval: float) -> None:
         self._interval = interval
         self._periods: dict[str, _DriftPeriod] = {}
-        # `_noticed` contains the agent's time of the last recorded drift, and the time of that record, by amphora.
+        # For each amphora id, `_noticed` contains the agent's time of the last recorded drift, and the time of the
+        # recording.
         self._noticed: dict[str, tuple[float, float]] = {}
-        # This process removes a drift mark only after it has received a report of drift from the amphora.
+        # `_reported` contains the amphorae that have reported drift to this process. The process never removes the
+        # drift mark of any other amphora.
         self._reported: set[str] = set()
 
     def find_unrepaired(
@@ -76,7 +80,8 @@ class DriftReports:
             expected = confirmed.get(amphora_id, 0)
             period = self._periods.get(amphora_id)
             if not last.drift:
-                # Drift that returns soon continues the period, so that its back-off keeps growing.
+                # Drift that returns soon after a repair belongs to the same drift period, so the back-off between two
+                # pushes keeps growing.
                 if period is not None and now > period.since + 2 * period.backoff:
                     del self._periods[amphora_id]
                 continue

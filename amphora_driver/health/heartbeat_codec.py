@@ -19,13 +19,15 @@ from amphora_driver.health.status import Report
 from amphora_driver.secret import Secret
 
 MAGIC = b"AHB1"
-# The header contains magic bytes, amphora id, epoch and sequence.
+# The header of a heartbeat datagram contains magic bytes, amphora id, epoch and sequence number.
 _HEADER = struct.Struct("!4s16sQQ")
 _SIGNATURE_SIZE = 32
 _MIN_SIZE = _HEADER.size + _SIGNATURE_SIZE
-# The longest datagram of an agent has 60,000 bytes and expands to 0.6 million bytes.
+# A heartbeat datagram of an agent has at most 60,000 bytes and expands to at most 0.6 million bytes, so 2 MiB leave a
+# margin.
 _MAX_DOCUMENT = 2 << 20
-# A database column of 64 bits holds no larger generation.
+# The database stores the generation of a configuration in a signed column of 64 bits, so a larger generation is
+# invalid.
 _MAX_GENERATION = 2**63 - 1
 _OPERATION = "read a heartbeat"
 _decode_report = msgspec.json.Decoder(Report).decode
@@ -103,7 +105,8 @@ def parse_document(verified: VerifiedDatagram, document: bytes) -> Heartbeat:
     generation = report.generation
     if generation is not None and not 0 <= generation <= _MAX_GENERATION:
         raise HeartbeatRefused(_OPERATION, f"amphora {amphora_id} sent an impossible generation", reason="document")
-    # The amphora id comes from the verified header, not from the document.
+    # The health manager takes the amphora id from the signed header, because the document of a heartbeat could name
+    # another amphora.
     identified = msgspec.structs.replace(report, amphora_id=amphora_id)
     return Heartbeat(amphora_id, verified.epoch, verified.sequence, identified)
 

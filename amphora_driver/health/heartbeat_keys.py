@@ -23,9 +23,11 @@ LOG = logging.getLogger(__name__)
 KeyReader = Callable[[AbstractSet[str]], Mapping[str, Secret]]
 """Reads the keys of all amphorae except the given ones, by amphora id."""
 
-# A deleted amphora sends for a while, so the cache refuses its id for some seconds without a read of keys.
+# A deleted amphora still sends heartbeats for a while. The cache refuses an unknown amphora id for ten seconds without
+# another read of keys.
 _UNKNOWN_TTL, _MAX_UNKNOWN = 10.0, 10_000
-# The first datagram of an amphora is short, so the cache keeps only short datagrams until the next read of keys.
+# Until the cache has the key of a new amphora, the cache keeps only short datagrams. The first heartbeat of an amphora
+# is short.
 _MAX_WAITING, _MAX_WAITING_SIZE = 1000, 4096
 
 
@@ -38,7 +40,7 @@ class KeyCache:
         self._interval = interval
         self._known: dict[str, Secret] = {}
         self._unknown: OrderedDict[str, float] = OrderedDict()
-        # A later datagram of an amphora replaces its earlier waiting datagram.
+        # For each amphora without a known key, the cache keeps only the latest heartbeat datagram.
         self._waiting: dict[str, tuple[bytes, str]] = {}
         self._ready: deque[tuple[bytes, str]] = deque()
         self._lock = threading.Lock()
@@ -96,16 +98,21 @@ class KeyCache:
 
     def _read_new_keys(self) -> None:
         with self._lock:
-            # The database has the row of an amphora before its first datagram. So an amphora that waits before this
-            # read and has no row is unknown.
+            # The row of an amphora precedes the first heartbeat of the amphora. If a heartbeat precedes the read of
+            # keys, but the read finds no row, the amphora is unknown.
             requested, known = set(self._waiting), set(self._known)
         try:
             found = self._read_keys(known)
         except AmphoraDriverError as error:
-            LOG.warning("could not read heartbeat keys of new amphorae; the next datagram repeats the read: %s", error)
+            LOG.warning(
+                "the health manager could not read the keys of new amphorae; the next heartbeat repeats the read: %s",
+                error,
+            )
         except Exception:
-            # No other thread reads keys, so this thread must survive an unexpected error of a database client.
-            LOG.exception("could not read heartbeat keys of new amphorae; the next datagram repeats the read")
+            # Only one thread reads heartbeat keys, so the thread must survive an unexpected error of a database client.
+            LOG.exception(
+                "the health manager could not read the keys of new amphorae; the next heartbeat repeats the read"
+            )
         else:
             self.add(found)
             self._record_unknown(requested - found.keys())

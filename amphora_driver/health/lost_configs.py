@@ -29,7 +29,8 @@ class LostConfigDetector:
 
     def __init__(self, interval: float) -> None:
         self._interval = interval
-        # `_suspected` contains the confirmed generation and the start of the suspicion by amphora id.
+        # By amphora id, `_suspected` contains the confirmed generation, and the time since which the amphora seems to
+        # have lost its configuration.
         self._suspected: dict[str, tuple[int, float]] = {}
 
     def find_lost(

@@ -33,17 +33,18 @@ from amphora_driver.secret import Secret
 LOG = logging.getLogger(__name__)
 
 _MAX_DATAGRAM = 65536
-# The socket buffer holds datagrams while the kernel does not schedule this process.
+# The socket buffer is large, because it must hold heartbeat datagrams while the kernel does not schedule the health
+# manager.
 _SOCKET_BUFFER = 32 << 20
-# Python does not define Linux's constant SO_RCVBUFFORCE (socket(7)).
+# Python's socket module does not define Linux's socket option SO_RCVBUFFORCE (socket(7)).
 _SO_RCVBUFFORCE = 33
-# The receive loop checks for `stop` and for new keys after a burst of datagrams.
+# After a burst of 256 datagrams, the receive loop of the health manager checks for a stop request and for new keys.
 _BURST = 256
-# The receiver logs refused datagrams at most once per interval in seconds, with a few amphorae.
+# The health manager logs refused heartbeats at most once a minute, and names at most five amphorae.
 _LOG_INTERVAL, _MAX_NAMED = 60.0, 5
-# A probe of the self-test consists of magic bytes and a secret random number.
+# The health manager tests its heartbeat socket with a probe, which consists of magic bytes and a secret random number.
 _PROBE_MAGIC, _PROBE_SIZE = b"AHM1", 32
-# The self-test sends probes for a wildcard address to the loopback address.
+# If the health manager listens on a wildcard address, the self-test sends the probe to the loopback address.
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
@@ -73,9 +74,11 @@ class Receiver:
         is_newer: Callable[[str, tuple[int, int]], bool] = lambda _amphora_id, _order: True,
     ) -> None:
         self.accepted = 0
-        # The reasons "unknown", "busy" and "lookup" concern keys, and "handler" is an error of on_heartbeat.
+        # `refused` counts refused heartbeats by reason. The reasons "unknown", "busy" and "lookup" concern keys, and
+        # "handler" means an error in `on_heartbeat`.
         self.refused: Counter[str] = Counter()
-        # `refused_by_amphora` counts refused datagrams with a valid signature only.
+        # `refused_by_amphora` counts only heartbeats with a valid signature, because any sender can write the id of an
+        # amphora into a datagram.
         self.refused_by_amphora: Counter[str] = Counter()
         self._is_newer = is_newer
         self._budgets = AmphoraBudgets()
@@ -105,7 +108,8 @@ class Receiver:
                 self._receive_until_stopped(selector)
         finally:
             self._keys.stop()
-            # A hanging read of keys must not keep the process alive.
+            # A read of keys from the database may hang, so the stopping health manager waits at most one second for the
+            # thread that reads keys.
             lookups.join(timeout=1.0)
             self.close()
 
@@ -140,7 +144,10 @@ class Receiver:
                 sender.setblocking(False)
                 sender.sendto(probe, self._address)
         except OSError as error:
-            LOG.warning("could not send the self-test probe to the heartbeat socket, the self-test fails: %s", error)
+            LOG.warning(
+                "the health manager fails its self-test, because it cannot send a probe to its heartbeat socket: %s",
+                error,
+            )
             return False
         received = self._probe_received.wait(seconds)
         self._probe = b""
@@ -175,8 +182,11 @@ class Receiver:
             except BlockingIOError:
                 pass
             except OSError as error:
-                # An ICMP error for a probe, for example, must not end the receive loop.
-                LOG.warning("could not read from the heartbeat socket, continuing: %s", error)
+                # A temporary socket error, for example an ICMP error after a probe, must not end the receive loop of
+                # the health manager.
+                LOG.warning(
+                    "the health manager could not read a datagram from its heartbeat socket and continues: %s", error
+                )
 
     def _handle_datagram(self, datagram: memoryview, sender: str, *, retried: bool) -> None:
         if self._accept_probe(datagram):
@@ -195,9 +205,13 @@ class Receiver:
         try:
             self._on_heartbeat(heartbeat)
         except Exception:
-            # An unexpected report of one amphora must not stop the heartbeats of all others.
+            # An error in the processing of one amphora's report must not stop the reception of heartbeats from all
+            # other amphorae.
             self.refused["handler"] += 1
-            LOG.exception("could not process a heartbeat of amphora %s, dropping it", heartbeat.amphora_id)
+            LOG.exception(
+                "the health manager could not process a heartbeat of amphora %s and drops the heartbeat",
+                heartbeat.amphora_id,
+            )
 
     def _decode(self, datagram: memoryview, key: Secret) -> Heartbeat:
         """Decode a datagram. The cheap checks come first: signature, order, budget, size, content."""
@@ -222,18 +236,23 @@ class Receiver:
     def _record_refusal(self, refusal: HeartbeatRefused) -> None:
         self.refused[refusal.reason] += 1
         now = time.monotonic()
-        # Without the interval, a flood of datagrams would fill the disk with log lines.
+        # The health manager logs refused heartbeats at intervals, because a log line for each datagram of a flood would
+        # fill the disk.
         if now - self._logged_at >= _LOG_INTERVAL:
             self._logged_at = now
             amphorae = dict(self.refused_by_amphora.most_common(_MAX_NAMED))
-            numbers = "%s Refused datagrams since the start by reason: %s; with a valid signature by amphora: %s"
+            numbers = (
+                "the health manager refused a heartbeat: %s Refused datagrams since the start, by reason: %s; "
+                "refused datagrams with a valid signature, by amphora: %s"
+            )
             LOG.warning(numbers, refusal, dict(self.refused), amphorae)
 
     def _wake_up(self) -> None:
         try:
             self._wakeup_writer.send(b"\0")
         except OSError:
-            # Either a wake-up is pending already and the buffer is full, or `run` has ended and closed the socket.
+            # The wake-up message to the receive loop fails if earlier messages fill the socket buffer, or if the loop
+            # has ended. Neither case needs an action.
             return
 
     def _drain_wakeups(self) -> None:
@@ -251,10 +270,13 @@ def _bind(address: str, port: int) -> socket.socket:
         made.setblocking(False)
         made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SOCKET_BUFFER)
         try:
-            # SO_RCVBUFFORCE exceeds net.core.rmem_max and needs CAP_NET_ADMIN.
+            # The socket option SO_RCVBUFFORCE can exceed the kernel's limit net.core.rmem_max, but requires the
+            # capability CAP_NET_ADMIN.
             made.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _SOCKET_BUFFER)
         except PermissionError:
-            LOG.info("net.core.rmem_max limits the receive buffer for heartbeats, continuing with that size")
+            LOG.info(
+                "without CAP_NET_ADMIN, the health manager limits its heartbeat receive buffer to net.core.rmem_max"
+            )
         made.bind((address, port))
     except (OSError, ValueError) as error:
         made.close()

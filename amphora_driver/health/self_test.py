@@ -18,7 +18,7 @@ from amphora_driver.errors import AmphoraDriverError
 from amphora_driver.store import process_registry
 
 LOG = logging.getLogger(__name__)
-# The self-test fails if its probe does not arrive before the time-out in seconds.
+# The self-test of the health manager fails if the heartbeat socket does not receive the probe within one second.
 _PROBE_TIMEOUT = 1.0
 
 
@@ -53,7 +53,9 @@ class ReceiverSelfTest:
         try:
             self._registry.deregister()
         except (AmphoraDriverError, OSError) as error:
-            LOG.info("could not delete the row of this stopping health manager, stopping anyway: %s", error)
+            LOG.info(
+                "the health manager could not delete its row from the process registry and stops anyway: %s", error
+            )
 
     def test(self) -> None:
         try:
@@ -61,15 +63,17 @@ class ReceiverSelfTest:
             working = flushed and self._receives(_PROBE_TIMEOUT)
             self._registry.heartbeat(working=working)
         except (AmphoraDriverError, OSError) as error:
-            LOG.warning("could not record the self-test of this health manager, trying again: %s", error)
+            LOG.warning("the health manager could not record the result of its self-test and tries again: %s", error)
             return
         except Exception:
-            LOG.exception("could not record the self-test of this health manager, trying again")
+            LOG.exception("the health manager could not record the result of its self-test and tries again")
             return
         if working is not self._working:
             self._working = working
             if working:
-                LOG.warning("the self-test of this health manager succeeds again")
+                LOG.warning("the self-test of the health manager succeeds again after a failure")
             else:
                 reason = "its own probe did not arrive" if flushed else "no recent flush to the database succeeded"
-                LOG.warning("the self-test of this health manager failed, repeating it: %s", reason)
+                LOG.warning(
+                    "the self-test of the health manager failed and runs again at the next interval: %s", reason
+                )

@@ -37,13 +37,14 @@ from amphora_driver.telemetry.http_server import Telemetry
 
 LOG = logging.getLogger(__name__)
 
-# A reported value expires after five heartbeat intervals without a repetition.
+# The health manager forgets a reported value that no heartbeat repeats within five heartbeat intervals.
 _EXPIRY_INTERVALS = 5
-# The health manager flushes without new heartbeats too, because a failed write needs a retry.
+# The health manager writes to the database every second even without new heartbeats, because a failed write needs a
+# retry.
 _IDLE_FLUSH_INTERVAL = 1.0
-# A stopping health manager waits for its last flush until a time-out in seconds.
+# A stopping health manager waits at most 20 s for the last write of reports to the database.
 _STOP_TIMEOUT = 20.0
-# A health manager without a recent flush (age in seconds) reports that it does not work.
+# A health manager reports that it does not work if the last write of reports to the database is older than 15 s.
 _MAX_FLUSH_AGE = 15.0
 
 
@@ -72,7 +73,8 @@ class HealthManager:
             self._receiver.forget,
         )
         name = process_name()
-        # The controllers have to notice a failed self-test long before an amphora counts as silent.
+        # The controllers must learn of a failed self-test long before they regard silent amphorae as dead, so the
+        # health manager repeats the self-test often.
         interval = min(process_registry.HEARTBEAT_INTERVAL, conf.amp_failover.silent_after / 5)
         max_flush_age = _IDLE_FLUSH_INTERVAL + 2 * conf.amp_health.flush_interval
         self._self_test = ReceiverSelfTest(self._database, name, self._receiver.receives_probe, interval, max_flush_age)
@@ -87,7 +89,9 @@ class HealthManager:
         try:
             self._receiver.preload(self._read_new_keys(frozenset()))
         except StoreError as error:
-            LOG.warning("could not read the heartbeat keys; the first heartbeat repeats the read: %s", error)
+            LOG.warning(
+                "the health manager could not read the heartbeat keys; the first heartbeat repeats the read: %s", error
+            )
         others = [
             threading.Thread(target=self._flush_until_stopped, name="status-writer"),
             threading.Thread(target=self._self_test.run, args=(self._stopping,), name="self-test"),
@@ -122,7 +126,8 @@ class HealthManager:
             return keys, amphorae.last_heartbeats(connection, list(keys))
 
         keys, orders = self._database.read(read)
-        # The orders precede the use of the keys, so that this process refuses heartbeats that another one accepted.
+        # The health manager loads the order of the last accepted heartbeats before it uses new keys. So it refuses
+        # heartbeats that another health manager has accepted.
         self._reports.load_orders(orders)
         return keys
 
@@ -139,14 +144,18 @@ class HealthManager:
         omitted = self._database.write(lambda connection: unknown_amphorae.record_unknown_amphorae(connection, due, at))
         self._unknown.mark_recorded(due, now)
         if omitted:
-            LOG.warning("%d unknown amphorae send heartbeats without a record, because the table is full", omitted)
+            LOG.warning(
+                "the health manager cannot record %d unknown senders of heartbeats, because the database table is full",
+                omitted,
+            )
 
     def _flush_until_stopped(self) -> None:
         while not self._stopping.is_set():
             self._updated.wait(_IDLE_FLUSH_INTERVAL)
             self._updated.clear()
             self._flush()
-            # The pause between two flushes collects changes into one batch.
+            # During the pause between two flushes, the health manager collects changed statuses, and then writes them
+            # to the database in one batch.
             self._stopping.wait(self._conf.amp_health.flush_interval)
 
     def _flush(self, *, last: bool = False) -> None:
@@ -161,10 +170,13 @@ class HealthManager:
                 notifier.notify(self._conf, local_socket.REPORTER)
             self._record_unknown()
         except StoreError as error:
-            LOG.warning("could not write the reports of amphorae, trying again: %s", error)
+            LOG.warning(
+                "the health manager could not write the reports of amphorae to the database and tries again: %s", error
+            )
         except Exception:
-            # An unexpected error must not end the flush thread, because reports would be lost unnoticed.
-            LOG.exception("could not write the reports of amphorae, trying again")
+            # The flush thread must survive an unexpected error, because without the thread the health manager would
+            # silently lose all reports.
+            LOG.exception("the health manager could not write the reports of amphorae to the database and tries again")
 
 
 class HealthManagerService(cotyledon.Service):
@@ -182,9 +194,12 @@ class HealthManagerService(cotyledon.Service):
 
     def terminate(self) -> None:
         self._manager.stop()
-        # Cotyledon ends the process when `terminate` returns.
+        # Cotyledon ends the process when `terminate` returns, so `terminate` waits for the last write of the reports.
         if not self._manager.wait(_STOP_TIMEOUT):
-            LOG.warning("exiting before all reports are written: the last flush takes longer than %d s", _STOP_TIMEOUT)
+            LOG.warning(
+                "the health manager exits before writing all reports, because the last write takes longer than %d s",
+                _STOP_TIMEOUT,
+            )
 
 
 def main() -> int:

@@ -16,7 +16,8 @@ import sqlalchemy as sa
 from amphora_driver.database.tables import amphora_heartbeat, listener_statistics
 from amphora_driver.health.statistics import Row
 
-# The first two scans are one report expiry apart, and later scans have a longer interval in seconds.
+# The health manager scans the database for connection counts of silent amphorae every 60 s; only the first two scans
+# follow each other sooner.
 _SCAN_INTERVAL = 60.0
 
 _Order = tuple[int, int] | None

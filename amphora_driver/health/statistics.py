@@ -17,15 +17,16 @@ from sqlalchemy.exc import IntegrityError
 from amphora_driver.database.tables import listener_statistics
 from amphora_driver.health.status import ListenerReport, Report
 
-# The primary key of a row consists of listener id and amphora id.
+# The primary key of a row of the table `listener_statistics` consists of listener id and amphora id.
 Key = tuple[str, str]
 
 _TABLE = listener_statistics
 _COUNTERS = ("bytes_in", "bytes_out", "request_errors", "total_connections")
 _VALUES = ("active_connections", *_COUNTERS)
-# A 64-bit column holds the sum of several maximum counters. At 100 Gbit/s an amphora needs 1.5 years to reach one.
+# The health manager limits a counter to 2**59, so a 64-bit column can hold the sum of several counters. At 100 Gbit/s,
+# a byte counter needs 1.5 years to reach the limit.
 _MAX_COUNTER = 1 << 59
-# Databases limit the number of values in one IN (...), so the rows have chunks.
+# Databases limit the number of values in one `IN (...)`, so the health manager writes statistics rows in chunks of 500.
 _CHUNK = 500
 
 
@@ -84,14 +85,16 @@ def write_rows(connection: sa.Connection, rows: Sequence[Row]) -> None:
 
     A counter that is higher in the table keeps the higher value. `version` grows in each row that changes.
     """
-    # All writers use one order, which prevents deadlocks.
+    # All writers of statistics sort the rows by the primary key, because writers with different orders could deadlock
+    # in the database.
     ordered = sorted(rows, key=lambda row: row.key)
     for begin in range(0, len(ordered), _CHUNK):
         _write_chunk(connection, ordered[begin : begin + _CHUNK])
 
 
 def _write_chunk(connection: sa.Connection, rows: Sequence[Row]) -> None:
-    # Every database uses the index for the first column of the key, but some databases do not use it for pairs.
+    # Some databases use no index for pairs of columns in `IN`. So the query selects by listener id, the first column of
+    # the primary key.
     listener_ids = sorted({row.listener_id for row in rows})
     statement = sa.select(_TABLE.c.listener_id, _TABLE.c.amphora_id).where(_TABLE.c.listener_id.in_(listener_ids))
     known = {(one.listener_id, one.amphora_id) for one in connection.execute(statement)}
@@ -109,7 +112,8 @@ def _insert(connection: sa.Connection, rows: Sequence[Row]) -> None:
         with connection.begin_nested():
             connection.execute(statement, [msgspec.structs.asdict(row) for row in rows])
     except IntegrityError:
-        # Another health manager has inserted rows of the same amphora meanwhile.
+        # Another health manager may have inserted statistics of the same listener and amphora meanwhile. If the INSERT
+        # of one row fails, the health manager sends an UPDATE.
         if len(rows) == 1:
             connection.execute(_UPDATE, _bound(rows[0]))
             return
@@ -118,7 +122,7 @@ def _insert(connection: sa.Connection, rows: Sequence[Row]) -> None:
 
 
 def _new(name: str) -> sa.BindParameter[int]:
-    # The bind parameter has a type, because not every database infers the type within CASE.
+    # The bind parameter has an explicit type, because some databases cannot infer the type of a parameter inside CASE.
     return sa.bindparam(f"new_{name}", type_=sa.BigInteger)
 
 

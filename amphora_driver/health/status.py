@@ -29,13 +29,14 @@ from msgspec import Meta
 from amphora_driver.model.enums import Kind, Operating
 from amphora_driver.model.loadbalancer import L7Policy, L7Rule, Listener, LoadBalancer, Member, Pool
 
-# An attacker may control the amphora, so reports have limits above the values of any agent.
+# An attacker may control an amphora, so the health manager limits the sizes in a report. The limits exceed the values
+# of any unmodified agent.
 Name = Annotated[str, Meta(max_length=80)]
 """An id, or two ids with a colon between them."""
 Word = Annotated[str, Meta(max_length=64)]
 Words = Annotated[tuple[Word, ...], Meta(max_length=32)]
 Sentences = Annotated[tuple[Annotated[str, Meta(max_length=2048)], ...], Meta(max_length=16)]
-# The pattern limits the version to characters that every database can store.
+# The pattern limits the version in an amphora's report to printable ASCII characters, which every database can store.
 Version = Annotated[str, Meta(max_length=64, pattern=r"^[\x20-\x7e]*\Z")]
 
 
@@ -115,8 +116,8 @@ class _View(msgspec.Struct, frozen=True):
         return f"{self.word} reported by amphora {self.amphora_id}" if self.amphora_id else f"{self.word} reported"
 
 
-# HAProxy's status of a server (management guide 9.1, field 17) is for example `UP 1/3`, `DOWN (agent)` or `no check`.
-# Other words (`NOLB`, `RESTARTING`) contain no health information.
+# HAProxy's status of a server (management guide 9.1, field 17) begins with a word, for example `UP` in `UP 1/3`. The
+# words `NOLB` and `RESTARTING` contain no health information.
 _MEMBER_WORDS = {
     "UP": Operating.ONLINE,
     "DOWN": Operating.ERROR,
@@ -161,7 +162,7 @@ def used_pools(listeners: Iterable[Listener]) -> set[str]:
     """Return the pools that an enabled listener may send requests to."""
     enabled = [listener for listener in listeners if listener.admin_state_up]
     policies = (policy for listener in enabled for policy in listener.l7policies if policy.admin_state_up)
-    # A policy without an enabled rule never matches.
+    # An L7 policy without an enabled rule never matches a request, so no request reaches a pool through the policy.
     matching = (policy for policy in policies if any(rule.admin_state_up for rule in policy.rules))
     named = [*(listener.default_pool_id for listener in enabled), *(policy.redirect_pool_id for policy in matching)]
     return {pool_id for pool_id in named if pool_id}
@@ -187,7 +188,8 @@ def _set_listener_status(listener: Listener, reports: Iterable[Report], result: 
     words = [(one.listeners[listener.id].status, one.amphora_id) for one in reports if listener.id in one.listeners]
     views = [_View(_LISTENER_WORDS[word], word, amphora_id) for word, amphora_id in words if word in _LISTENER_WORDS]
     if views:
-        # A full listener carries the traffic, while the idle amphora of a pair reports OPEN.
+        # If two amphorae report different statuses of a listener, the worse one counts. A full listener serves the
+        # traffic, while the idle amphora reports OPEN.
         worst = max(views, key=lambda view: view.rank)
         result[listener.id] = ObjectStatus(Kind.LISTENER, worst.status, worst.describe())
 
@@ -237,7 +239,7 @@ def _member_status(
     if not (pool_up and member.admin_state_up):
         return _disabled(Kind.MEMBER, own=not member.admin_state_up)
     if not used:
-        # In Octavia, a member without a monitor is NO_MONITOR, also in an unused pool.
+        # Octavia shows a member of a pool without a health monitor as NO_MONITOR, even if no listener uses the pool.
         monitored = pool.healthmonitor is not None and pool.healthmonitor.admin_state_up
         status = Operating.OFFLINE if monitored else Operating.NO_MONITOR
         return ObjectStatus(Kind.MEMBER, status, "no enabled listener uses its pool")
@@ -252,7 +254,8 @@ def _member_status(
     if down is not None and best.status is not Operating.ERROR:
         return ObjectStatus(Kind.MEMBER, Operating.DEGRADED, f"{down.describe()}, {best.describe()}")
     if member.weight == 0 and best.status in (Operating.ONLINE, Operating.NO_MONITOR):
-        # HAProxy reports DRAIN for checked servers only. Other servers with weight 0 get no new connections either.
+        # HAProxy reports DRAIN only for servers with health checks, but every server with weight 0 gets no new
+        # connections and so counts as draining.
         return ObjectStatus(Kind.MEMBER, Operating.DRAINING, f"weight 0, {best.describe()}")
     return ObjectStatus(Kind.MEMBER, best.status, best.describe())
 

@@ -34,9 +34,10 @@ from amphora_driver.untrusted_text import printable
 
 LOG = logging.getLogger(__name__)
 
-# The last heartbeats are the only writes of an idle system, so they have a minimum interval in seconds.
+# In an idle system, only the times of the last heartbeats change. The health manager writes the times at most once a
+# second to save database writes.
 _HEARTBEAT_WRITE_INTERVAL = 1.0
-# The writer removes deleted amphorae and load balancers from memory once per interval in seconds.
+# Once a minute, the health manager removes deleted amphorae and load balancers from its memory.
 _CLEANUP_INTERVAL = 60.0
 _MAX_REASON = 255
 
@@ -119,9 +120,10 @@ class StatusWriter:
         self._on_departed = on_departed
         self._batches = BatchWriter(database)
         self._states: dict[str, _LoadBalancerState] = {}
-        # `_updated` contains new heartbeats for the next flush.
+        # `_updated` contains the amphorae that have sent heartbeats since the last flush to the database.
         self._updated: dict[str, LastReport] = {}
-        # `_heartbeats` contains the last heartbeats for the next due write.
+        # `_heartbeats` contains the last heartbeat of each amphora until the health manager writes the heartbeat to the
+        # database.
         self._heartbeats: dict[str, LastHeartbeat] = {}
         self._heartbeats_written_at = 0.0
         self._cleaned_up_at = time.monotonic()
@@ -173,10 +175,12 @@ class StatusWriter:
             state = self._states.setdefault(load_balancer_id, _LoadBalancerState())
             self._log_silent(load_balancer_id, state, [each for each in trusted if each not in reports])
             newest = max((reports[each].generation or 0 for each in live), default=0)
-            # An invalid generation above the recorded one must not cause a read of the tree at every heartbeat.
+            # An amphora may report a generation above the recorded one. The health manager ignores the excess, because
+            # otherwise each heartbeat would cause a database read of the load balancer.
             served = min(newest, one.generation)
             if served > state.served:
-                # The new tree may contain objects without written statuses, although reports about them exist already.
+                # A new configuration of a load balancer may contain objects without statuses in the database, so the
+                # health manager computes all statuses again.
                 state.tree, state.served, state.statuses = _load_tree(connection, load_balancer_id), served, {}
                 state.retain(one.amphorae)
             state.invalidate_changed_status(load_balancer_id, one.operating)
@@ -187,7 +191,9 @@ class StatusWriter:
         """Log once that an amphora is silent, because no status shows its silence while the partner serves."""
         now_silent = frozenset(each for each in silent if self._reports.last_report(each) is not None)
         for amphora_id in sorted(now_silent - state.silent):
-            silence = "amphora %s of load balancer %s is silent, its partner sends heartbeats"
+            silence = (
+                "amphora %s of load balancer %s is silent: the health manager receives heartbeats only from its partner"
+            )
             LOG.warning(silence, amphora_id, load_balancer_id)
         state.silent = now_silent
 
@@ -215,7 +221,10 @@ class StatusWriter:
 
         lost = self._database.write(write)
         for one in lost:
-            lost_config = "amphora %s confirmed generation %d and serves %d; pushing its configuration again"
+            lost_config = (
+                "amphora %s confirmed generation %d of its configuration but serves generation %d; "
+                "a controller pushes the configuration again"
+            )
             LOG.warning(lost_config, one.amphora_id, one.confirmed, one.serves)
         self._lost_configs.clear(suspected)
         if lost:
@@ -248,12 +257,16 @@ class StatusWriter:
         due, recorded = self._database.write(write)
         for amphora_id in recorded:
             LOG.warning(
-                "the agent of amphora %s reports drift, recording it: %s",
+                "the agent of amphora %s reports drift, which the health manager records: %s",
                 amphora_id,
                 _plain(notices[amphora_id].sentence),
             )
         for one in unrepaired:
-            LOG.warning("pushing the configuration of amphora %s again: %s", one.amphora_id, _plain(_push_reason(one)))
+            LOG.warning(
+                "the health manager requests a new push of the configuration to amphora %s: %s",
+                one.amphora_id,
+                _plain(_push_reason(one)),
+            )
         self._drift_reports.record_pushes(unrepaired, now)
         self._drift_reports.record_notices(updated, now)
         if due:
@@ -278,7 +291,7 @@ class StatusWriter:
         try:
             return _compute_write(current)
         except (ValueError, ArithmeticError, LookupError) as error:
-            # An unexpected report must not block the writes of other load balancers.
+            # An invalid report about one load balancer must not prevent writing the statuses of other load balancers.
             self._record_refusal(current, error)
             return None
 
@@ -306,8 +319,8 @@ class StatusWriter:
         """Drop the memory of deleted amphorae and load balancers, at most once per cleanup interval."""
         if time.monotonic() - self._cleaned_up_at < _CLEANUP_INTERVAL:
             return
-        # The writer reads ids before rows. The row of an amphora precedes its first heartbeat, so an id without a row
-        # belongs to a deleted amphora.
+        # The health manager reads the known amphora ids before the database rows, and each row precedes the first
+        # heartbeat. So an id without a row belongs to a deleted amphora.
         known = self._reports.known_ids()
         owners = self._database.read(amphorae.load_balancer_ids)
         self._reports.forget(known - owners.keys())
@@ -343,7 +356,8 @@ def _compute_write(current: _CurrentReports) -> _PendingWrite:
     ]
     listener_ids = {listener.id for listener in state.tree.listeners}
     changed = statistics.changed_rows(current.reports, current.load_balancer_id, listener_ids, state.rows)
-    # A silent amphora has no open connections. Its other counters stay.
+    # An amphora that no longer sends heartbeats counts as one without open connections. The other counters of the
+    # amphora keep their values.
     closed = statistics.closed_connections(state.rows, current.reports)
     return _PendingWrite(state, statuses, Entry(current.load_balancer_id, observations, (*changed, *closed)))
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from amphora_driver.store.unknown_amphorae import MAX_ROWS, MAX_ROWS_PER_ADDRESS, UnknownAmphora
 
-# The health manager forgets an unknown id after some seconds without a datagram.
+# The health manager forgets an unknown amphora id that sends no heartbeat for two minutes.
 _SILENCE_TTL = 120.0
 
 
@@ -33,7 +33,8 @@ class UnknownAmphorae:
         self._write_interval = write_interval
         self._wall_clock = wall_clock
         self._lock = threading.Lock()
-        # `_senders` contains the times (`time.monotonic()`) of the first and last datagram, and the address, by id.
+        # For each unknown amphora id, `_senders` contains the monotonic times of the first and last datagram, and the
+        # address of the sender.
         self._senders: dict[str, tuple[float, float, str]] = {}
         self._recorded: dict[str, float] = {}
         self._recorded_at = float("-inf")

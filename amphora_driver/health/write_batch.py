@@ -27,12 +27,14 @@ from amphora_driver.untrusted_text import printable
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# After a refusal, the rows of the load balancer have a transaction of their own for some seconds.
+# After the database refuses the rows of a load balancer, the health manager writes the load balancer's rows in separate
+# transactions for five minutes.
 _ISOLATION_TIME = 300.0
-# The writer logs the refusals of a load balancer at most once per interval in seconds.
+# The health manager logs refused rows of one load balancer at most once a minute.
 _LOG_INTERVAL = 60.0
 _MAX_REASON = 500
-# A database driver raises ValueError or OverflowError for an invalid value before it sends a statement.
+# A database driver raises ValueError or OverflowError for an invalid value before sending a statement, so both errors
+# count as refusals of the rows.
 _REFUSALS = (ContentRefused, ValueError, OverflowError)
 
 
@@ -76,7 +78,8 @@ class BatchWriter:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        # The key of `refused` is the id of the load balancer, or of the amphora for a last heartbeat.
+        # `refused` counts refused writes of statuses and statistics by load balancer id, and refused writes of last
+        # heartbeats by amphora id.
         self.refused: Counter[str] = Counter()
         self._refused_at: dict[str, float] = {}
         self._logged_at: dict[str, float] = {}
@@ -107,7 +110,10 @@ class BatchWriter:
         if now - self._logged_at.get(owner, -_LOG_INTERVAL) >= _LOG_INTERVAL:
             self._logged_at[owner] = now
             reason = printable(str(error), _MAX_REASON)
-            refused = "the database refused the reports of %s, trying again with its next heartbeat (refusal %d): %s"
+            refused = (
+                "the database refused the reports of %s (a load balancer or an amphora); "
+                "the health manager tries again with the next heartbeat (refusal %d): %s"
+            )
             LOG.warning(refused, owner, self.refused[owner], reason)
 
     def forget_old_refusals(self) -> None:

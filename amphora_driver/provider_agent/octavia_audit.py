@@ -32,18 +32,21 @@ from amphora_driver.queue import local_socket, notifier
 from amphora_driver.store import desired_objects
 
 LOG = logging.getLogger(__name__)
-# A new reporter compares the changes of the last ten minutes, because the previous reporter may have missed them.
+# A new reporter compares all load balancers that changed in the last ten minutes with Octavia, because the previous
+# reporter may have skipped some.
 _LOOK_BACK = 600.0
-# An unanswered read occupies Octavia for half a minute, so a failed comparison has a long back-off in seconds.
+# A read that Octavia does not answer occupies Octavia for half a minute. So the delay after a failed comparison grows
+# to ten minutes.
 _FIRST_BACKOFF, _MAX_BACKOFF = 15.0, 600.0
-# A comparison of single objects empties the fields with child objects.
+# The comparison of single objects with Octavia ignores child objects, so it empties the fields that contain children.
 _CHILDREN: dict[type, dict[str, Any]] = {
     LoadBalancer: {"listeners": (), "pools": ()},
     Listener: {"l7policies": ()},
     L7Policy: {"rules": ()},
     Pool: {"members": (), "healthmonitor": None},
 }
-# Octavia does not know the local fields of a load balancer, or received them once after its creation.
+# The comparison with Octavia ignores the local fields of a load balancer: Octavia does not know them, or sends them
+# only at the creation.
 _LOCAL_FIELDS = ("profile", "flavor", "availability_zone", "vip", "additional_vips")
 
 
@@ -64,7 +67,8 @@ class OctaviaAuditor:
         self._reader = reader
         self._executor = executor
         self._lock = threading.Lock()
-        # `_due` contains times of next comparisons (`time.monotonic()`), `_backoffs` delays in seconds after failures.
+        # By load balancer id, `_due` contains the monotonic time of the next comparison, and `_backoffs` the delay in
+        # seconds after a failed comparison.
         self._due: dict[str, float] = {}
         self._backoffs: dict[str, float] = {}
         self._next = 0.0
@@ -109,7 +113,7 @@ class OctaviaAuditor:
             with self._lock:
                 backoff = min(2 * self._backoffs.get(load_balancer_id, _FIRST_BACKOFF / 2), _MAX_BACKOFF)
                 self._backoffs[load_balancer_id] = backoff
-            failed = "could not compare load balancer %s with Octavia, trying again in %.0f s: %s"
+            failed = "the provider agent could not compare load balancer %s with Octavia and tries again in %.0f s: %s"
             LOG.warning(failed, load_balancer_id, backoff, error)
             self.schedule([load_balancer_id])
         else:
@@ -135,9 +139,10 @@ class OctaviaAuditor:
         if not lost:
             self._database.write(lambda connection: sync_transactions.mark_committed(connection, [row]))
             return True
-        dropped = "Octavia has dropped a batch of load balancer %s that removed members; restoring members %s"
+        dropped = "Octavia rolled back member removals of load balancer %s; the provider agent restores members %s"
         LOG.warning(dropped, load_balancer_id, ", ".join(lost))
-        # The scheduled comparison finds the members that the batch created or changed.
+        # After Octavia has dropped a batch of member changes, the scheduled comparison with Octavia finds the members
+        # that the batch created or changed.
         if self._database.write(lambda connection: sync_transactions.restore_members(connection, row, lost)):
             self.schedule([load_balancer_id])
             notifier.notify(self._conf, local_socket.CONTROLLER, load_balancer_id)
@@ -149,7 +154,8 @@ class OctaviaAuditor:
         if before is None:
             if self._database.read(lambda connection: sync_transactions.is_present(connection, load_balancer_id)):
                 self.schedule([load_balancer_id])
-                # The next comparison need not wait, because this one did not ask Octavia.
+                # A comparison that has not asked Octavia causes no load in Octavia, so the next comparison starts
+                # without a delay.
                 self._next = 0.0
             return False
         row, recorded, removed = before
@@ -160,7 +166,8 @@ class OctaviaAuditor:
             )
             LOG.warning(unknown, load_balancer_id)
             return False
-        # Octavia may still have objects that were removed before this read, and those must not come back.
+        # Octavia shows removed objects until it receives their DELETED status, so the comparison must not adopt these
+        # objects again.
         tree = without_objects(from_octavia.load_balancer(found), removed)
         differences = describe_differences(recorded, tree)
         if not differences:
@@ -171,7 +178,7 @@ class OctaviaAuditor:
             lambda connection: sync_transactions.adopt_octavia_tree(connection, row, tree, contents, gone)
         )
         if adopted:
-            differs = "load balancer %s differs in Octavia; adopting Octavia's state: %s"
+            differs = "load balancer %s differs in Octavia; the provider agent adopts Octavia's state: %s"
             LOG.warning(differs, load_balancer_id, "; ".join(differences))
             notifier.notify(self._conf, local_socket.CONTROLLER, load_balancer_id)
         return adopted
@@ -233,7 +240,8 @@ def nodes_by_id(tree: LoadBalancer) -> Mapping[str, Node]:
 
 
 def _comparable_nodes(tree: LoadBalancer) -> Mapping[str, Node]:
-    # The call renumbers the L7 policies, because only their order counts, not their positions.
+    # `without_objects` renumbers the L7 policies, because the comparison with Octavia considers only the order of
+    # policies, not their positions.
     return nodes_by_id(without_objects(tree, ()))
 
 

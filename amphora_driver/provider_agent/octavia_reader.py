@@ -39,7 +39,8 @@ LOG = logging.getLogger(__name__)
 GIVE_UP_BACKOFF = 2.0
 """At this back-off in seconds the reader continues with the readable parts of a tree."""
 _FIRST_BACKOFF, _MAX_BACKOFF = 0.5, 60.0
-# The reader soon repeats the read of a load balancer that Octavia does not know yet (delay in seconds).
+# If Octavia does not know a load balancer yet, the reader repeats the read after 50 ms, because Octavia usually commits
+# soon.
 _UNKNOWN_DELAY = 0.05
 UNREADABLE = "Octavia could not hand it over. Check that every secret it refers to can be read"
 """The reason after a time-out of Octavia, which users see."""
@@ -62,11 +63,13 @@ class OctaviaReader:
         self._executor = executor
         self._vault: Vault | None = None
         self._lock = threading.Lock()
-        # `_busy` contains the load balancers with a running read.
+        # `_busy` contains the ids of the load balancers that the reader is currently reading from Octavia.
         self._busy: set[str] = set()
-        # `retries` contains the earliest next read (`time.monotonic()`) and the back-off after an unsuccessful read.
+        # By load balancer id, `retries` contains the monotonic time of the earliest next read, and the back-off in
+        # seconds after a failed read.
         self.retries: dict[str, tuple[float, float]] = {}
-        # `_unknown` contains the time at which Octavia did not know a load balancer for the first time.
+        # By load balancer id, `_unknown` contains the time of Octavia's first answer that the load balancer does not
+        # exist.
         self._unknown: dict[str, float] = {}
 
     def can_read(self, load_balancer_id: str) -> bool:
@@ -90,7 +93,9 @@ class OctaviaReader:
             try:
                 return self._read_with_retry(row, verify)
             except Exception:
-                LOG.exception("could not read load balancer %s from Octavia, trying again", load_balancer_id)
+                LOG.exception(
+                    "the provider agent could not read load balancer %s from Octavia and tries again", load_balancer_id
+                )
                 return False
             finally:
                 with self._lock:
@@ -98,7 +103,8 @@ class OctaviaReader:
 
         def work_and_wake() -> None:
             if work():
-                # The outbox may contain new statuses.
+                # The read of a load balancer may have added statuses to the outbox, so the reporter wakes up and
+                # reports them to Octavia.
                 local_socket.wake_role(self._conf.amp_queue.socket_dir, local_socket.REPORTER)
 
         if self._executor is None:
@@ -113,7 +119,7 @@ class OctaviaReader:
         except _FAILED as error:
             backoff = min(2 * self.retries.get(row.load_balancer_id, (0.0, _FIRST_BACKOFF))[1], _MAX_BACKOFF)
             self.retries[row.load_balancer_id] = (time.monotonic() + backoff, backoff)
-            failed = "could not read load balancer %s from Octavia, trying again in %.0f s: %s"
+            failed = "the provider agent could not read load balancer %s from Octavia and tries again in %.0f s: %s"
             LOG.warning(failed, row.load_balancer_id, backoff, error)
             return backoff >= GIVE_UP_BACKOFF and self._continue_without(row, error)
         if complete:
@@ -135,7 +141,10 @@ class OctaviaReader:
             since = self._unknown.setdefault(row.load_balancer_id, time.monotonic())
             if time.monotonic() - since > self._conf.amp_octavia.commit_timeout:
                 self._unknown.pop(row.load_balancer_id)
-                LOG.warning("Octavia has not committed load balancer %s in time; deleting it", row.load_balancer_id)
+                LOG.warning(
+                    "Octavia has not committed load balancer %s in time; the provider agent deletes it",
+                    row.load_balancer_id,
+                )
                 self._database.write(lambda c: sync_transactions.delete_unknown(c, row.load_balancer_id))
                 self._notify_controller(row.load_balancer_id)
             return False
@@ -186,7 +195,8 @@ class OctaviaReader:
         enough to serve, the load balancer becomes ERROR, so that its user can change it, and the reads continue.
         """
         if not row.read_back:
-            # Octavia answers at once for an unknown load balancer, so a time-out means that Octavia knows it.
+            # Octavia answers immediately if it does not know a load balancer, so a time-out proves that Octavia knows
+            # the load balancer.
             timed_out = isinstance(error, octavia_errors.DriverAgentTimeout)
             if timed_out:
                 self._database.write(lambda connection: sync_transactions.mark_committed(connection, [row]))
@@ -206,9 +216,11 @@ class OctaviaReader:
         """Read each listener and pool separately, and return whether the result is enough to serve."""
         tree = self._database.read(lambda connection: desired_objects.load_tree(connection, row.load_balancer_id))
         contents: dict[SecretName, SealedSecret] = {}
-        # A tree with an unread listener results from an earlier call, which has read the other listeners.
+        # If a listener of the recorded load balancer is `unread`, an earlier call has already read the other listeners
+        # one by one.
         repeated = any(one.unread for one in tree.listeners)
-        # Octavia returns a listener only with its pools, and so needs the secrets of the pools too.
+        # Octavia returns a listener only together with its pools, so an unreadable secret of a pool makes the listener
+        # unreadable too.
         pool_unreadable = False
 
         def read_part(kind: Kind, recorded: Any) -> Any:
@@ -218,11 +230,12 @@ class OctaviaReader:
             except octavia_errors.DriverAgentTimeout:
                 if isinstance(recorded, Pool):
                     pool_unreadable = pool_unreadable or bool(secrets_of_object(recorded))
-                    # The renderer omits a pool without its secrets.
+                    # The renderer omits a pool without readable secrets, so the reader keeps the recorded pool and
+                    # continues.
                     return recorded if secrets_of_object(recorded) else None
                 if repeated and not recorded.unread:
                     return recorded
-                # The renderer omits an `unread` listener, because its unknown L7 policies may deny access.
+                # The renderer omits an `unread` listener, because the listener's unknown L7 policies may deny access.
                 explained = secrets_of_object(recorded) or (pool_unreadable and not recorded.uses_l4)
                 return msgspec.structs.replace(recorded, unread=True) if explained else None
             contents.update(sealed)
@@ -232,7 +245,7 @@ class OctaviaReader:
             pools = [read_part(Kind.POOL, one) for one in tree.pools]
             listeners = [read_part(Kind.LISTENER, one) for one in tree.listeners]
         except _FAILED as error:
-            failed = "could not read the parts of load balancer %s from Octavia, trying again: %s"
+            failed = "the provider agent could not read the parts of load balancer %s from Octavia and tries again: %s"
             LOG.warning(failed, row.load_balancer_id, error)
             return False
         if None in listeners or None in pools or not (listeners or pools):

@@ -28,14 +28,16 @@ from amphora_driver.queue import jobs
 from amphora_driver.store.process_registry import ProcessKind
 
 LOG = logging.getLogger(__name__)
-# Without a delay before its restart, a child that always fails would use a whole processor.
+# The supervisor waits 0.2 s before it restarts a child process, because a child that always fails would otherwise use a
+# whole processor.
 _RESTART_DELAY = 0.2
-# All processes poll the event of octavia-driver-agent, because the death of a waiting process would block
-# octavia-driver-agent for ever.
+# All processes poll the exit event of octavia-driver-agent, because the death of a process that waits for the event
+# would block octavia-driver-agent forever.
 _POLL_INTERVAL = 0.5
-# The supervisor kills a child that does not stop before the time-out in seconds.
+# The supervisor of the provider agent kills a child process that does not stop within 3 s.
 _STOP_TIMEOUT = 3.0
-# A read without an answer occupies a reader thread for half a minute.
+# A read that Octavia does not answer occupies a thread for half a minute, so the provider agent has four threads for
+# reads.
 _READER_THREADS = 4
 
 
@@ -50,10 +52,14 @@ class _DriverAgent:
     def __init__(self) -> None:
         self._poll = select.poll()
         try:
-            # The system call pidfd_open needs Linux 5.3, and some containers forbid it.
+            # The system call pidfd_open, which detects the death of octavia-driver-agent, needs Linux 5.3, and some
+            # containers forbid the call.
             self._poll.register(os.pidfd_open(os.getppid()), select.POLLIN)
         except OSError as error:
-            LOG.info("cannot detect a killed octavia-driver-agent, so that only its event ends this process: %s", error)
+            LOG.info(
+                "the provider agent stops only on the exit event, because it cannot watch octavia-driver-agent: %s",
+                error,
+            )
 
     def has_ended(self) -> bool:
         return bool(self._poll.poll(0))
@@ -78,7 +84,7 @@ def run(exit_event: Event, driver_agent: _DriverAgent | None = None) -> None:
     parent = driver_agent or _DriverAgent()
     processes, own_pid, name = multiprocessing.get_context("fork"), os.getpid(), jobs.process_name()
     stopping = processes.RawValue(ctypes.c_bool, False)
-    # The standby starts first, so that every reporter has a standby.
+    # The standby process starts before the reporter process, so a standby exists even if the supervisor dies early.
     targets: dict[str, Callable[[], None]] = {
         "standby": lambda: _run_standby(own_pid, stopping, exit_event, parent),
         "reporter": lambda: _run_reporter(name, own_pid, stopping),
@@ -89,7 +95,11 @@ def run(exit_event: Event, driver_agent: _DriverAgent | None = None) -> None:
             if title in running and running[title].is_alive():
                 continue
             if title in running:
-                LOG.warning("the %s process ended with exit code %s; restarting it", title, running[title].exitcode)
+                LOG.warning(
+                    "the %s process of the provider agent ended with exit code %s; the supervisor restarts it",
+                    title,
+                    running[title].exitcode,
+                )
                 time.sleep(_RESTART_DELAY)
             running[title] = processes.Process(target=target, name=title)
             running[title].start()
@@ -98,7 +108,8 @@ def run(exit_event: Event, driver_agent: _DriverAgent | None = None) -> None:
     for child in running.values():
         child.join(_STOP_TIMEOUT)
         if child.is_alive():
-            # The child waits for an answer from Octavia, which stops too. The next reporter repeats its work.
+            # A child process that does not stop still waits for an answer from Octavia. The supervisor kills the child,
+            # because the next reporter repeats the work.
             child.kill()
             child.join()
 
@@ -107,7 +118,7 @@ def _run_standby(supervisor: int, stopping: ctypes.c_bool, exit_event: Event, dr
     while not _is_stopped(stopping, supervisor):
         time.sleep(_POLL_INTERVAL)
     if not (stopping.value or driver_agent.has_ended() or exit_event.is_set()):
-        LOG.warning("the supervisor of the reporter has died; the standby takes its place")
+        LOG.warning("the supervisor process of the provider agent has died; the standby process replaces it")
         run(exit_event, driver_agent)
 
 
@@ -127,7 +138,8 @@ def _run_reporter(name: str, supervisor: int, stopping: ctypes.c_bool) -> None:
 def _start_telemetry(conf: ConfigOpts, name: str, reporter: Reporter) -> AbstractContextManager[object]:
     if not conf.amp_status_page.provider_agent_port:
         return nullcontext()
-    # The import of telemetry is optional, because this code runs in a process of Octavia.
+    # The provider agent runs inside octavia-driver-agent, so the provider agent imports telemetry only if the
+    # configuration enables the status page.
     from amphora_driver.telemetry.http_server import Telemetry  # noqa: PLC0415
 
     return Telemetry(conf, ProcessKind.PROVIDER_AGENT, name, reporter.is_working)

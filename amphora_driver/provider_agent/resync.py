@@ -42,13 +42,15 @@ from amphora_driver.store.resyncs import ResyncOutcome
 from amphora_driver.store.sealed_secrets import SealedSecret
 
 LOG = logging.getLogger(__name__)
-# The next attempt follows soon for a load balancer with open changes, and later after an error (in seconds).
+# The provider agent repeats a resync after one second if the load balancer has open changes, and after 15 seconds if an
+# error occurred.
 _BUSY_DELAY, _RETRY_DELAY = 1.0, 15.0
 _BUSY = "waits until all requests of its users are served and reported to Octavia"
 _CREATING = "waits until Octavia has committed its creation"
-# Each deletion costs Octavia tens of milliseconds, and a call times out after half a minute.
+# Each deletion costs Octavia tens of milliseconds, and a call times out after half a minute. So one call deletes at
+# most 15 objects.
 _MAX_DELETED = 15
-# The database column limits the length of the recorded differences.
+# The database column for the result of a resync limits the length of the recorded differences.
 _MAX_DETAIL = 2000
 
 
@@ -80,7 +82,7 @@ class Resyncer:
         self._executor = executor
         self._lock = threading.Lock()
         self._running = False
-        # `_not_before` contains the earliest next attempts (`time.monotonic()`) by load balancer.
+        # By load balancer id, `_not_before` contains the monotonic time of the earliest next attempt of a resync.
         self._not_before: dict[str, float] = {}
 
     def run_due(self) -> None:
@@ -116,7 +118,7 @@ class Resyncer:
             waiting = self.resync(request)
             delay = 0.0 if waiting is None else _BUSY_DELAY
         except Exception as error:  # noqa: BLE001 - a failure must not block the requests of other load balancers
-            failed = "could not resynchronize load balancer %s, trying again in %.0f s: %s"
+            failed = "the provider agent could not resynchronize load balancer %s and tries again in %.0f s: %s"
             LOG.warning(failed, load_balancer_id, _RETRY_DELAY, error)
             waiting, delay = f"failed, next attempt in {_RETRY_DELAY:.0f} s: {error}", _RETRY_DELAY
         self._not_before[load_balancer_id] = time.monotonic() + delay
@@ -124,7 +126,7 @@ class Resyncer:
             try:
                 self._database.write(lambda c: resyncs.set_resync_detail(c, load_balancer_id, waiting))
             except AmphoraDriverError as error:
-                failed = "could not record the state of the resync of load balancer %s, continuing: %s"
+                failed = "the provider agent could not record the resync state of load balancer %s and continues: %s"
                 LOG.warning(failed, load_balancer_id, error)
 
     def resync(self, request: Any) -> str | None:
@@ -143,7 +145,8 @@ class Resyncer:
         if found is None and unread is None:
             self._finish_unknown(request)
             return None
-        # All checks precede PENDING_UPDATE, because that state blocks the users.
+        # All checks of a resync precede the state PENDING_UPDATE, because Octavia refuses requests of users in that
+        # state.
         before = self._database.read(lambda connection: sync_transactions.load_settled(connection, load_balancer_id))
         if before is None:
             return _BUSY
@@ -166,7 +169,8 @@ class Resyncer:
         try:
             return self._library().get_loadbalancer(load_balancer_id), None
         except octavia_errors.DriverAgentTimeout:
-            # Octavia answers at once for an unknown load balancer, so a time-out means that Octavia knows it.
+            # Octavia answers immediately if it does not know a load balancer, so a time-out proves that Octavia knows
+            # the load balancer.
             return None, octavia_reader.UNREADABLE
 
     def _convert(
@@ -184,7 +188,8 @@ class Resyncer:
         except Exception as error:
             if not isinstance(error, AmphoraDriverError):
                 LOG.exception(
-                    "cannot use Octavia's answer for load balancer %s, keeping its desired state", recorded.id
+                    "the provider agent cannot use Octavia's answer for load balancer %s and keeps its desired state",
+                    recorded.id,
                 )
             return None, f"Octavia's answer cannot be used: {error}"[:_MAX_DETAIL]
         return _OctaviaState(tree=tree, differences=differences, contents=contents), None
@@ -202,7 +207,8 @@ class Resyncer:
             if differences:
                 if not sync_transactions.adopt_octavia_tree(connection, row, tree, contents, gone):
                     return False
-                # Changed objects and the load balancer become ACTIVE after the amphorae serve them.
+                # The load balancer and its changed objects become ACTIVE in Octavia only after the amphorae serve the
+                # new configuration.
                 waiting = [(Kind.LOAD_BALANCER, tree.id), *((kind, one) for one, kind in changed.items())]
                 status_outbox.expect_confirmation(connection, tree.id, row.generation + 1, waiting)
             elif not sync_transactions.is_unchanged(connection, row):
@@ -230,7 +236,11 @@ class Resyncer:
     def _commit(self, load_balancer_id: str, write: Callable[[sa.Connection], bool], found: str) -> str | None:
         if not self._database.write(write):
             return _BUSY
-        LOG.info("the resync of load balancer %s ends with a new report of its statuses: %s", load_balancer_id, found)
+        LOG.info(
+            "the resync of load balancer %s is complete; the provider agent reports all its statuses again: %s",
+            load_balancer_id,
+            found,
+        )
         self._notify(load_balancer_id)
         return None
 
@@ -238,11 +248,13 @@ class Resyncer:
         """Finish the request for a load balancer that exists only in the driver's database."""
         load_balancer_id = request.load_balancer_id
         if not request.remove_unknown:
-            LOG.warning("resync found that Octavia does not know load balancer %s; keeping it", load_balancer_id)
+            LOG.warning("the resync keeps load balancer %s, although Octavia does not know it", load_balancer_id)
             detail = "it is recorded and served; --remove-unknown deletes it in the driver"
             self._finish(request, ResyncOutcome.UNKNOWN, detail)
             return
-        LOG.warning("resync deletes load balancer %s as requested, which Octavia does not know", load_balancer_id)
+        LOG.warning(
+            "the resync deletes load balancer %s as requested, because Octavia does not know it", load_balancer_id
+        )
         self._database.write(lambda connection: sync_transactions.delete_unknown(connection, load_balancer_id))
         self._finish(request, ResyncOutcome.REMOVED)
         self._notify(load_balancer_id)
@@ -254,14 +266,20 @@ class Resyncer:
             self._finish(request, ResyncOutcome.NOWHERE)
             return
         if request.remove_unknown and found is not None:
-            LOG.warning("resync deletes unrecorded load balancer %s from Octavia as requested", load_balancer_id)
-            # Octavia refuses to delete an object that has children, so the leaves come first.
+            LOG.warning(
+                "the resync deletes load balancer %s from Octavia as requested, because the driver has no record of it",
+                load_balancer_id,
+            )
+            # Octavia refuses to delete an object that has children, so the resync deletes children before their
+            # parents.
             gone = list(reversed([*octavia_audit.nodes_by_id(from_octavia.load_balancer(found)).values()]))
             for start in range(0, len(gone), _MAX_DELETED):
                 self._library().update_loadbalancer_status(_deleted(gone[start : start + _MAX_DELETED]))
             self._finish(request, ResyncOutcome.REMOVED, "deleted from Octavia")
             return
-        LOG.warning("resync found load balancer %s in Octavia, but not in the database; keeping it", load_balancer_id)
+        LOG.warning(
+            "the resync keeps load balancer %s in Octavia, although the driver has no record of it", load_balancer_id
+        )
         name = f"name {found.name}, VIP {found.vip_address}; " if found is not None else ""
         detail = f"{name}it is not served; --remove-unknown deletes it from Octavia"
         self._finish(request, ResyncOutcome.UNRECORDED, detail)

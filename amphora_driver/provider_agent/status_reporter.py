@@ -39,11 +39,12 @@ from amphora_driver.store import listener_stats, process_registry, status_outbox
 
 LOG = logging.getLogger(__name__)
 
-# A deletion costs Octavia about 34 ms, or half a second for a member of a thousand on a busy machine. Other statuses
-# cost about 2 ms. A call times out after 30 s, but Octavia continues to execute it, so a retry would double the load.
+# Octavia needs about 34 ms for a deletion, or half a second for one of a thousand members on a busy machine. Other
+# statuses need about 2 ms. Octavia still executes a call after its time-out of 30 s, so the reporter limits the
+# statuses in one call.
 _MAX_DELETED, _MAX_ROWS = 15, 300
-# octavia_lib raises UpdateStatusError for an unreachable agent and for a refused status. Only the error of a refused
-# status names an object.
+# octavia_lib raises UpdateStatusError for an unreachable octavia-driver-agent and for a refused status. Only the error
+# about a refused status contains an object id.
 _UNREACHABLE = (
     AmphoraDriverError,
     octavia_errors.DriverAgentNotFound,
@@ -53,12 +54,14 @@ _UNREACHABLE = (
     octavia_errors.UpdateStatisticsError,
     OSError,
 )
-# The report of a load balancer waits for a child with a refused status only up to a small back-off in seconds.
+# If Octavia refuses the status of a child object, the reporter delays the load balancer's own status while the back-off
+# is at most 2 s.
 _MAX_CHILD_BACKOFF = 2.0
-# A reporter without a recent round (age in seconds) does not work, because a call times out earlier.
+# A reporter counts as not working if its last round began more than 45 s ago, because a call to Octavia times out
+# earlier.
 _MAX_ROUND_AGE = 45.0
 _DUTY, _DUTY_SECONDS = "reporter", 10.0
-# A reporter that cannot reach its octavia-driver-agent leaves the duty to others for some poll intervals.
+# A reporter that cannot reach its octavia-driver-agent leaves the reporting duty to other hosts for two poll intervals.
 _YIELD_INTERVALS = 2
 
 
@@ -89,13 +92,15 @@ class Reporter:
         self._rounds = 0
         self._round_at = time.monotonic()
         self._ended = threading.Event()
-        # `_refused` contains the earliest next report (`time.monotonic()`) and the back-off of objects by id.
+        # By object id, `_refused` contains the monotonic time of the next report after a refusal by Octavia, and the
+        # back-off in seconds.
         self._refused: dict[str, tuple[float, float]] = {}
         self._last_reported = ""
 
     def run(self, is_stopped: Callable[[], bool]) -> None:
         """Report after every wake-up, and at least once per poll interval, until `is_stopped` returns True."""
-        # A call with statistics takes 0.1 s and must not delay an ACTIVE, so statistics have a thread of their own.
+        # A statistics call to Octavia takes 0.1 s and must not delay the report of an ACTIVE status, so a separate
+        # thread reports statistics.
         threads = [
             threading.Thread(target=self._report_statistics_until_stopped, name="statistics", daemon=True),
             threading.Thread(target=self._update_registry_until_stopped, name="registry", daemon=True),
@@ -108,7 +113,8 @@ class Reporter:
         ):
             delay = 0.0
             while not is_stopped():
-                # The wait for a wake-up is short, because a stop of the process does not end it.
+                # A stop of the provider agent does not interrupt the wait for a wake-up, so one wait lasts at most half
+                # a second.
                 wakeup.wait(min(delay, 0.5))
                 delay = self.try_run_once()
         self._ended.set()
@@ -122,7 +128,7 @@ class Reporter:
                 if time.monotonic() < self._held_until:
                     self.report_statistics()
             except _UNREACHABLE as error:
-                LOG.warning("could not report statistics to Octavia, trying again: %s", error)
+                LOG.warning("the provider agent could not report statistics to Octavia and tries again: %s", error)
 
     def _update_registry_until_stopped(self) -> None:
         """Update the row of this process in the registry. The process works while it completes rounds.
@@ -139,13 +145,17 @@ class Reporter:
                     jobs.acquire_duty(self._database, _DUTY, self._name, _DUTY_SECONDS)
                 registry.heartbeat(working=rounds != before)
             except AmphoraDriverError as error:
-                LOG.warning("could not update the row of this provider agent, trying again: %s", error)
+                LOG.warning(
+                    "the provider agent could not update its row in the process registry and tries again: %s", error
+                )
             before = rounds
             ended = self._ended.wait(process_registry.HEARTBEAT_INTERVAL)
         try:
             registry.deregister()
         except AmphoraDriverError as error:
-            LOG.warning("could not delete the row of this stopping provider agent, stopping anyway: %s", error)
+            LOG.warning(
+                "the provider agent could not delete its row from the process registry and stops anyway: %s", error
+            )
 
     def is_working(self) -> bool:
         """Return whether this process has begun a round recently, with or without the duty."""
@@ -156,7 +166,7 @@ class Reporter:
         try:
             return self.run_once()
         except _UNREACHABLE as error:
-            LOG.warning("could not report to Octavia, trying again: %s", error)
+            LOG.warning("the provider agent could not report statuses to Octavia and tries again: %s", error)
             if not isinstance(error, AmphoraDriverError):
                 self._yield_duty()
         return float(self._conf.amp_queue.poll_interval)
@@ -179,7 +189,8 @@ class Reporter:
         if not self._acquire_duty():
             return float(self._conf.amp_queue.poll_interval)
         waiting = self._pass_barriers()
-        # A call may take longer than the duty lasts, so the reporter checks the duty before every call.
+        # A call to Octavia may last longer than the lease of the reporting duty, so the reporter checks the lease
+        # before every call.
         while self._acquire_duty() and self._report_statuses():
             pass
         if self._acquire_duty():
@@ -204,7 +215,8 @@ class Reporter:
             return True
         if now < self._yield_until:
             return False
-        # The time `_held_until` is half a lease before the expiry. A renewal within that half means no interruption.
+        # `_held_until` is half a lease before the expiry of the reporting duty. If the reporter renews the lease before
+        # the expiry, no other reporter has held the duty meanwhile.
         kept = now < self._held_until + _DUTY_SECONDS / 2
         if not jobs.acquire_duty(self._database, _DUTY, self._name, _DUTY_SECONDS):
             self._held_until = 0.0
@@ -257,7 +269,10 @@ class Reporter:
         except octavia_errors.UpdateStatusError as error:
             if error.status_object_id is None or len(barriers) == 1:
                 raise
-            LOG.warning("Octavia refused a barrier; sending the barriers one by one: %s", error.fault_string)
+            LOG.warning(
+                "Octavia refused the status updates (barriers) of several load balancers; they are sent one by one: %s",
+                error.fault_string,
+            )
         else:
             return set()
         failed = set()
@@ -268,7 +283,9 @@ class Reporter:
             try:
                 self._update_octavia("barrier", {"loadbalancers": [barrier]})
             except octavia_errors.UpdateStatusError as error:
-                refused = "Octavia refused the barrier of load balancer %s, trying again: %s"
+                refused = (
+                    "Octavia refused the status update (barrier) of load balancer %s; the next round repeats it: %s"
+                )
                 LOG.warning(refused, load_balancer_id, error.fault_string)
                 failed.add(load_balancer_id)
         return failed
@@ -281,9 +298,11 @@ class Reporter:
         reports = _limit_deletions([one for one in found if self._is_due(one)])
         if not reports:
             return False
-        # The next call begins with the following load balancer, so that many statuses of one do not delay the others.
+        # The next call to Octavia starts with the following load balancer, so many statuses of one load balancer do not
+        # delay the others.
         self._last_reported = reports[-1].load_balancer_id
-        # Octavia cannot distinguish old and new statuses, so a process that lost the duty meanwhile reads them again.
+        # A reporter that has lost the reporting duty must not send old statuses, because Octavia would accept them
+        # after newer ones from another reporter.
         if not self._holds_duty():
             return True
         try:
@@ -292,7 +311,10 @@ class Reporter:
         except octavia_errors.UpdateStatusError as error:
             if error.status_object_id is None:
                 raise
-            LOG.warning("Octavia refused a status; sending the statuses one by one: %s", error.fault_string)
+            LOG.warning(
+                "Octavia refused one of several statuses; the provider agent sends the statuses one by one: %s",
+                error.fault_string,
+            )
             due = (report for report in reports if self._is_due(report) and self._acquire_duty())
             accepted = [report for report in due if self._report_single(report)]
         failpoints.reach(failpoints.Point.REPORT_SENT)
@@ -317,15 +339,17 @@ class Reporter:
                 raise
             ends = report.kind is Kind.LOAD_BALANCER and report.provisioning is Provisioning.DELETED
             if ends and self.library.get_loadbalancer(report.object_id) is None:
-                # Octavia has deleted the load balancer before, or has never committed it.
+                # Octavia refuses DELETED for a load balancer that it does not know, because it has deleted or never
+                # committed the load balancer.
                 return True
             backoff = min(2 * self._refused.get(report.object_id, (0.0, 0.125))[1], 60.0)
             metrics.count_reports("refused")
-            refused = "Octavia refused the status of %s %s, trying again in %.0f s: %s"
+            refused = "Octavia refused the status of %s %s; the provider agent tries again in %.0f s: %s"
             LOG.warning(refused, report.kind, report.object_id, backoff, error.fault_string)
             self._refused[report.object_id] = (time.monotonic() + backoff, backoff)
             if backoff <= _MAX_CHILD_BACKOFF:
-                # The load balancer stays PENDING, and so refuses new requests, until the report of its child.
+                # The load balancer stays PENDING in Octavia, and refuses new requests, until Octavia accepts the status
+                # of its child object.
                 self._refused.setdefault(report.load_balancer_id, (time.monotonic() + backoff, 0.125))
             return False
         self._refused.pop(report.object_id, None)

@@ -201,7 +201,8 @@ def _load_batch(connection: sa.Connection, pool_id: str, generation: int) -> Mem
     )
     rows = connection.execute(sa.select(desired_object).where(*of_batch)).all()
     removed = [one.id for one in rows if one.removed and one.generation == generation]
-    # A member that a later request removes is a valid sample too, because Octavia shows it until the DELETED report.
+    # Octavia shows a member until the DELETED report, so a member that a later request removes still shows whether
+    # Octavia has committed the batch.
     candidates = [one for one in rows if one.id not in removed]
     sample = max(candidates, key=lambda one: one.created == generation, default=None)
     if sample is None or not removed:
@@ -219,7 +220,8 @@ def restore_members(connection: sa.Connection, row: Any, removed: Collection[str
     for one in sorted(removed):
         changed = desired_object.update().where(desired_object.c.id == one)
         connection.execute(changed.values(removed=False, generation=generation))
-    # The outbox may contain the DELETED of these members already. The expected confirmation replaces that status.
+    # The outbox may already contain the status DELETED of the restored members. The next confirmation by the amphorae
+    # replaces DELETED by a new status.
     members = [(Kind.MEMBER, one) for one in sorted(removed)]
     status_outbox.expect_confirmation(connection, row.load_balancer_id, generation, members)
     return True
@@ -256,7 +258,8 @@ _WORK_ROW = sa.select(
 _REMOVED = sa.select(desired_object.c.id).where(
     desired_object.c.load_balancer_id == sa.bindparam("of"), desired_object.c.removed
 )
-# A failed object stays pending after the report of its ERROR. Objects in deletion still exist in Octavia.
+# `_FAILURE_REPORTED` matches objects whose status ERROR Octavia has received, except removed objects, which still exist
+# in Octavia.
 _FAILURE_REPORTED = sa.and_(
     object_status.c.provisioning == Provisioning.ERROR.value,
     object_status.c.settled <= object_status.c.reported,

@@ -40,7 +40,8 @@ HTTP_TUNNEL = quoting.milliseconds(3_600_000, "the tunnel timeout")
 
 _HTTP, _TCP = quoting.keywords("http"), quoting.keywords("tcp")
 _PROXY = {PoolProtocol.PROXY: quoting.keywords("send-proxy"), PoolProtocol.PROXYV2: quoting.keywords("send-proxy-v2")}
-# Behind a TLS listener the PROXY header contains TLS and the name of the client's certificate.
+# Behind a TLS listener, the PROXY header of version 2 also tells the members about TLS and about the name in the
+# client's certificate.
 _PROXY_TLS = {**_PROXY, PoolProtocol.PROXYV2: quoting.keywords("send-proxy-v2-ssl-cn")}
 
 _Child = TypeVar("_Child", Listener, Pool, Member)
@@ -110,7 +111,8 @@ class ExaminedPool:
         return found
 
     def _examine_monitor(self, failed: frozenset[str]) -> Monitor | None:
-        # HAProxy serves a pool with an invalid monitor without checks, so its members count as up.
+        # HAProxy serves a pool with an invalid health monitor without health checks, so the members of the pool count
+        # as up.
         wanted = self.pool.healthmonitor
         if wanted is None or wanted.id in failed:
             return None
@@ -152,8 +154,8 @@ class ExaminedPool:
 
     def _backend(self, route: Route) -> _Backend:
         pool, http = self.pool, mode_is_http(self.pool, listener_http=route.http)
-        # Without consistent hashing a change of one member moves most clients, and HAProxy refuses `add server`
-        # (management guide 9.3).
+        # Consistent hashing keeps most clients at their members after the change of one member. HAProxy refuses the
+        # command `add server` for other kinds of hashing (management guide 9.3).
         return _Backend(
             name=quoting.backend_name(quoting.identifier(pool.id, "the pool's id", pool.id), route.listener),
             mode=_HTTP if http else _TCP,
@@ -189,7 +191,7 @@ def needs_http(pool: Pool) -> bool:
     return wanted is not None and wanted.type is not PersistenceType.SOURCE_IP
 
 
-# The weight of a pool is its number of members. The cache needs at most about 100 MB.
+# The cache of rendered pools limits the total number of members to 100,000, which need at most about 100 MB.
 _EXAMINED: Cache[ExaminedPool] = Cache(100_000)
 
 

@@ -161,7 +161,8 @@ def _transport(listener: Listener) -> str:
 
 def _in_clear(value: object) -> str:
     if isinstance(value, Secret):
-        # The argument `errors` avoids a decoding error, whose text would contain the secret.
+        # Without the argument `errors`, invalid UTF-8 would raise a decoding error with the secret in the text of the
+        # error.
         return value.reveal().decode(errors="replace")
     raise TypeError(f"a {type(value).__name__} is not part of a bundle")
 
@@ -178,16 +179,19 @@ def _interface(tree: LoadBalancer, plugged: AttachedPort) -> BundleInterface:
     is_vip = port.network_id == tree.vip.network_id
     routes = [(route.destination, route.gateway) for subnet in plugged.subnets for route in subnet.routes]
     if is_vip:
-        # Clients, and members on no network of the amphora, need the default route.
+        # An amphora reaches clients, and members outside the networks of the amphora, only through the default route of
+        # the VIP network.
         gateways = [subnet.gateway for subnet in plugged.subnets if subnet.gateway is not None]
         routes += [("::/0" if ":" in gateway else "0.0.0.0/0", gateway) for gateway in gateways]
-    # The kernel would refuse a second route with the same destination, so the first one counts.
+    # The kernel of an amphora would refuse a second route with the same destination, so the bundle contains only the
+    # first one.
     first: dict[str, str] = {}
     for destination, gateway in routes:
         first.setdefault(destination, gateway)
     return BundleInterface(
         mac=port.mac,
-        # The name does not depend on other interfaces, because a rename would end connections.
+        # The name of a network interface must not depend on other interfaces, because a later rename would end
+        # connections.
         name="eth1" if is_vip else f"m{port.mac.replace(':', '')}",
         mtu=port.mtu,
         addresses=tuple(f"{fixed.address}/{prefix_lengths[fixed.subnet_id]}" for fixed in port.addresses),

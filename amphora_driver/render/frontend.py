@@ -28,7 +28,8 @@ METRICS = quoting.keywords("amphora:metrics")
 """The backend that answers with metrics. The agent's part of the configuration defines it."""
 
 _HTTP, _TCP = quoting.keywords("http"), quoting.keywords("tcp")
-# Variables of a log-format marked H in the manual (section 8.2.6), and the status code, need HTTP.
+# HAProxy needs HTTP for the log-format variables with the mark H in the manual (section 8.2.6), and for the variable of
+# the status code.
 _HTTP_ONLY = frozenset(
     ["CC", "CS", "HM", "HP", "HPO", "HQ", "HU", "HV", "ST", "TR", "Ta", "Ti", "Tq", "Tr", "r", "tr", "trg", "trl"]
 )
@@ -196,7 +197,8 @@ def _backend_of(listener: Listener, context: ListenerContext, name: Quoted, pool
     if found is None or not found.recorded:
         raise render_errors.refused_object(listener.id, f"its pool {pool_id!r} is not recorded", "Name another pool.")
     if found.protocol is not None and found.protocol not in options.BEHIND[listener.protocol]:
-        # HAProxy refuses the whole file for some combinations of protocols (manual: `mode`).
+        # HAProxy refuses the whole configuration file for some combinations of listener protocol and pool protocol
+        # (manual: `mode`), so the renderer refuses the listener.
         reason = render_errors.protocol_mismatch(found.protocol, pool_id, listener)
         raise render_errors.refused_object(listener.id, reason, "Name another pool.")
     if found.needs_http and not _reads_http(listener) and found.protocol is not PoolProtocol.HTTP:
@@ -216,7 +218,7 @@ def _policies(
     if not enabled:
         return l7.L7()
     if not _reads_http(listener):
-        # HAProxy would accept the section and ignore its rules.
+        # HAProxy would accept L7 policies of a listener without HTTP, but would silently ignore the policies.
         refused.append(render_errors.policies_without_http(listener))
         return None
     culprits = {

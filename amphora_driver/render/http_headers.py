@@ -19,7 +19,8 @@ def _line(name: str, value: str) -> Quoted:
     )
 
 
-# HAProxy writes control characters in log-formats as %XX, so that a certificate cannot add a header.
+# HAProxy writes control characters in log-formats as %XX, so a value from a client certificate cannot insert a further
+# header.
 _VALUES = {
     "X-Forwarded-Port": "%[dst_port]",
     "X-Forwarded-IP": "%[src]",
@@ -66,5 +67,6 @@ def strict_transport_security(listener: Listener) -> Quoted | None:
         parts.append("includeSubDomains")
     if listener.hsts_preload:
         parts.append("preload")
-    # In the header of Octavia's own provider, each directive ends with a semicolon.
+    # Octavia's own amphora provider ends each directive of the HSTS header with a semicolon, and the renderer produces
+    # the same header.
     return quoting.text(" ".join(f"{part};" for part in parts), "the HSTS header", listener.id)

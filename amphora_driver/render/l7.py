@@ -31,7 +31,8 @@ from amphora_driver.render.quoting import Quoted
 from amphora_driver.validation import l7, regex
 
 _REMEMBERED = 8_192
-# A completely percent-encoded value is three times as long as the value itself.
+# Percent-encoding makes a value of an L7 rule at most three times as long, so a limit of four times the length is
+# sufficient.
 _LONGEST = 4 * quoting.MAX_TEXT
 
 _ACL = quoting.keywords("acl")
@@ -49,7 +50,7 @@ _IS_NOT_EMPTY = quoting.keywords("-m len 1:")
 _HAS_CERTIFICATE = quoting.keywords("ssl_c_used")
 _VERIFY_RESULT = quoting.keywords("ssl_c_verify -m int --")
 
-# HAProxy stores the text after the last dot of the last part of the path once for each request.
+# For FILE_TYPE rules, HAProxy stores the file extension of the request path in a variable once for each request.
 _WITH_DOT = quoting.keywords(
     "http-request set-var(txn.extension) path,field(-1,/),field(-1,.) if { path,field(-1,/) -m sub"
 )
@@ -138,7 +139,8 @@ def _check_distinct(conditions: list[tuple[L7Policy, _Condition]]) -> None:
 def _actions(conditions: list[tuple[L7Policy, _Condition]], pools: dict[str, Quoted | None]) -> list[Quoted]:
     to_pool = L7Action.REDIRECT_TO_POOL
     backends = [pools[str(one.redirect_pool_id)] if one.action is to_pool else None for one, _ in conditions]
-    # All policies after the index `plain` redirect to pools, so HAProxy's order is their order.
+    # HAProxy applies `use_backend` lines after all `http-request` lines. From the index `plain` on, all policies
+    # redirect to pools, so `use_backend` lines keep their order.
     plain = len(backends)
     while plain and backends[plain - 1] is not None:
         plain -= 1
@@ -164,7 +166,8 @@ def _action(policy: L7Policy) -> Quoted:
         return _UNAVAILABLE
     target = l7.check_redirect_target(policy)
     if policy.action is L7Action.REDIRECT_PREFIX and not set("?#") & set(target):
-        # HAProxy appends the path of the request, which begins with a slash.
+        # For a prefix redirect, HAProxy appends the request path, which begins with a slash, so the prefix must not end
+        # with a slash.
         target = target.rstrip("/") or "/"
     code = policy.redirect_http_code or l7.DEFAULT_REDIRECT_CODE
     return quoting.words(
@@ -183,7 +186,7 @@ def _condition(policy: L7Policy) -> _Condition | None:
         raise UnsupportedOption(
             f"use {len(rules)} rules in one L7 policy", f"at most {l7.MAX_RULES} are served", "Use several policies."
         )
-    # HAProxy stops at the first rule that does not match, so the expensive rules come last.
+    # HAProxy stops at the first rule of an L7 policy that does not match, so the slow regular expressions come last.
     rules.sort(key=lambda rule: (rule.compare_type is L7Compare.REGEX, rule.id))
     acls: list[Quoted] = []
     terms: list[Quoted] = []
@@ -249,9 +252,11 @@ def _fetches(rule: L7Rule) -> tuple[str, ...]:
     fixed = _FIXED.get(rule.type)
     if fixed is not None:
         return _PATH if _is_suffix(rule) else fixed
-    # Keys are tokens (`check_l7rule`), so no character of a key ends the double quotes of HAProxy's second parser.
+    # `check_l7rule` permits only token characters in the key of an L7 rule, so no key can end the double quotes of
+    # HAProxy's second parser.
     if rule.type is L7RuleType.HEADER:
-        # A header line consists of values with commas between them. A part of a value is a part of the line too.
+        # If one of several comma-separated header values contains a text, the whole header line contains the text too.
+        # So CONTAINS needs no fetch of single values.
         whole, single = f'req.fhdr("{rule.key}")', f'req.hdr("{rule.key}")'
         return (whole,) if rule.compare_type is L7Compare.CONTAINS else (whole, single)
     return (f'req.cook("{rule.key}")',) if rule.type is L7RuleType.COOKIE else (f"ssl_c_s_dn({rule.key})",)
@@ -260,7 +265,7 @@ def _fetches(rule: L7Rule) -> tuple[str, ...]:
 _PATH = ("path",)
 _FIXED = {
     L7RuleType.PATH: _PATH,
-    # A HOST_NAME rule compares the header with and without the port.
+    # A HOST_NAME rule compares the Host header of a request with and without the port.
     L7RuleType.HOST_NAME: ("req.fhdr(host)", "req.fhdr(host),host_only"),
     L7RuleType.FILE_TYPE: ("var(txn.extension)",),
 }

@@ -39,11 +39,11 @@ def persistence(pool: Pool) -> Persistence | None:
         return Persistence(by_address=True)
     name = wanted.cookie_name or DEFAULT_COOKIE
     if wanted.type is PersistenceType.HTTP_COOKIE:
-        # HAProxy computes a dynamic cookie from key and address, so all amphorae use the same cookie. HAProxy 2.6
-        # refuses a new server with a cookie keyword at run time.
+        # HAProxy computes a dynamic cookie from a key and the member's address, so all amphorae use the same cookie.
+        # HAProxy 2.6 cannot add a server with the keyword `cookie` at run time.
         key = quoting.identifier(pool.id, "the pool's id", pool.id)
         return Persistence(cookie=quoting.text(name, "the cookie's name", pool.id), key=key)
-    # The key of a stick table has a fixed length, so the table contains a digest of the cookie.
+    # The key of HAProxy's stick table has a fixed length, so the table contains a SHA-1 digest instead of the cookie.
     return Persistence(
         asked=quoting.sample("req.cook", name, ",sha1", "the cookie's name", pool.id),
         answered=quoting.sample("res.cook", name, ",sha1", "the cookie's name", pool.id),

@@ -14,7 +14,8 @@ from amphora_driver.render import quoting
 
 
 class _Environment(jinja2.Environment):
-    # The template prints attributes of typed classes, so a missing attribute is an error, not a key of a mapping.
+    # Jinja2's default method would look up a missing attribute as a key of a mapping. The built-in `getattr` raises an
+    # error instead.
     getattr = staticmethod(getattr)  # type: ignore[assignment]
 
 
@@ -22,7 +23,8 @@ _ENVIRONMENT = _Environment(
     loader=jinja2.PackageLoader("amphora_agent", "templates"),
     undefined=jinja2.StrictUndefined,
     finalize=quoting.finalize,
-    # The text is not HTML, so HTML escaping would corrupt values. The function `finalize` refuses unquoted values.
+    # The template produces a configuration file, so HTML escaping would corrupt the values. The function `finalize`
+    # refuses unquoted values.
     autoescape=False,
     trim_blocks=True,
     lstrip_blocks=True,

@@ -119,7 +119,7 @@ def virtual_servers(
     refused: list[ModelError] = []
     behind: dict[str, _Behind | None] = {}
     for pool in once(pools, refused):
-        # A pool that no listener serves may contain members of any address family.
+        # A pool that no listener serves has no VIP, so the pool may contain members of any address family.
         met = load_balancer.vips if load_balancer.is_default_pool(pool) else None
         examine = partial(_behind, pool, met, failed, refused)
         behind[pool.id] = render_errors.try_render(examine, pool.id, refused) if pool.id not in failed else None
@@ -221,7 +221,8 @@ def _behind(pool: Pool, vips: tuple[Vip, ...] | None, failed: Collection[str], r
     monitor = pool.healthmonitor
     checked = None
     if monitor is not None and monitor.id not in failed:
-        # The amphora serves a pool with an invalid monitor without checks, like a pool of HAProxy.
+        # The L4 daemon of an amphora serves a pool with an invalid health monitor without health checks, as HAProxy
+        # does.
         checked = render_errors.try_render(lambda: (_monitor(monitor, pool),), monitor.id, refused)
     _check_id(pool.id)
     options.check_pool(pool)

@@ -20,23 +20,23 @@ if TYPE_CHECKING:
 
     from amphora_driver.telemetry.fleet_snapshot import AmphoraInfo, FleetSnapshot, LoadBalancerInfo
 
-# A process counts as dead after five missed heartbeats.
+# The status page shows a process as dead after the process has missed five heartbeats.
 DEAD_AFTER = 5 * HEARTBEAT_INTERVAL
-# A notice about a due job, an unreported status or an unconfirmed change begins after 30 s. The notice becomes more
-# severe after 300 s.
+# The status page shows a notice 30 s after a job, status report or confirmation is due. After 300 s, the notice becomes
+# more severe.
 _LATE = 30.0
 _VERY_LATE = 300.0
 _DAY = 86_400.0
-# The rotation of a CA is overdue if less than 30 days of its validity are left.
+# The status page shows the rotation of a CA as overdue if the CA expires in less than 30 days.
 MONTH = 30 * _DAY
-# The renewal of an amphora certificate is overdue after 75 % of its validity.
+# The status page shows the renewal of an amphora certificate as overdue after 75 % of the certificate's validity.
 RENEWAL_OVERDUE = 0.75
 _WITHOUT_PROCESS = {
     ProcessKind.CONTROLLER.value: "no controller runs: load balancers are not changed, and amphorae not replaced",
     ProcessKind.HEALTH_MANAGER.value: "no health manager runs: heartbeats of amphorae are not received",
     ProcessKind.PROVIDER_AGENT.value: "no provider agent runs: Octavia gets no statuses",
 }
-# The page groups more than four notices of one sort, and shows two notices of the group.
+# If the status page has more than four notices of one sort, it groups the notices and shows only two of them.
 _MAX_UNGROUPED = 4
 _SHOWN_OF_GROUP = 2
 _PLURALS = {"load balancer": "load balancers", "amphora": "amphorae"}
@@ -91,7 +91,7 @@ def find_notices(fleet: FleetSnapshot, interval: float) -> tuple[Notice, ...]:
     by_balancer = fleet.amphorae_by_balancer()
     for balancer in fleet.balancers:
         found += _balancer_notices(balancer, by_balancer.get(balancer.id, []), fleet.at)
-    # The sort is stable, so notices of one level keep their order.
+    # Python's sort is stable, so notices of the same level keep their order.
     return tuple(sorted(found, key=lambda one: -one.level))
 
 

@@ -34,7 +34,8 @@ _HTML = "text/html; charset=utf-8"
 _JSON = "application/json"
 _TEXT = "text/plain; charset=utf-8"
 _MAX_CACHED = 16
-# The server compresses only bodies of more than 1024 bytes.
+# The status page server compresses only bodies of more than 1024 bytes, because compression saves little for shorter
+# bodies.
 _MIN_COMPRESSED = 1024
 _COMMON_HEADERS = {
     "Cache-Control": "no-store",
@@ -87,7 +88,8 @@ class TokenFile:
         try:
             found = Path(self._path).stat()
             if found.st_mode & stat.S_IROTH:
-                # Another user may have read the token already, so the operator must write a new token.
+                # Another user may already have read the token of the status page, so the operator must also write a new
+                # token.
                 problem = "other users can read it; run chmod o-r, and write a new token into it"
             else:
                 token = self._read_file(found)
@@ -99,14 +101,14 @@ class TokenFile:
             problem = error.strerror or str(error)
         if self._logged != problem:
             self._logged = problem
-            words = "the status page refuses all requests: cannot use [amp_status_page] token_file %s: %s"
+            words = "the status page refuses all requests, because [amp_status_page] token_file %s is unusable: %s"
             LOG.error(words, self._path, problem)
         raise RequestRefused(503, "The token of this page cannot be read: see the log of its process.")
 
     def _read_file(self, found: os.stat_result) -> Secret:
         """Return the token of a file with this state."""
-        # A new token changes at least one of inode, size, mtime and ctime. Two writes in one clock tick, or a clock
-        # that is set back, can leave the others unchanged.
+        # A write of the token file may leave some of inode, size, mtime and ctime unchanged, but never all of them. So
+        # the server compares all four.
         mark = (found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
         if self._known is None or self._known[0] != mark:
             line = Path(str(self._path)).read_bytes().split(b"\n", 1)[0].strip()

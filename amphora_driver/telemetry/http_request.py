@@ -20,12 +20,14 @@ from amphora_driver.secret import Secret
 MAX_HEAD_SIZE = 8192
 _MAX_HEADERS = 64
 _METHODS = ("GET", "HEAD")
-# A proxy that forwards requests of other machines sends headers such as Forwarded or Via.
+# A proxy adds headers such as Forwarded or Via to requests of other machines. Without a token, the status page refuses
+# forwarded requests.
 _FORWARDED = {
     *("forwarded", "via", "x-real-ip"),
     *("x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-forwarded-server"),
 }
-# Many proxies without a header such as Forwarded use HTTP/1.0. Local clients use HTTP/1.1.
+# The status page regards HTTP/1.0 requests as forwarded: many proxies use HTTP/1.0 without a Forwarded header, while
+# local clients use HTTP/1.1.
 _PROXY_VERSION = "HTTP/1.0"
 
 
@@ -103,7 +105,8 @@ def authorize(request: Request, peer: str, token: Secret | None) -> None:
         RequestRefused: 401 without the token; 403 from another machine, or with a host name of another machine.
     """
     if token is not None:
-        # The class Secret compares in constant time.
+        # The class Secret compares tokens in constant time, so the duration of the comparison reveals nothing about the
+        # token.
         if Secret(_presented_token(request.headers.get("authorization", ""))) != token:
             raise RequestRefused(401, "This page requires its token, as a bearer token or as a password.")
         return

@@ -32,10 +32,11 @@ if TYPE_CHECKING:
     from oslo_config.cfg import ConfigOpts
 
 LOG = logging.getLogger(__name__)
-# The server accepts 16 concurrent connections. A further connection closes the oldest one.
+# The status page server accepts at most 16 concurrent connections, and closes the oldest connection to accept a further
+# one.
 _MAX_CONNECTIONS = 16
 _BACKLOG = 32
-# A complete connection takes at most 20 s, one read at most 5 s, and the close after the response at most 1 s.
+# The status page server limits a whole connection to 20 s, each read to 5 s, and the close after the response to 1 s.
 _CONNECTION_TIMEOUT = 20.0
 _READ_TIMEOUT = 5.0
 _CLOSE_TIMEOUT = 1.0
@@ -96,17 +97,19 @@ class StatusServer:
                 attempt = f"cannot serve the status page on {self._address} port {self.port}"
                 self._log_once(f"{attempt}, trying again every {_RESTART_DELAY:.0f} s: {error.strerror or error}")
             except Exception:
-                LOG.exception("the status page server failed, restarting it in %.0f s", _RESTART_DELAY)
+                LOG.exception(
+                    "the status page server failed with an unexpected error and restarts in %.0f s", _RESTART_DELAY
+                )
             self._listening.clear()
             self._stopping.wait(_RESTART_DELAY)
 
     def _bind(self) -> socket.socket:
         family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
-        # The bind fails while another process of this host uses the port.
+        # The status page server cannot bind its port while another process of the host uses the port.
         made = socket.create_server((self._address, self.port), family=family, backlog=_BACKLOG)
         made.setblocking(False)
         self.port = made.getsockname()[1]
-        LOG.info("the process serves the status page and the metrics on %s port %d", self._address, self.port)
+        LOG.info("this process serves the status page and the metrics on address %s, port %d", self._address, self.port)
         return made
 
     def _accept_until_stopped(self, listener: socket.socket) -> None:
@@ -122,7 +125,8 @@ class StatusServer:
         connection.settimeout(_READ_TIMEOUT)
         with self._lock:
             if len(self._open) >= _MAX_CONNECTIONS:
-                # A normal request takes milliseconds, so the oldest connection has a slow client.
+                # A normal request to the status page takes milliseconds, so the oldest of 16 connections belongs to a
+                # slow client.
                 self._shut_down([min(self._open)])
             number = next(self._numbers)
             self._open[number] = (connection, time.monotonic())
@@ -132,7 +136,9 @@ class StatusServer:
         try:
             thread.start()
         except RuntimeError as error:
-            LOG.warning("cannot start a thread for a connection to the status page, closing it: %s", error)
+            LOG.warning(
+                "the status page server cannot start a thread for a connection and closes the connection: %s", error
+            )
             self._close(number, connection)
 
     def _close_overdue(self) -> None:
@@ -158,10 +164,11 @@ class StatusServer:
                 connection = self._wrap_tls(number, connection)
             self._answer(connection, peer)
         except (OSError, ValueError) as error:
-            # The client has closed the connection, or the client uses another protocol.
-            LOG.debug("a connection to the status page ended early, closing it: %s", error)
+            # An error of a connection to the status page means that the client has closed the connection or uses
+            # another protocol.
+            LOG.debug("a connection to the status page failed, and the server closes it: %s", error)
         except Exception:
-            LOG.exception("could not serve a connection to the status page, closing it")
+            LOG.exception("the status page server could not serve a connection and closes the connection")
         finally:
             self._close(number, connection)
 
@@ -171,7 +178,8 @@ class StatusServer:
             with self._lock:
                 if number in self._open:
                     self._open[number] = (wrapped, self._open[number][1])
-            # The TLS handshake fails if the server has already shut down the overdue connection.
+            # If the status page server has shut down an overdue connection, the TLS handshake fails and the thread
+            # ends.
             wrapped.do_handshake()
         except BaseException:
             wrapped.close()
@@ -205,7 +213,7 @@ class StatusServer:
         except OSError:
             raise
         except Exception:
-            LOG.exception("could not answer a request to the status page, answering with status 500")
+            LOG.exception("the status page server could not process a request and responds with status 500")
             response = Response(status=500, body=b"Internal error: see the log of this process.\n")
         connection.sendall(response.encode(method, accepts_gzip=accepts_gzip))
         _close_gracefully(connection)
@@ -214,7 +222,7 @@ class StatusServer:
         """Log an error unless it repeats the previous one."""
         if self._logged != text:
             self._logged = text
-            LOG.error("the status page has a problem: %s", text)
+            LOG.error("the status page server has a problem: %s", text)
 
 
 def _read_head(connection: socket.socket) -> bytes:

@@ -1,14 +1,14 @@
-// Updates the parts of the page periodically. Without scripts the page has the same contents.
+// The script updates the parts of the status page every five seconds. Without scripts, the page has the same contents.
 (() => {
   "use strict";
   const INTERVAL_MS = 5000;
   const known = {};
-  // Without a user name and password of the page's address: fetch() refuses URLs that contain them.
+  // fetch() refuses a URL with a user name and a password, so the URL omits both values of the page's address.
   const url = new URL("page.json" + location.search, location.origin + location.pathname);
   let lastUpdate = Date.now();
 
   const inUse = (element) => {
-    // An update would lose the keyboard focus or the selected text.
+    // An update of an element in use would lose the keyboard focus or the selected text.
     const selection = document.getSelection();
     return element.contains(document.activeElement) ||
       (selection !== null && !selection.isCollapsed && selection.anchorNode !== null &&
@@ -19,7 +19,7 @@
     for (const [name, text] of Object.entries(update.parts)) {
       const element = document.querySelector(`[data-part="${name}"]`);
       if (element === null || known[name] === text || inUse(element)) continue;
-      // The server has escaped all values, and the content security policy blocks scripts in the text.
+      // The server has escaped all values of the status page, and the content security policy blocks scripts in the text.
       element.innerHTML = text;
       known[name] = text;
     }

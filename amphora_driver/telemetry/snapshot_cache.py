@@ -25,9 +25,9 @@ from amphora_driver.telemetry.fleet_snapshot import FailoverInfo, FleetSnapshot
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# The cache reads the database at most once a second.
+# The process reads the snapshot for the status page and the metrics from the database at most once a second.
 MAX_AGE = 1.0
-# A read of the snapshot waits at most 3 s for the database.
+# A read of the snapshot for the status page waits at most 3 s for the database.
 _DATABASE_TIMEOUT = 3.0
 
 
@@ -55,7 +55,8 @@ def open_read_only(url: str) -> Database:
 
     def forbid_writes(connection: Any, _record: Any) -> None:
         if dialect == "postgresql":
-            # psycopg begins each transaction of a `read_only` connection as a read-only transaction.
+            # psycopg starts every transaction of a connection as a read-only transaction if the connection's attribute
+            # `read_only` is true.
             connection.read_only = True
             return
         with closing(connection.cursor()) as cursor:
@@ -95,7 +96,8 @@ class SnapshotCache:
         if known is None:
             self._lock.acquire()
         elif not self._lock.acquire(blocking=False):
-            # Another thread reads the database at the moment. A request does not wait for the end of this read.
+            # While another thread reads the database, a request gets the previous snapshot instead of waiting for the
+            # new one.
             return known
         try:
             if self._view is None or self._clock() - self._read_at >= MAX_AGE:

@@ -32,9 +32,10 @@ if TYPE_CHECKING:
 _HERE = Path(__file__).parent
 _STYLE = (_HERE / "page.css").read_text(encoding="utf-8")
 _SCRIPT = (_HERE / "page.js").read_text(encoding="utf-8")
-# The template escapes all values, so no value contains an HTML comment that marks a part.
+# The template of the status page escapes all values, so no value can contain an HTML comment that marks a part of the
+# page.
 _PART = re.compile(r"<!--(\w+)-->(.*?)<!--/\1-->", re.DOTALL)
-# The page shows a limited number of entries, and tells the number of omitted ones.
+# The status page shows at most 40 notices and 100 load balancers, and tells the number of omitted ones.
 MAX_NOTICES = 40
 MAX_ROWS = 100
 MAX_QUERY = 200
@@ -177,7 +178,8 @@ def _rows(fleet: FleetSnapshot, notices: Iterable[Notice], query: str) -> tuple[
         if query and not any(query in word.lower() for word in words):
             continue
         level = max(levels.get(one, Level.WELL) for one in (balancer.id, *(each.id for each in amphorae)))
-        # The page shows the holder of the VIPs first and retiring amphorae last.
+        # In the row of a load balancer, the status page shows the amphora with the VIPs first and retiring amphorae
+        # last.
         amphorae = sorted(amphorae, key=lambda one: (not one.holds_vip, one.state == "retiring"))
         rows.append(Row(balancer, tuple(amphorae), level))
     rows.sort(key=lambda row: (-row.level, row.balancer.state == "ACTIVE", row.balancer.name or row.balancer.id))

@@ -197,7 +197,7 @@ def test_changed_files_are_reloaded_and_broken_files_are_not_used(world, caplog)
         client.info(AMPHORA, HOST)
         client.info(AMPHORA, HOST)
     assert agent.connections == 1
-    assert len([record for record in caplog.records if "keeping the present ones" in record.message]) == 1
+    assert len([record for record in caplog.records if "keeps the previous ones" in record.message]) == 1
     world.identity.write_bytes(world.client_authority.issue_client("new", 1).bundle().reveal())
     client.info(AMPHORA, HOST)
     assert agent.connections == 2
