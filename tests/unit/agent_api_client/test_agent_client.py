@@ -73,7 +73,7 @@ def test_the_client_hands_over_the_vips(world):
     client.release_vips(AMPHORA, HOST, 60.0)
     assert [(method, path, json.loads(sent)) for method, path, sent, _ in agent.requests] == [
         ("POST", "/v2/vrrp/expect", {"seconds": 65.0}),
-        ("POST", "/v2/vrrp/release", {"drain": 60.0}),
+        ("POST", "/v2/vrrp/release", {"drain": 60.0, "direct_answers": True}),
     ]
     agent.answer = (200, {"holds_vip": False, "connections": 3, "draining": 12.5, "expecting": None})
     assert client.vrrp(AMPHORA, HOST) == Vrrp(holds_vip=False, connections=3, draining=12.5)
