@@ -97,11 +97,7 @@ def choose_subnet(connection: sa.Connection, request: VipRequest, attempt: str) 
 
 
 def choose_address(
-    connection: sa.Connection,
-    subnet: AddressRange,
-    address: str | None,
-    attempt: str,
-    also_taken: Sequence[str] = (),
+    connection: sa.Connection, subnet: AddressRange, address: str | None, attempt: str, also_taken: Sequence[str] = ()
 ) -> FixedAddress:
     """The requested address if it is free; without a request, the lowest free address."""
     if not address:
@@ -190,12 +186,7 @@ def add_addresses(connection: sa.Connection, port_id: str, fixed: Sequence[Fixed
     """Add addresses to a port; `ordinal` is the position of the first one."""
     if fixed:
         rows = [
-            {
-                "subnet_id": one.subnet_id,
-                "address": one.address,
-                "port_id": port_id,
-                "ordinal": ordinal + number,
-            }
+            {"subnet_id": one.subnet_id, "address": one.address, "port_id": port_id, "ordinal": ordinal + number}
             for number, one in enumerate(fixed)
         ]
         connection.execute(sa.insert(local_address), rows)

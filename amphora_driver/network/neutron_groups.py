@@ -158,11 +158,7 @@ class Groups:
         raise NetworkError(f"make the security group {name}", f"other processes changed it {_ATTEMPTS} times")
 
     def _create(self, name: str, load_balancer_id: str | None, *, stateful: bool) -> Json:
-        body: dict[str, object] = {
-            "name": name,
-            "description": self._mark,
-            "project_id": self._neutron.project_id(),
-        }
+        body: dict[str, object] = {"name": name, "description": self._mark, "project_id": self._neutron.project_id()}
         if self._neutron.has_extension("stateful-security-group"):
             body["stateful"] = stateful
         made = self._neutron.create_tagged("groups", body, objects.tags(self._deployment_id, load_balancer_id))

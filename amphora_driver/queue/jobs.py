@@ -280,11 +280,7 @@ def _due(
 
 # The SQL statements are module constants, because SQLAlchemy needs more time to build a statement than to execute it.
 _OF: sa.BindParameter[Any] = sa.bindparam("of")
-_MINE = (
-    job.c.load_balancer_id == _OF,
-    job.c.owner == sa.bindparam("whose"),
-    job.c.epoch == sa.bindparam("under"),
-)
+_MINE = (job.c.load_balancer_id == _OF, job.c.owner == sa.bindparam("whose"), job.c.epoch == sa.bindparam("under"))
 _THEIRS = amphora.c.load_balancer_id == job.c.load_balancer_id
 # An amphora is behind if the amphora has not confirmed the newest generation, for example because of a configuration
 # loss during the job.

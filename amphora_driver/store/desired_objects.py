@@ -22,15 +22,7 @@ from amphora_driver.database.rows import CHUNK, chunks
 from amphora_driver.database.tables import desired_object
 from amphora_driver.errors import UnknownObject
 from amphora_driver.model.enums import Kind
-from amphora_driver.model.loadbalancer import (
-    CHILDREN,
-    MODEL_CLASSES,
-    Listener,
-    LoadBalancer,
-    Member,
-    Node,
-    Pool,
-)
+from amphora_driver.model.loadbalancer import CHILDREN, MODEL_CLASSES, Listener, LoadBalancer, Member, Node, Pool
 
 _KIND_OF: dict[type, Kind] = {shape: kind for kind, shape in MODEL_CLASSES.items()}
 _PARENT_FIELD: dict[Kind, str] = {
