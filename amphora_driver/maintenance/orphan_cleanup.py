@@ -34,13 +34,7 @@ _FAILED = "orphan cleanup of backend %s failed, the next run repeats it: %s"
 
 
 class OrphanCleaner:
-    """Finds and removes machines, ports and VIPs without an owner.
-
-    Args:
-        conf: our options.
-        database: of the rows.
-        catalogue: the backends.
-    """
+    """Finds and removes machines, ports and VIPs without an owner."""
 
     def __init__(self, conf: ConfigOpts, database: Database, catalogue: Catalogue) -> None:
         self._grace: float = conf.amp_controller.orphan_grace

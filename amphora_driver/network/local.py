@@ -67,7 +67,6 @@ class LocalNetwork:
         wanted: Sequence[VipRequest],
         machines: Sequence[str] = (),  # noqa: ARG002 - every address suits every machine
     ) -> tuple[Vip, ...] | NotYet:
-        """Allocate the requested VIPs on one port. A repeated call with the same id returns the same VIPs."""
         attempt = f"allocate a VIP for load balancer {load_balancer_id}"
 
         def work(connection: sa.Connection) -> tuple[Vip, ...]:
@@ -81,7 +80,6 @@ class LocalNetwork:
         return self._database.write(work)
 
     def release_load_balancer(self, load_balancer_id: str) -> None:
-        """Release the VIPs of a load balancer; a port of the user stays."""
 
         def work(connection: sa.Connection) -> None:
             row = local_db.port_row(connection, local_port.c.owner == vip_owner(load_balancer_id))
@@ -104,15 +102,12 @@ class LocalNetwork:
         options: VipOptions,
         port_ids: Sequence[str],
     ) -> None:
-        """Apply exactly these options to the VIPs."""
         self.port_security.apply_options(load_balancer_id, options, port_ids)
 
     def direct_answers_allowed(self, port_ids: Sequence[str]) -> bool:  # noqa: ARG002 - bridges track no connections
-        """Whether these ports pass the answers of a former VIP holder that leave it directly: always."""
         return True
 
     def ensure_port(self, request: PortRequest) -> Port:
-        """The port of this amphora on this network with an address on each subnet; created if missing."""
         owner, network_id, subnet_ids = request.amphora_id, request.network_id, request.subnet_ids
         attempt = f"create a port for {owner} on network {network_id}"
 
@@ -146,11 +141,9 @@ class LocalNetwork:
         return self._database.write(work)
 
     def ports(self, amphora_id: str) -> tuple[Port, ...]:
-        """All ports of this amphora."""
         return self._ports(local_port.c.owner == amphora_id)
 
     def delete_port(self, port_id: str) -> None:
-        """Delete a port of the provider; no error if it does not exist."""
 
         def work(connection: sa.Connection) -> None:
             if local_db.port_row(connection, local_port.c.id == port_id, local_port.c.ours.is_(True)) is not None:
@@ -159,7 +152,6 @@ class LocalNetwork:
         self._database.write(work)
 
     def owners(self) -> Owners:
-        """The owners of all objects that `ensure_port` or `allocate_vip` created and that still exist."""
         query = sa.select(local_port.c.owner, local_port.c.ours).distinct()
         found = self._database.read(lambda c: c.execute(query).all())
         # Hosts of the sandbox own ports under names, so the backend lists only ports whose owner has an amphora id. The
@@ -172,7 +164,6 @@ class LocalNetwork:
         )
 
     def subnet(self, subnet_id: str, project_id: str | None = None) -> Subnet:  # noqa: ARG002 - no projects here
-        """The subnet with this id."""
         found = self._database.read(lambda c: local_db.subnet_range(c, subnet_id, f"look up subnet {subnet_id}"))
         return Subnet(id=found.id, network_id=found.network_id, cidr=found.cidr, gateway=found.gateway)
 

@@ -38,12 +38,7 @@ _SECONDS = 30
 
 
 class PortSecurity:
-    """Security groups and QoS policies of one machine.
-
-    Args:
-        database: the driver's database.
-        switch: the namespace of the bridges.
-    """
+    """Security groups and QoS policies of one machine; `switch` is the namespace of the bridges."""
 
     def __init__(self, database: Database, switch: str) -> None:
         self._database = database

@@ -181,10 +181,7 @@ def next_request_at(connection: sa.Connection, load_balancer_id: str, now: float
 class VipSteps:
     """Performs the VIP steps of one load balancer under one lease.
 
-    Args:
-        database: contains the VIP claims.
-        write: runs a change of the store under the lease.
-        error_after: seconds without addresses until ERROR is reported; requests continue after that.
+    The status is ERROR after `error_after` seconds without addresses; requests continue after that.
     """
 
     def __init__(self, database: Database, write: WriteUnderLease, error_after: float) -> None:
@@ -197,12 +194,7 @@ class VipSteps:
     ) -> None:
         """Request the addresses; record them, or the time of the next request.
 
-        Args:
-            network: the network backend.
-            tree: the load balancer.
-            backend: name of the network backend; None for the default.
-            generation: the observed one.
-            machines: compute ids of the amphorae.
+        The backend is named as in the rows, None for the default; `machines` are compute ids of the amphorae.
 
         Raises:
             RequestError: the backend refuses the addresses.
