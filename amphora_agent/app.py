@@ -128,7 +128,7 @@ def _answer_errors(app: Flask) -> None:
     @app.errorhandler(Exception)
     def unforeseen(error: Exception) -> ResponseReturnValue:
         _log.exception(
-            "The agent failed to answer a request to its API by an unexpected error, and the client receives status 500"
+            "An unexpected error ended a request to the API of the agent, and the client receives status 500"
         )
         said = AgentError("serve the request", f"{type(error).__name__}: {error}", "This is an error of the agent.")
         return jsonify(said.document()), 500

@@ -144,7 +144,7 @@ class BundlePush:
         except AgentError as error:
             of = self._job.lease.load_balancer_id
             LOG.warning(
-                "load balancer %s: the controller cannot query an amphora for the VIPs and continues "
+                "load balancer %s: the controller could not ask an amphora whether it holds the VIPs, "
                 "without the answer: %s",
                 of,
                 error,
