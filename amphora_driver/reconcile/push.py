@@ -145,7 +145,7 @@ class BundlePush:
             of = self._job.lease.load_balancer_id
             LOG.warning(
                 "load balancer %s: the controller could not ask an amphora whether it holds the VIPs, "
-                "without the answer: %s",
+                "and continues without the answer: %s",
                 of,
                 error,
             )
