@@ -25,7 +25,7 @@ OPTIONS: dict[str, dict[cfg.Opt, str]] = {
         cfg.StrOpt("interface", choices=["public", "internal", "admin"]): (
             "Interface of the services' endpoints. The default is public."
         ),
-        cfg.StrOpt("network_endpoint_override"): ("URL of Neutron. The default is the endpoint in the catalogue."),
+        cfg.StrOpt("network_endpoint_override"): "Address of Neutron. The default is the endpoint in the catalogue.",
     },
     "amp_network_neutron": {
         cfg.FloatOpt("request_timeout", default=30.0, min=0.1, max=600.0): (

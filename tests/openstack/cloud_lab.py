@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import mariadb
+import requests
 from free_ports import free_ports
 from keystoneauth1 import session as ks_session
 from keystoneauth1.identity import v3
@@ -41,6 +42,7 @@ class Cloud:
         self._databases = dict(zip(("keystone", "neutron"), urls, strict=True))
         self._ports = dict(zip(("keystone", "neutron"), free_ports(2), strict=True))
         self._processes = {}
+        self._http = []
         self.auth_url = f"http://127.0.0.1:{self._ports['keystone']}/v3"
         self.projects = {}
 
@@ -94,6 +96,8 @@ class Cloud:
         process.wait(60)
 
     def stop(self):
+        for one in self._http:
+            one.close()
         for name in list(self._processes):
             self.kill(name)
 
@@ -231,7 +235,9 @@ class Cloud:
         """A client of a user that is independent of the code under test."""
         names = {"username": user, "project_name": project, "user_domain_id": "default", "project_domain_id": "default"}
         auth = v3.Password(self.auth_url, password=self.password, **names)
-        return Connection(session=ks_session.Session(auth), region_name="RegionOne")
+        http = requests.Session()
+        self._http.append(http)
+        return Connection(session=ks_session.Session(auth, session=http), region_name="RegionOne")
 
 
 @contextmanager

@@ -32,6 +32,7 @@ def user(cloud):
 @pytest.fixture
 def make_backend(cloud, tmp_path):
     """Makes backends as their processes would: each with its own connection and cache."""
+    backends = []
 
     def make(deployment="one", account="octavia", openstack=None, **options):
         file = tmp_path / f"{uuid.uuid4()}.conf"
@@ -48,9 +49,15 @@ def make_backend(cloud, tmp_path):
             for name, group in groups.items()
         ]
         file.write_text("".join(lines))
-        return NeutronNetwork(config.load([str(file)]), None)
+        backends.append(NeutronNetwork(config.load([str(file)]), None))
+        return backends[-1]
 
-    return make
+    yield make
+    for one in backends:
+        adapter = one._neutron._service._adapter
+        if adapter is not None:
+            # An unclosed socket would fail a later test of this process with a ResourceWarning.
+            adapter.session.session.close()
 
 
 @pytest.fixture

@@ -159,7 +159,7 @@ def test_hosts_share_the_work_and_a_hint_twice_is_one_job(cloud, stack, broker):
             for one in made:
                 for _ in range(3):
                     sender.send(local_socket.CONTROLLER, one.id)
-            sender.close()
+            sender.discard_connection()
             for one in made:
                 cloud.active(one.id)
         mine, theirs = worked_on(stack, FIRST, log), worked_on(stack, OTHER)

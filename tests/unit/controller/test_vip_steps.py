@@ -200,7 +200,7 @@ def test_applied_options_are_recorded_and_removed(database):
         options=OPTIONS, ports=("p-n1",), generation=4
     )
     steps(database).apply(backend, TREE, [amphora()], 5)
-    assert backend.asked[-1] == ("lb", VipOptions(), ("p-n1",))
+    assert backend.asked[-1] == ("lb", "demo", VipOptions(), ("p-n1",))
     assert row(database).vip_applied is None
 
 
@@ -261,6 +261,7 @@ def test_a_port_request_names_the_vips_and_options_on_their_network_only():
         subnet_ids=("s1", "s6"),
         purpose=PortPurpose.VIP,
         load_balancer_id="lb",
+        project_id="demo",
         vips=(tree.vip.address, "2001:db8::9"),
         options=OPTIONS,
     )
