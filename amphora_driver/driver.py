@@ -149,8 +149,8 @@ def _translate_errors(method: F) -> F:
         except UnknownObject as error:
             raise exceptions.NotFound(**_fault(error)) from error
         except AmphoraDriverError as error:
-            # The user's error message and the log contain the same reference, so that an operator finds the log lines
-            # of the failed call.
+            # The log and the user's error message contain the same reference. With the reference, an operator finds the
+            # log lines of the failed call.
             reference = secrets.token_hex(4)
             text = "the driver could not execute the call %s of Octavia, and returned an error with reference %s"
             LOG.exception(text, method.__name__, reference)
@@ -229,18 +229,18 @@ class AmphoraProviderDriver(provider_base.ProviderDriver):
             chosen = profile.choose_profile(flavor, zone, shared.catalogue.deployment(), vip_network=network)
             tree = msgspec.structs.replace(from_octavia.load_balancer(loadbalancer), profile=chosen)
             tree = tree if answered else without_addresses(tree)
-            # The driver only validates the secrets of a new load balancer, because the provider agent later reads the
-            # secrets from Octavia.
+            # For a new load balancer, the driver validates the secrets but does not store the secrets. The provider
+            # agent later reads the secrets from Octavia.
             certificates.prepare_secrets(from_octavia.read_secrets(Kind.LOAD_BALANCER, loadbalancer))
             availability_zones.check_zone_vips(zone, tree.vips)
             shared.recorder.create_load_balancer(tree, read_back=bool(tree.listeners or tree.pools))
         except StoreError:
-            # The driver keeps the VIP addresses after a StoreError, because the commit may have succeeded. If the
-            # commit has failed, housekeeping releases the claimed addresses.
+            # After a StoreError, the driver does not know whether the database contains the load balancer. So the
+            # driver keeps the VIP addresses. If the load balancer is missing, housekeeping releases the addresses.
             raise
         except AmphoraDriverError:
-            # Octavia drops the load balancer after an error of the driver other than a StoreError, so the driver
-            # releases the VIP addresses.
+            # Any error except a StoreError means that the load balancer is not recorded. Octavia gives up the creation,
+            # so the driver releases the VIP addresses.
             shared.catalogue.network(network).release_load_balancer(
                 from_octavia.get_id(Kind.LOAD_BALANCER, loadbalancer)
             )
@@ -348,8 +348,8 @@ class AmphoraProviderDriver(provider_base.ProviderDriver):
         availability_zones.validate_metadata(availability_zone_metadata, _shared().catalogue.deployment())
 
     def _create(self, kind: Kind, source: object, *, for_listener: str | None = None) -> None:
-        # octavia-lib returns SNI certificates in the order of its database, so the driver must not pair certificates
-        # and references by position.
+        # octavia-lib returns SNI certificates in the order of Octavia's database, not in the order of the references.
+        # So the driver does not pair certificates and references by position.
         contents = _validate_and_seal(from_octavia.read_secrets(kind, source, paired=False))
         node = from_octavia.node(kind, source)
         _notify(_shared().recorder.create_object(kind, node, for_listener=for_listener, contents=contents))

@@ -33,9 +33,9 @@ class Point(Enum):
     # The driver has committed the desired state and has notified no other process yet.
     INTENT_COMMITTED = "intent-committed"
 
-    # The provider agent is about to wait for the end of Octavia's transactions.
+    # The provider agent is about to wait until Octavia has committed or rolled back the transactions of the requests.
     BARRIER_NEXT = "barrier-next"
-    # Octavia's transactions have ended, and the provider agent has not recorded the end yet.
+    # The provider agent has seen the end of Octavia's transactions and has not recorded the end yet.
     BARRIER_PASSED = "barrier-passed"
     # The provider agent has recorded the end of Octavia's transactions.
     COMMITTED = "committed"
@@ -72,11 +72,11 @@ class Point(Enum):
 class Moment(Enum):
     """Failpoints of every step of a controller."""
 
-    # The controller is about to start the step.
+    # The controller is about to start a step of a job.
     BEFORE = "before"
-    # The controller has caused the external effect of the step and is about to record the step in the database.
+    # The controller has caused the external effect of a step, and is about to record the step in the database.
     DONE = "done"
-    # The controller has recorded the step in the database.
+    # The controller has recorded a step of a job in the database.
     MARKED = "marked"
 
 
@@ -95,7 +95,8 @@ def reach_step(step: str, moment: Moment) -> None:
 def _stop(armed: Path) -> None:
     _die_if_told(armed)
     while armed.exists():
-        # The process creates a file with the suffix `.here` to show the test that the process waits at the failpoint.
+        # The process creates a file with the suffix `.here`. The file tells the test that the process waits at the
+        # failpoint.
         armed.with_suffix(".here").touch()
         time.sleep(_POLL_SECONDS)
         _die_if_told(armed)

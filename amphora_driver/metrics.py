@@ -19,8 +19,8 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.process_collector import ProcessCollector
 
-# The histogram buckets, in seconds, range from a duration that users do not notice to a duration that users do not
-# accept.
+# The tuples are the upper limits of histogram buckets in seconds. Users do not notice the shortest duration, and do not
+# accept the longest one.
 _APPLY = (0.05, 0.1, 0.25, 0.5, 1, 2, 3, 5, 10, 20, 30, 60, 120, 300, 900)
 _STEP = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _DATABASE = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
@@ -145,8 +145,8 @@ class ProcessMetrics:
             try:
                 yield
             except Exception as error:
-                # The metrics module identifies errors by class name, because the metrics module imports no other module
-                # of the project.
+                # The metrics module imports no other module of the project. So the module identifies the error classes
+                # by name.
                 if type(error).__name__ in {"StoreError", "SchemaMismatch"}:
                     self.database_failures.labels(kind).inc()
                 raise
@@ -165,8 +165,8 @@ class ProcessMetrics:
             try:
                 yield
             except Exception as error:
-                # octavia_lib raises the same error class for connection failures and for refusals, but only a refusal
-                # names an object. The metric counts only the connection failures.
+                # octavia_lib raises the same error class for a connection failure and for a refusal by Octavia. Only a
+                # refusal names an object. The metric counts only connection failures.
                 if getattr(error, "status_object_id", None) is None:
                     self.octavia_failures.labels(name).inc()
                 raise

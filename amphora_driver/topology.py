@@ -40,6 +40,6 @@ class ActiveStandbyTopology:
 
     name: ClassVar[str] = "ACTIVE_STANDBY"
     roles: ClassVar[tuple[str, ...]] = ("MASTER", "BACKUP")
-    # The VRRP priorities stay below 255, because keepalived cannot lower priority 255, which marks the owner of the
-    # addresses (RFC 9568, section 5.2.4).
+    # The VRRP priority 255 marks the owner of the addresses (RFC 9568, section 5.2.4). keepalived cannot lower the
+    # priority 255, so both priorities are below 255.
     priorities: ClassVar[Mapping[str, int]] = MappingProxyType({"MASTER": 254, "BACKUP": 253})

@@ -12,7 +12,7 @@ _CUT = " (cut)"
 
 def printable(text: str, most: int) -> str:
     """Return a text in printable ASCII, cut to `most` characters; line breaks become `; `."""
-    # The function cuts a text from an amphora before all other steps, so that a very long text causes little work.
+    # An amphora may send a very long text. So the function shortens the text before all other steps.
     head = text[: most + 1]
     line = "; ".join(part.strip() for part in head.splitlines() if part.strip())
     plain = line if line.isascii() and line.isprintable() else ascii(line)[1:-1]

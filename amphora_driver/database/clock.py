@@ -21,11 +21,11 @@ from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import GenericFunction
 
 LOG = logging.getLogger(__name__)
-# A measured offset between the database clock and the local clock stays valid for 30 seconds, because the two clocks
-# drift apart slowly.
+# Each process measures the offset between the database clock and the local clock every 30 seconds, because the two
+# clocks drift slowly.
 OFFSET_VALID_SECONDS = 30.0
-# A change of the database clock by more than two seconds is a jump, because NTP slewing changes a clock by at most 500
-# ppm.
+# A change of the database clock by more than two seconds counts as a jump. NTP changes a clock more slowly, by at most
+# 500 ppm.
 _JUMP_SECONDS = 2.0
 
 
@@ -39,8 +39,8 @@ class server_time(GenericFunction[float]):  # noqa: N801 - it is written like a 
 @compiles(server_time, "mysql")
 @compiles(server_time, "mariadb")
 def _mysql(_element: server_time, _compiler: SQLCompiler, **_: Any) -> str:
-    # The engine sets the session time zone of MySQL and MariaDB to UTC, because local times repeat an hour when
-    # daylight saving ends.
+    # The driver sets the time zone UTC for each MySQL or MariaDB connection. A local time zone repeats an hour when
+    # daylight saving time ends.
     return "(UNIX_TIMESTAMP(NOW(6)) + 0e0)"
 
 

@@ -46,31 +46,33 @@ _RETRY_CODES = {1213, 1205, "40001", "40P01", "55P03"}
 # Galera cluster (1047, 1180), a shutdown (1053) or a killed connection (1927). PostgreSQL reports a shutdown (57P01), a
 # crash (57P02), a start (57P03) or an idle transaction time-out (25P03).
 _UNAVAILABLE_CODES = {1047, 1180, 1053, 1927, "57P01", "57P02", "57P03", "25P03"}
-# `Database.write` retries a colliding transaction for 20 seconds, which is longer than an idle transaction can hold
-# locks. Four hosts that write the same rows through two Galera nodes also succeed within 20 seconds.
+# After a collision, `Database.write` retries a transaction for 20 seconds. An idle transaction of another process
+# cannot hold locks for that long. Four hosts that write the same rows through two Galera nodes also succeed within 20
+# seconds.
 _RETRY_SECONDS = 20.0
-# `Database` tries a transaction twice on an unavailable server, because the first attempt may use a stale pooled
-# connection to a restarted server.
+# On an unavailable server, `Database` tries a transaction twice. The first attempt may use an old pooled connection to
+# a server that has restarted since.
 _UNAVAILABLE_ATTEMPTS = 2
-# Seconds for which `Database.write` tries to find out whether a COMMIT without an answer succeeded.
+# Seconds in which `Database.write` tries to find out whether a COMMIT succeeded, if the database server has not
+# answered the COMMIT.
 _UNCONFIRMED_SECONDS = 6.0
 _CONNECT_SECONDS = 3
 # The database server ends a wait for a lock after five seconds, and ends an idle transaction after ten seconds.
 _LOCK_SECONDS = 5
 _IDLE_SECONDS = 10
-# A client waits longer for an answer than the database server waits for a lock, so that the server's own error arrives
-# first.
+# A database client waits eight seconds for an answer. The server ends a wait for a lock after five seconds, so the
+# server's error arrives first.
 _ANSWER_SECONDS = 8.0
-# A writer waits up to 15 seconds for SQLite's write lock, because many writers may be queued and each writer needs
+# A writer waits up to 15 seconds for SQLite's write lock. Many writers may wait before the writer, and each one needs
 # milliseconds.
 _WRITE_LOCK_SECONDS = 15.0
-# The connection pool of a process has one connection for every thread that may write at the same time.
+# A process can open up to 48 database connections, one for every thread that may write at the same time.
 _POOL_OPTIONS = {"pool_size": 5, "max_overflow": 43, "pool_timeout": 5}
 _SCHEMA_VALID_SECONDS = 10.0
 _WRITE, _READ = "write to the database", "read from the database"
 _POOL_EXHAUSTED = "every connection of the pool is in use"
 _COMMIT_MARKER = "amphora_commit_marker"
-# MariaDB sets the flag SERVER_STATUS_IN_TRANS in every answer while a transaction is open.
+# _IN_TRANSACTION is the flag SERVER_STATUS_IN_TRANS, which MariaDB sets in every answer while a transaction is open.
 _IN_TRANSACTION = 1
 
 
@@ -110,7 +112,8 @@ class Database:
         self._schema_checked_at: float | None = None
         self._pid = 0
         self._engine_lock = threading.Lock()
-        # The pair holds the offset of the database clock from `time.monotonic()`, and the time of the measurement.
+        # The pair holds the measured offset of the database clock from `time.monotonic()`, and the monotonic time of
+        # the measurement.
         self._clock_offset: tuple[float, float] | None = None
         self._jump_monitor = clock.ClockJumpMonitor()
 
@@ -141,8 +144,8 @@ class Database:
             try:
                 now = self.read(lambda connection: connection.execute(sa.select(clock.now(connection))).scalar_one())
             except StoreError:
-                # While the database server is unavailable, the last measured clock offset gives a better database time
-                # than the local wall clock.
+                # While the database server is unavailable, the last measured offset gives the database time. The local
+                # wall clock would be less exact.
                 return time.time() if known is None else time.monotonic() + known[0]
             ended = time.monotonic()
             known = self._clock_offset = (float(now) - (begun + ended) / 2, ended)
@@ -222,18 +225,18 @@ class Database:
             try:
                 self._check_schema(connection)
                 result = work(connection)
-                # The function `work` holds row locks, so an earlier attempt of the same transaction cannot be committed
-                # after the check for committed attempts.
+                # An earlier attempt may have been committed although the COMMIT had no answer. `Database` checks for
+                # such a commit while `work` holds the row locks, so that no earlier attempt can be committed later.
                 _raise_if_committed(connection, unconfirmed)
             except BaseException as error:
                 transaction.rollback()
                 if unconfirmed and isinstance(error, DBAPIError) and not _is_unavailable(error):
-                    # An error such as a duplicate key may exist only because an earlier attempt of the same transaction
-                    # was committed.
+                    # If an earlier attempt of the transaction was committed, the current attempt may fail with an error
+                    # such as a duplicate key.
                     self._raise_if_any_committed(unconfirmed)
                 raise
-            # `Database` reads the commit marker before COMMIT, because SQLAlchemy does not provide the `info` of an
-            # invalidated connection.
+            # `Database` reads the commit marker before COMMIT. After a connection loss in COMMIT, SQLAlchemy no longer
+            # provides the `info` of the connection.
             marker = connection.info.get(_COMMIT_MARKER)
             try:
                 transaction.commit()
@@ -280,8 +283,8 @@ class Database:
         if url.get_backend_name() != "sqlite":
             options: dict[str, Any] = {"isolation_level": "READ COMMITTED", "pool_pre_ping": True, "pool_recycle": 3600}
             limits, postgresql = _connect_arguments(url, self._answer_timeout), url.get_backend_name() == "postgresql"
-            # psycopg itself skips a ROLLBACK if no transaction is open. For MariaDB, `_reset_mariadb` skips the
-            # unneeded ROLLBACK instead of SQLAlchemy's default handler.
+            # A ROLLBACK without an open transaction only costs time. psycopg skips an unneeded ROLLBACK itself. For
+            # MariaDB, the function `_reset_mariadb` skips an unneeded ROLLBACK.
             options["pool_reset_on_return"] = "rollback" if postgresql else None
             engine = sa.create_engine(url, **options, **_POOL_OPTIONS, connect_args=limits)
             if postgresql:
@@ -313,8 +316,8 @@ def parse_url(text: str) -> sa.URL:
     except ImportError as error:
         raise ConfigurationError(attempt, f"its driver is not installed ({error})", remedy) from error
     if "@" in (url.host or ""):
-        # If a database URL contains a second @, the end of the password becomes part of the host name, which error
-        # messages show.
+        # In a database URL with a second @, SQLAlchemy reads the end of the password as the host name. Error messages
+        # would then show that part of the password.
         raise ConfigurationError(attempt, "its URL has more than one @", f"{remedy} Write %40 in a password.")
     return url
 
@@ -377,8 +380,8 @@ def _is_unavailable(error: DBAPIError) -> bool:
     if hasattr(original, "sqlstate"):
         # psycopg sets a SQLSTATE only on errors from the server, so an error without a SQLSTATE comes from the client.
         return isinstance(error, sa.exc.OperationalError) and original.sqlstate is None
-    # The client libraries of MySQL and MariaDB use error codes from 2000 to 2099, so such a code means that the server
-    # did not answer.
+    # The client libraries of MySQL and MariaDB use error codes from 2000 to 2099. These codes mean that the server did
+    # not answer.
     return isinstance(code, int) and 2000 <= code < 2100
 
 

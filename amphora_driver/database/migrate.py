@@ -36,15 +36,15 @@ LOG = logging.getLogger(__name__)
 
 _ATTEMPT = "upgrade the database"
 _ATTEMPTS = 5
-# A database upgrade holds a lock until its connection ends; MariaDB identifies the lock by a name, and PostgreSQL by a
-# number.
+# A database upgrade holds a lock until the database connection of the lock ends. MariaDB identifies the lock by a name,
+# PostgreSQL by a number.
 _LOCK_NAME = "amphora-driver schema"
 _LOCK_NUMBER = 0x616D_7068
-# A database upgrade waits up to ten minutes for another upgrade, because adding a column to a large table takes
+# A database upgrade waits up to ten minutes for another upgrade, because adding a column to a large table may take
 # minutes.
 _LOCK_SECONDS = 600
-# A process of the control plane sends a heartbeat every two seconds, and counts as alive until three heartbeats in a
-# row are missing.
+# A process of the control plane writes a heartbeat every two seconds. After seven seconds without a heartbeat, the
+# process counts as dead.
 _PROCESS_ALIVE_SECONDS = 7.0
 
 
@@ -74,7 +74,8 @@ def upgrade(url: str) -> Upgrade:
                 if attempt == _ATTEMPTS:
                     raise StoreError(_ATTEMPT, text, "Remove the cause and run the upgrade again.") from error
                 LOG.info("attempt %d of the database upgrade failed, so the upgrade starts again: %s", attempt, text)
-                # A random pause keeps two upgrades on two nodes of a Galera cluster from colliding again.
+                # Two upgrades on two nodes of a Galera cluster may collide. A random pause keeps the two upgrades from
+                # colliding again.
                 time.sleep(random.uniform(0.5, 1.0) * 0.2 * 2**attempt)  # noqa: S311 - jitter, no secret
         raise AssertionError("unreachable")
     finally:
@@ -133,8 +134,8 @@ def _run_migrations(engine: sa.Engine) -> Upgrade:
             happened, remedy = schema_check.describe_mismatch(found) or ("", "")
             raise SchemaMismatch(_ATTEMPT, happened, remedy)
         if len(found) > 1:
-            # Two version rows show that two upgrades ran on two Galera nodes. The later revision is correct, because
-            # every upgrade step is repeatable.
+            # Two version rows show that two upgrades ran at the same time on two Galera nodes. The later revision is
+            # correct, because a repeated upgrade step does no harm.
             behind = sa.text(f"DELETE FROM {schema_check.VERSION_TABLE} WHERE version_num <> :newest")  # noqa: S608 - a constant
             connection.execute(behind, {"newest": found[-1]})
         if found != (newest,):
@@ -150,8 +151,8 @@ def _upgrade_lock(engine: sa.Engine) -> Iterator[None]:
     if name not in ("mysql", "mariadb", "postgresql"):
         yield
         return
-    # The upgrade lock has a separate connection, because a statement that changes the schema ends the transaction of
-    # the executing connection.
+    # The lock is held on a separate connection. On the connection of the migrations, every change of the schema ends
+    # the transaction.
     with engine.connect() as connection:
         if name == "postgresql":
             connection.execute(sa.select(sa.func.pg_advisory_lock(_LOCK_NUMBER)))

@@ -40,13 +40,13 @@ class SqliteWriteLock:
         """Make every writing transaction of an engine take the lock."""
         event.listen(engine, "connect", self._connect)
         event.listen(engine, "begin", self._begin)
-        # SQLAlchemy returns a connection to the pool right after COMMIT or ROLLBACK, so the check-in event releases the
-        # write lock.
+        # SQLAlchemy returns a connection to the pool right after COMMIT or ROLLBACK. The event `checkin` at the return
+        # releases the write lock.
         event.listen(engine, "checkin", self._checkin)
 
     def _connect(self, dbapi_connection: Any, _record: Any) -> None:
-        # Isolation level None keeps Python's SQLite driver from beginning transactions, because `_begin` begins every
-        # transaction under the write lock.
+        # With the isolation level None, Python's SQLite driver does not begin transactions. `_begin` begins every
+        # transaction after taking the write lock.
         dbapi_connection.isolation_level = None
         cursor = dbapi_connection.cursor()
         cursor.execute("PRAGMA busy_timeout=30000")
@@ -60,8 +60,8 @@ class SqliteWriteLock:
             connection.exec_driver_sql("BEGIN DEFERRED")
             return
         if _LOCK_KEY not in connection.info:
-            # Consecutive transactions of one connection, for example one for each migration, take the write lock only
-            # once.
+            # A connection keeps the write lock until its return to the pool. So consecutive transactions, for example
+            # several migrations, take the lock only once.
             connection.info[_LOCK_KEY] = self._lock_file.acquire(self._timeout)
         connection.exec_driver_sql("BEGIN IMMEDIATE")
 
@@ -77,8 +77,8 @@ class LockFile:
     def __init__(self, path: str) -> None:
         self._path = path
         self._mutex = threading.Lock()
-        # A thread that waits in flock() cannot be cancelled, so the thread outlives the caller's time-out, and the next
-        # caller reuses the thread.
+        # No thread can be stopped while the thread waits in flock(). The list holds threads that still wait after the
+        # caller's time-out. The next caller uses one of these threads.
         self._abandoned: list[_Waiter] = []
 
     def acquire(self, timeout: float) -> int:

@@ -20,22 +20,20 @@ metadata = sa.MetaData(
 )
 
 Id = sa.String(36)
-# MySQL's TEXT holds at most 64 KiB, which is too short for the JSON of a load balancer with a thousand nested objects.
+# MySQL's TEXT holds at most 64 KiB. The JSON of a load balancer with a thousand nested objects is longer.
 Body = sa.Text().with_variant(mysql.MEDIUMTEXT(), "mysql", "mariadb")
-# MySQL's BLOB holds at most 64 KiB, which is too short for a long certificate chain or CA bundle.
+# MySQL's BLOB holds at most 64 KiB. A certificate chain or a CA bundle may be longer.
 Sealed = sa.LargeBinary().with_variant(mysql.MEDIUMBLOB(), "mysql", "mariadb")
-# SQLite numbers new rows automatically only if the primary key has the type INTEGER, so BIGINT is not possible on
-# SQLite.
+# SQLite assigns row numbers automatically only to a primary key of the type INTEGER, not to one of the type BIGINT.
 Serial = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 
-# A `job` row with the `due_at` value URGENT is due at once, before all other rows. A controller that releases a lease
-# never overwrites URGENT, because another transaction may have written URGENT after the controller's read.
+# A `job` row with the `due_at` value URGENT is due at once, before all other rows. Another transaction may write URGENT
+# while a controller works on the job. So a controller that returns the lease never overwrites URGENT.
 URGENT = -1.0
 
-# The table `desired_object` has one row per object of a load balancer; the column `body` is the object's JSON without
-# children. The column `refers_to` is the pool of a listener or L7 policy, so that a query finds a pool's listeners
-# without reading JSON. A row with `removed` set stays until every amphora has confirmed the removal and Octavia has
-# received the removal.
+# The table `desired_object` has one row per object of a load balancer. The column `body` is the JSON of the object
+# without child objects. In the row of a listener or L7 policy, the column `refers_to` is the id of the pool. A row with
+# `removed` set stays until every amphora has confirmed the removal and Octavia knows of the removal.
 desired_object = sa.Table(
     "desired_object",
     metadata,
@@ -50,17 +48,16 @@ desired_object = sa.Table(
     sa.Column("body", Body, nullable=False),
 )
 
-# The table `job` has one row per load balancer, with the desired generation, the applied generation, and the lease of a
-# controller. The column `committed` is the newest generation for which Octavia's own transaction has ended. If
-# `read_back` is set, the provider agent must read incomplete objects from Octavia. The column `reread` lists the
-# incomplete listeners and pools as JSON; NULL means the complete load balancer.
+# The table `job` has one row per load balancer: the desired generation, the applied generation, and the lease of a
+# controller. A generation is the number of a version of the configuration. The column `committed` is the newest
+# generation for which Octavia's own transaction has ended. If `read_back` is set, the provider agent must read objects
+# from Octavia. The column `reread` then lists these objects as JSON; NULL means the complete load balancer.
 job = sa.Table(
     "job",
     metadata,
     sa.Column("load_balancer_id", Id, primary_key=True),
     sa.Column("project_id", sa.String(64), nullable=True),
-    # The topology and the backends (entry points) of a load balancer never change after the creation of the load
-    # balancer.
+    # The topology, the compute backend and the network backend of a load balancer never change after the creation.
     sa.Column("topology", sa.String(32), nullable=False, default="SINGLE"),
     sa.Column("compute", sa.String(64), nullable=True),
     sa.Column("network", sa.String(64), nullable=True),
@@ -70,14 +67,14 @@ job = sa.Table(
     sa.Column("applied", sa.BigInteger, nullable=False, default=0),
     sa.Column("read_back", sa.Boolean, nullable=False, default=False),
     sa.Column("reread", Body, nullable=True),
-    # The column `vip_applied` holds the options last applied to the VIP port as JSON, or NULL if no options were ever
-    # applied.
+    # The column `vip_applied` holds the last options that the controller applied to the VIP port as JSON. NULL means
+    # that no options were ever applied.
     sa.Column("vip_applied", Body, nullable=True),
-    # The column `omitted` lists the objects that an unconfirmed generation omits, as JSON with the generation and the
-    # reason for each object id.
+    # The column `omitted` lists the objects that the controller omits from a generation. For each object id, the JSON
+    # contains the generation and the reason.
     sa.Column("omitted", Body, nullable=True),
-    # The column `spare_pool` names the pool from which a load balancer takes warm spares. In the `job` row of a spare
-    # pool, the column `spares` is the pool's specification as JSON.
+    # The column `spare_pool` is the id of the pool from which a load balancer takes warm spares. A spare pool also has
+    # a row in this table, and the column `spares` of that row describes the pool as JSON.
     sa.Column("spare_pool", Id, nullable=True),
     sa.Column("spares", Body, nullable=True),
     sa.Column("dirty", sa.Boolean, nullable=False, default=True),
@@ -87,23 +84,24 @@ job = sa.Table(
     sa.Column("tickets_due", sa.Double, nullable=True),
     sa.Column("owner", sa.String(128), nullable=True),
     sa.Column("epoch", sa.BigInteger, nullable=False, default=0),
-    # Every write under a lease increments `writes`, because MariaDB does not replicate an update that changes no value.
-    # Without a replicated update, Galera would miss a collision with a claim of the lease on another node.
+    # Every write under a lease increments `writes`, so that the write always changes a value. MariaDB does not
+    # replicate an update that changes no value. Galera would then not notice that another node has granted the lease to
+    # another controller.
     sa.Column("writes", sa.BigInteger, nullable=False, default=0, server_default="0"),
     sa.Column("leased_until", sa.Double, nullable=True),
     sa.Column("due_at", sa.Double, nullable=False, default=0.0),
     sa.Column("attempts", sa.Integer, nullable=False, default=0),
-    # The column `crashes` counts the crashes and lost leases of processes that worked on the load balancer, since the
-    # last progress.
+    # The column `crashes` counts the processes that crashed or lost the lease while they worked on the load balancer.
+    # Progress resets the column to zero.
     sa.Column("crashes", sa.Integer, nullable=False, default=0, server_default="0"),
     sa.Column("error", sa.Text, nullable=True),
     sa.Index("ix_job_dirty_due_at", "dirty", "due_at"),
 )
-# The `due_at` value DUE_NOW makes a `job` row due at once, and keeps an URGENT row urgent.
+# The expression DUE_NOW sets `due_at` so that a `job` row is due at once. An urgent row stays urgent.
 DUE_NOW = sa.case((job.c.due_at < 0.0, URGENT), else_=0.0)
 
-# The table `request` has one row per accepted call of Octavia. The row belongs to the history of the load balancer, and
-# proves that the call's transaction was committed.
+# The table `request` has one row per accepted call of Octavia, as the history of a load balancer. The row also proves
+# that the transaction of the call was committed.
 request = sa.Table(
     "request",
     metadata,
@@ -118,10 +116,10 @@ request = sa.Table(
     sa.Index("ix_request_load_balancer_id", "load_balancer_id", "generation"),
 )
 
-# The table `secret` has one row per secret of an object; the vault encrypts the secret, and objects never share a row.
-# The driver deletes the row with the last use of the secret by the object. The column `purpose` is certificate, ca, crl
-# or tickets, and `ref` is the reference in Octavia's API. The column `reason` says why `sealed` is NULL: Octavia did
-# not deliver the secret, or HAProxy cannot use the secret.
+# The table `secret` has one row per secret of an object, encrypted by the vault. Two objects with the same secret have
+# two rows. The driver deletes the row when the object no longer uses the secret. The column `purpose` is certificate,
+# ca, crl or tickets, and `ref` is the reference in Octavia's API. If `sealed` is NULL, Octavia did not deliver the
+# secret, or HAProxy cannot use the secret; `reason` says why.
 secret = sa.Table(
     "secret",
     metadata,
@@ -133,10 +131,10 @@ secret = sa.Table(
     sa.Column("reason", sa.Text, nullable=True),
 )
 
-# The table `object_status` has one row per object, with the newest provisioning and operating status. If `pending` is a
-# generation, the object is PENDING_* in Octavia until the amphorae confirm that generation. The column `version` grows
-# with every change of the row. The column `settled` is the version of the last provisioning status change, and
-# `reported` is the version that Octavia has received.
+# The table `object_status` has one row per object, with the newest provisioning and operating status. While `pending`
+# contains a generation, the object is PENDING in Octavia, until the amphorae confirm that generation. The column
+# `version` grows with every change of the row. The column `settled` is the version of the last provisioning status
+# change. The column `reported` is the version that Octavia has received.
 object_status = sa.Table(
     "object_status",
     metadata,
@@ -171,8 +169,8 @@ listener_statistics = sa.Table(
     sa.Column("reported", sa.BigInteger, nullable=False, default=0),
 )
 
-# In the table `amphora`, the column `confirmed` is the newest generation that the agent reports to serve. The vault
-# encrypts the column `heartbeat_key`.
+# In the table `amphora`, the column `confirmed` is the newest generation that the amphora serves according to the
+# agent. The vault encrypts the column `heartbeat_key`.
 amphora = sa.Table(
     "amphora",
     metadata,
@@ -183,19 +181,19 @@ amphora = sa.Table(
     sa.Column("compute_id", sa.String(128), nullable=True),
     sa.Column("management_address", sa.String(64), nullable=True),
     sa.Column("confirmed", sa.BigInteger, nullable=False, default=0),
-    # The column `confirmed_at` is the time of the confirmation; a new amphora of a pair takes over the VIPs some
-    # seconds later.
+    # The column `confirmed_at` is the time when the agent confirmed the generation. In a pair, a new amphora takes over
+    # the VIPs some seconds after that time.
     sa.Column("confirmed_at", sa.Double, nullable=True),
     sa.Column("heartbeat_key", sa.LargeBinary, nullable=False),
-    # The column `plugged` lists the attached ports of the amphora and their subnets as JSON. The column `partners`
-    # lists the VRRP peers at the time of the confirmation as JSON.
+    # The column `plugged` lists the attached ports of the amphora and the subnets of the ports as JSON. The column
+    # `partners` lists, as JSON, the VRRP peers that the amphora had when the agent confirmed the generation.
     sa.Column("plugged", Body, nullable=True),
     sa.Column("partners", Body, nullable=True),
     # The column `handed_over` says whether the controller has asked the amphora to hand the VIPs over to the partner
     # amphora.
     sa.Column("handed_over", sa.Boolean, nullable=False, default=False),
-    # The column `drains_until` is the end of the connection drain after the VIP handover; NULL means that the amphora
-    # may still hold VIPs.
+    # The column `drains_until` is the end of the connection drain after the handover of the VIPs. NULL means that the
+    # amphora may still hold VIPs.
     sa.Column("drains_until", sa.Double, nullable=True),
     sa.Column("certificate_expires_at", sa.Double, nullable=True),
     # The column `certificate_authority` is the CA that issued the amphora's certificate; NULL means the CA in the
@@ -205,20 +203,20 @@ amphora = sa.Table(
     sa.Column("trusts", sa.String(255), nullable=True),
     # The column `image` names the image of the amphora's machine, in the notation of the compute backend.
     sa.Column("image", sa.String(255), nullable=True),
-    # The column `drift` describes the last configuration drift of the amphora, and stays as history. The column
-    # `drifts` says whether that drift still exists.
+    # The column `drift` describes the last configuration drift of the amphora, even after the repair. The column
+    # `drifts` says whether the drift still exists.
     sa.Column("audited_at", sa.Double, nullable=True),
     sa.Column("drift", sa.Text, nullable=True),
     sa.Column("drifts", sa.Boolean, nullable=True, default=False),
     sa.Column("created_at", sa.Double, nullable=False),
-    # The column `booted_at` is the time of the boot request, at which the boot time-out starts.
+    # The column `booted_at` is the time of the boot request. The boot time-out starts at that time.
     sa.Column("booted_at", sa.Double, nullable=True),
     sa.Column("ready_at", sa.Double, nullable=True),
     sa.Column("reason", sa.Text, nullable=True),
 )
 
 # The health managers write the rows of `amphora_heartbeat` in bulk, whereas the rows of `amphora` change rarely. The
-# columns `epoch` and `sequence` identify the last accepted heartbeat, so that a health manager refuses replays of older
+# columns `epoch` and `sequence` identify the last accepted heartbeat. So a health manager refuses replays of older
 # heartbeats, even after a restart.
 amphora_heartbeat = sa.Table(
     "amphora_heartbeat",
@@ -232,7 +230,8 @@ amphora_heartbeat = sa.Table(
     sa.Column("agent_version", sa.String(64), nullable=True),
 )
 
-# The table `duty` names the only process that may perform a duty at a time, for example the status reports to Octavia.
+# The table `duty` names, for each duty, the process that performs the duty. An example of a duty is the status reports
+# to Octavia.
 duty = sa.Table(
     "duty",
     metadata,
@@ -242,9 +241,9 @@ duty = sa.Table(
     sa.Column("leased_until", sa.Double, nullable=False),
 )
 
-# The table `vip_claim` has one row per load balancer whose VIP addresses are allocated before Octavia requests the load
-# balancer's creation. Octavia may crash or refuse the user's request after `create_vip_port`, so the creation request
-# may never come.
+# Octavia requests VIP addresses before the creation of a load balancer. The table `vip_claim` has one row for each of
+# these load balancers. The creation request may never come: Octavia may crash after `create_vip_port`, or refuse the
+# user's request.
 vip_claim = sa.Table(
     "vip_claim",
     metadata,
@@ -252,14 +251,14 @@ vip_claim = sa.Table(
     sa.Column("network", sa.String(64), nullable=True),
     sa.Column("claimed_at", sa.Double, nullable=False),
     sa.Column("project_id", sa.String(64), nullable=True),
-    # The column `wanted` holds the pending VIP request as JSON until a slow network backend answers. The column
+    # While a slow network backend has not answered, the column `wanted` holds the VIP request as JSON. The column
     # `reason` says why the answer is delayed.
     sa.Column("wanted", Body, nullable=True),
     sa.Column("reason", sa.Text, nullable=True),
 )
 
-# The table `orphan` has one row per machine or port of a backend that no row of another table owns. A recent orphan may
-# belong to a step in progress, because a step writes to the backend and to the database.
+# The table `orphan` has one row per machine or port of a backend that no other table mentions. A young orphan may
+# belong to a step in progress, which has not yet written to the database.
 orphan = sa.Table(
     "orphan",
     metadata,
@@ -299,7 +298,7 @@ local_port = sa.Table(
     # host.
     sa.Column("owner", sa.String(64), nullable=False),
     sa.Column("mac", sa.String(17), nullable=False, unique=True),
-    # The column `ours` is false for a port that a user created, and the driver never deletes such a port.
+    # The column `ours` is false for a port that a user created. The driver never deletes a port of a user.
     sa.Column("ours", sa.Boolean, nullable=False, default=True),
     sa.UniqueConstraint("owner", "network_id", name="uq_local_port_owner_network"),
 )
@@ -323,7 +322,7 @@ local_security_group = sa.Table(
     sa.Column("rules", Body, nullable=False),
 )
 
-# The table `local_vip_option` has one row per load balancer, with the applied options of the VIPs and the VIP ports as
+# The table `local_vip_option` has one row per load balancer: the applied VIP options, and the ids of the VIP ports as
 # JSON.
 local_vip_option = sa.Table(
     "local_vip_option",

@@ -15,9 +15,9 @@ __all__ = ["metadata"]
 
 # The table `failover` has one row per replacement of the amphora `amphora_id`; NULL means all amphorae of the load
 # balancer. The column `cause` is silent, never_spoke, mute, asked (requested through Octavia), operator, rotation,
-# drift or machine. The column `silent_since` is the time of the last heartbeat, and `served_at` is the time when all
-# desired amphorae serve users again. The column `ended_at` is the end of all work, and `outcome` is done, gone (load
-# balancer deleted), superseded or recovered.
+# drift or machine. The column `silent_since` is the time of the last heartbeat. The column `served_at` is the time when
+# the load balancer serves users with all amphorae again. The column `ended_at` is the end of all work. The column
+# `outcome` is done, gone (load balancer deleted), superseded or recovered.
 failover = sa.Table(
     "failover",
     metadata,
@@ -48,8 +48,8 @@ failover_event = sa.Table(
 )
 
 # The table `silent_amphora` lists the amphorae from which the health managers currently receive no heartbeats. The
-# column `kind` is silent, mute (the agent still answers the controller) or never_spoke. The column `verdict` is a text
-# with the action that follows, or with the reason for no action.
+# column `kind` is silent, mute (the agent still answers the controller) or never_spoke. The column `verdict` is a text:
+# the next action of the failure detector, or the reason for no action.
 silent_amphora = sa.Table(
     "silent_amphora",
     metadata,
@@ -60,8 +60,8 @@ silent_amphora = sa.Table(
     sa.Column("verdict", sa.Text, nullable=True),
 )
 
-# The table `unknown_amphora` has one row per sender of heartbeats with an unknown amphora id. The rows are only hints
-# for an operator, because no known key signs the heartbeats.
+# The table `unknown_amphora` has one row per unknown amphora id in received heartbeats. The driver has no key to verify
+# these heartbeats, so the rows are only hints for an operator.
 unknown_amphora = sa.Table(
     "unknown_amphora",
     metadata,
@@ -103,9 +103,9 @@ rotation = sa.Table(
 )
 
 # The table `rotation_item` lists the load balancers of an image rotation in the order of the column `place`. The column
-# `state` is waiting, running, done, failed or skipped. The column `amphorae` lists, as JSON, the amphorae to replace,
-# selected when the operator requests the rotation. The column `operating` is the load balancer's operating status when
-# the replacement of its amphorae starts.
+# `state` is waiting, running, done, failed or skipped. The column `amphorae` lists the amphorae to replace as JSON. The
+# driver selects the amphorae when the operator requests the rotation. The column `operating` is the operating status of
+# the load balancer at the start of the replacement.
 rotation_item = sa.Table(
     "rotation_item",
     metadata,
@@ -120,9 +120,9 @@ rotation_item = sa.Table(
     sa.Column("reason", sa.Text, nullable=True),
 )
 
-# Each process of the control plane updates its own row of the table `process` every few seconds. The column `beat`
-# grows only while the process works; a health manager works while it receives its own test heartbeats. A process with
-# `draining` set accepts no new jobs.
+# Each process of the control plane updates one row of the table `process` every few seconds. The column `beat` grows
+# only while the process works. A health manager counts as working while the health manager receives test heartbeats
+# from itself. A process with `draining` set accepts no new jobs.
 process = sa.Table(
     "process",
     metadata,
@@ -137,7 +137,8 @@ process = sa.Table(
     sa.Column("jobs", sa.Integer, nullable=False, default=0),
 )
 
-# The table `drained_host` lists drained hosts, whose controllers accept no new jobs, even if a controller starts later.
+# The table `drained_host` lists hosts whose controllers accept no new jobs. The drain also applies to controllers that
+# start later on the host.
 drained_host = sa.Table(
     "drained_host",
     metadata,
@@ -146,10 +147,10 @@ drained_host = sa.Table(
     sa.Column("asked_by", sa.String(128), nullable=True),
 )
 
-# The table `certificate_authority` lists CAs for amphorae (`kind` amphora) and for controllers (`kind` controller).
-# Before the first rotation of a kind, the table has no row of that kind, and the driver uses the configured files. The
-# column `state` is next (trusted, signs nothing), current (signs), former (still trusted), leaving (being removed from
-# the amphorae's trust stores) or gone.
+# The table `certificate_authority` lists CAs for amphorae (`kind` amphora) and for controllers (`kind` controller). A
+# kind has no row before the first CA rotation of the kind. Until then, the driver uses the configured CA files. The
+# column `state` is next (trusted, signs nothing), current (signs) or former (still trusted). The last states are
+# leaving (being removed from the trust stores of the amphorae) and gone.
 certificate_authority = sa.Table(
     "certificate_authority",
     metadata,
@@ -164,9 +165,8 @@ certificate_authority = sa.Table(
 )
 
 # The table `resync` records the last resynchronization of each load balancer: a complete read from Octavia and a report
-# of all statuses. The column `outcome` is NULL until the resynchronization ends, and `detail` holds the differences or
-# the reason for waiting. If `remove_unknown` is set, the provider agent removes a load balancer that Octavia does not
-# know.
+# of all statuses. The column `outcome` is NULL until the end. The column `detail` holds the differences, or the reason
+# for waiting. If `remove_unknown` is set, the provider agent removes a load balancer that Octavia does not know.
 resync = sa.Table(
     "resync",
     metadata,

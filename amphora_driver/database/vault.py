@@ -34,17 +34,18 @@ _READ_KEYS = "read the encryption keys"
 _OPEN = "open a secret"
 _DOCS = "docs/explanation/secrets.md"
 _REMEDY = "Set [amp_database] encryption_key_file to a file with one Fernet key a line."
-# The vault hashes an encryption key with a prefix, so that the fingerprint differs from any other hash of the key.
+# The fingerprint of an encryption key is a hash of a prefix and the key. So the fingerprint differs from hashes that
+# other software computes from the key.
 _FINGERPRINT_PREFIX = b"amphora-driver encryption key "
 _FINGERPRINT_DIGITS = 12
-# After an encryption key disappears from the key file, the vault decrypts with that key for a minute, longer than
-# rewriting the file takes.
+# A rewrite of the key file may remove a key for a moment. So the vault still decrypts with a key for a minute after the
+# key has disappeared.
 _REMOVED_KEY_SECONDS = 60.0
-# The vault detects a new version of the key file by the inode, the modification time in nanoseconds, the size and the
-# mode.
+# The vault detects a changed key file by four numbers: the inode, the modification time in nanoseconds, the size and
+# the mode.
 _FileVersion = tuple[int, int, int, int]
-# The vault encrypts a prefix, a digest of the secret's location, and the secret. The prefix identifies the format,
-# because no PEM text begins with the prefix.
+# The encrypted data are a prefix, a digest of the secret's location in the database, and the secret. The prefix
+# identifies the format, because no PEM text begins with the prefix.
 _BOUND_PREFIX = b"amphora-sealed-1"
 _DIGEST_LENGTH = 32
 
@@ -79,8 +80,8 @@ class Vault:
         Raises:
             ConfigurationError: the file is missing, empty, readable by other users, or contains an invalid key.
         """
-        # The vault reads the version of the key file before the keys, so that the vault later detects a concurrent
-        # change of the file.
+        # The vault reads the version of the key file before the keys. If the file changes in between, the vault later
+        # detects the change.
         version = _file_version(Path(path))
         vault = cls(_read_keys(Path(path)))
         vault._path, vault._version = Path(path), version
@@ -110,8 +111,8 @@ class Vault:
         """Return the index of the sealing key, from 0; None if it is unknown."""
         for index, cipher in enumerate(self._current_ring().ciphers):
             with contextlib.suppress(InvalidToken):
-                # `Fernet.extract_timestamp` verifies the signature without decrypting the secret, so the vault finds
-                # the matching key cheaply.
+                # `Fernet.extract_timestamp` verifies the signature but does not decrypt the secret. So the search for
+                # the right key is cheap.
                 cipher.extract_timestamp(sealed)
                 return index
         return None
@@ -136,8 +137,8 @@ class Vault:
         ring = self._key_ring
         if ring.removed and time.monotonic() > ring.removed_until:
             with self._reload_lock:
-                # Another thread may have replaced the key ring while the current thread waited for the reload lock, so
-                # the vault compares the key rings again.
+                # While the current thread waited for the lock, another thread may have replaced the key ring. So the
+                # vault compares the key rings again.
                 if self._key_ring is ring:
                     self._key_ring = _KeyRing(ring.keys)
         return self._key_ring
@@ -146,7 +147,7 @@ class Vault:
         version = _file_version(path)
         if version == self._version:
             return
-        # The vault tries each version of the key file once, so that an unusable key file causes only one warning.
+        # The vault reads each version of the key file only once. So an unusable key file causes only one warning.
         self._version = version
         try:
             keys = _read_keys(path)
@@ -224,7 +225,7 @@ def _read_keys(path: Path) -> list[bytes]:
         try:
             Fernet(key)
         except ValueError:
-            # The raised error carries no cause, because the traceback of the cause would contain a frame with the
-            # encryption key.
+            # The raised error does not contain the original exception, because the traceback would contain a frame with
+            # the encryption key.
             raise ConfigurationError(_READ_KEYS, f"line {line} of {path} is not a Fernet key", _REMEDY) from None
     return keys

@@ -18,7 +18,8 @@ from pathlib import Path
 import msgspec
 
 _BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
-# For half a second, the driver treats a process without command line arguments as a process that is still in execve(2).
+# During execve(2), the kernel shows a process without arguments for a moment. After half a second, the driver assumes
+# that the process really has no arguments.
 _EXEC_SECONDS = 0.5
 # The kernel sets the bit PF_KTHREAD in the field `flags` of /proc/PID/stat if the process is a kernel thread.
 _KERNEL_THREAD = 0x00200000
@@ -79,7 +80,8 @@ class Process(msgspec.Struct, frozen=True):
     def _open_pidfd(self) -> int | None:
         try:
             descriptor = os.pidfd_open(self.pid)
-        # `os.pidfd_open` raises ProcessLookupError or FileNotFoundError for a process that has ended (Linux 6.16).
+        # If the process has ended, `os.pidfd_open` raises ProcessLookupError. On Linux 6.16, the error can also be
+        # FileNotFoundError.
         except (ProcessLookupError, FileNotFoundError):
             return None
         if self.alive():
@@ -150,8 +152,8 @@ def signal_and_wait(processes: Sequence[Process], number: signal.Signals, second
     deadline = time.monotonic() + seconds
     for process in processes:
         process.signal(number)
-    # The driver waits for every process, even after a failure, because `wait` also reaps child processes that have
-    # ended.
+    # The driver calls `wait` for every process, even after a time-out of another process. The function `wait` also
+    # reaps child processes that have ended.
     ended = [process.wait(max(0.0, deadline - time.monotonic())) for process in processes]
     return all(ended)
 
@@ -161,8 +163,8 @@ def _read_stat(pid: int) -> tuple[str, int] | None:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return None
-    # The name of a process in /proc/PID/stat may contain spaces and parentheses, so the other fields follow the last
-    # parenthesis.
+    # The name of a process in /proc/PID/stat may contain spaces and parentheses. So the driver reads the other fields
+    # after the last parenthesis.
     fields = text.rpartition(")")[2].split()
     return fields[0], int(fields[19])
 

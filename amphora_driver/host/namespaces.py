@@ -72,8 +72,8 @@ def remove(name: str) -> None:
     place = path(name)
     while exists(name):
         _check_result(_LIBC.umount2(os.fsencode(place), _MNT_DETACH), f"unmount {place}")
-    # Unlinking the mount point of a network namespace also detaches the copies of the mount in the mount namespaces of
-    # amphorae.
+    # The mount namespaces of amphorae contain copies of a network namespace's mount. The removal of the mount point
+    # also detaches the copies.
     place.unlink(missing_ok=True)
 
 
@@ -125,8 +125,8 @@ def write_sysctl(name: str, value: int) -> None:
 
 def _create_and_mount(place: Path) -> None:
     _check_result(_LIBC.unshare(_CLONE_NEWNET), "create a network namespace")
-    # A network namespace disables duplicate address detection, which would delay the use of each IPv6 address by one or
-    # two seconds.
+    # The driver disables duplicate address detection in a new network namespace. The detection would delay the use of
+    # each IPv6 address by one or two seconds.
     for scope in ("all", "default"):
         write_sysctl(f"net/ipv6/conf/{scope}/accept_dad", 0)
         write_sysctl(f"net/ipv6/conf/{scope}/accept_ra", 0)

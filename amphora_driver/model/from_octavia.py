@@ -202,8 +202,8 @@ def _add_load_balancer_fields(fields: dict[str, Any], source: Any) -> None:
         {name: _text_or_empty(vip.get("ip_address" if name == "address" else name)) for name in _VIP_FIELDS}
         for vip in get_value(source, "additional_vips") or ()
     ]
-    # Octavia's calls to the driver pass the availability zone as a dictionary. The functions `DriverLibrary.get_*`
-    # return only the name of the availability zone, which the driver discards.
+    # When Octavia calls the driver, the availability zone is a dictionary with details. The functions
+    # `DriverLibrary.get_*` return only the name of the zone. The driver does not use that name.
     if not isinstance(fields.get("availability_zone"), dict):
         fields.pop("availability_zone", None)
 

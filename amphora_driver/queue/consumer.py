@@ -24,8 +24,8 @@ from celery.worker.consumer import Consumer
 from amphora_driver.queue import rabbitmq
 
 LOG = logging.getLogger(__name__)
-# The consumer silences two Celery loggers that write two lines for each hint, because the log lines of the job are
-# enough.
+# Two Celery loggers write two lines for each hint. The consumer silences the loggers, because the job itself also
+# writes log lines.
 _VERBOSE_LOGGERS = ("celery.worker.strategy", "celery.app.trace")
 _CHECK_SECONDS = 0.5
 _RETRY_SECONDS = 2.0
@@ -90,7 +90,8 @@ class ControllerConsumer(_Consumer):
         for name in _VERBOSE_LOGGERS:
             logging.getLogger(name).setLevel(logging.WARNING)
 
-        # Celery registers only named functions as tasks, so a nested function wraps the callback `on_hint`.
+        # Celery registers only functions with a name as tasks. So a nested function calls `on_hint`, which may have no
+        # name.
         def handle_hint(load_balancer_id: str | None) -> None:
             on_hint(load_balancer_id)
 
@@ -98,7 +99,7 @@ class ControllerConsumer(_Consumer):
 
     def stop(self, seconds: float) -> None:
         self._ending.set()
-        # Celery's flag `should_stop` ends the Celery worker of the process, even if another thread sets the flag.
+        # Celery's global flag `should_stop` ends the Celery worker of the process, from any thread.
         state.should_stop = 0
         super().stop(seconds)
         if not self._thread.is_alive():
@@ -109,8 +110,8 @@ class ControllerConsumer(_Consumer):
         try:
             self._app.WorkController(pool_cls="solo", concurrency=1, **without).start()
         except Exception:
-            # The consumer catches every exception and starts again, because errors of Celery, the broker and the
-            # network have no common base class.
+            # The consumer catches every exception and connects again. Errors of Celery, the broker and the network have
+            # no common base class.
             LOG.exception(
                 "the controller failed to receive hints from the message broker and tries again in %g s", _RETRY_SECONDS
             )
@@ -127,8 +128,8 @@ class ReporterConsumer(_Consumer):
     def _consume(self) -> None:
         limits = {"connect_timeout": rabbitmq.CONNECT_SECONDS, "heartbeat": rabbitmq.HEARTBEAT_SECONDS}
         connection = kombu.Connection(self._url, **limits)
-        # The provider agent uses an exclusive queue, which ends with the connection, because hints from a time without
-        # a connection are worthless.
+        # RabbitMQ deletes the exclusive queue of a provider agent when the connection ends. A provider agent does not
+        # need hints from a time without a connection.
         queue = kombu.Queue(exchange=rabbitmq.REPORTERS, exclusive=True, durable=False, auto_delete=True)
         try:
             with connection.Consumer(queue, callbacks=[self._handle], no_ack=True):

@@ -27,12 +27,12 @@ from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import amphora, duty, job, request
 from amphora_driver.errors import LeaseLost
 
-# A lease that expires later than four lease times from now (at least a minute) shows that the database clock was set
-# back. For a duty, the limit is ten lease times, at least a minute. The limits are generous, because hosts may
-# configure different lease times.
+# A lease that ends more than four lease times from now shows that the database clock was set back. For a duty, the
+# limit is ten lease times. Both limits are at least a minute. The limits are generous, because hosts may configure
+# different lease times.
 _LEASES, _DUTIES, _LEAST = 4, 10, 60.0
-# After a crash, the job of a load balancer waits half a second for each consecutive process that crashed while working
-# on the load balancer.
+# After a crash of a controller, the job of the load balancer waits half a second for each earlier crash since the last
+# progress.
 _CRASH_BACKOFF = 0.5
 
 
@@ -84,18 +84,18 @@ class Jobs:
                 owner=self._owner,
                 epoch=row.epoch + 1,
                 attempts=row.attempts,
-                # A `job` row that still names an owner shows that the owner did not return the lease, so the claim
-                # counts a crash.
+                # If the `job` row still names an owner, the owner did not return the lease. So the claim counts a crash
+                # of the owner.
                 crashes=row.crashes + (row.owner is not None),
             )
-            # The claim of a lease resets `due_at`, so that the controller detects an urgent event that arrives during
-            # the job.
+            # The claim of a lease resets `due_at` to zero. If `due_at` is URGENT at the end of the job, an urgent event
+            # has arrived during the job.
             claimed = {"owner": self._owner, "epoch": lease.epoch, "crashes": lease.crashes, "due_at": 0.0}
             _update(connection, row.load_balancer_id, **claimed, leased_until=now + self._seconds)
             return lease
 
-        # The controller searches for a due job without a lock first, because a read costs less and most searches find
-        # no job.
+        # The controller first searches for a due job without a lock. A read is cheaper than a write, and most searches
+        # find no job.
         anything = self._database.read(
             lambda connection: connection.execute(
                 sa.select(job.c.epoch).where(*_due(clock.now(connection), load_balancer_id, fresh=fresh)).limit(1)
@@ -139,11 +139,11 @@ class Jobs:
 
         def write(connection: sa.Connection) -> None:
             if connection.dialect.name == "postgresql":
-                # A PostgreSQL statement that waits for a row lock re-reads only the locked row. Without a separate
-                # lock, the statement could clear `dirty` although an amphora has lost its configuration meanwhile.
+                # After a wait for a row lock, a PostgreSQL statement re-reads only the locked row, not other tables. So
+                # another statement locks the `job` row first. Otherwise the update could clear `dirty` although an
+                # amphora has just lost the configuration.
                 connection.execute(_LOCK_ROW, {"of": lease.load_balancer_id})
-            # A single statement checks that the controller still owns the lease, and returns the lease of the finished
-            # job.
+            # A single statement checks that the controller still owns the lease of the job, and returns the lease.
             if connection.execute(statement, bound).rowcount != 1:
                 raise _lost(lease)
 
@@ -161,7 +161,8 @@ class Jobs:
 
         def write(connection: sa.Connection) -> None:
             guard_lease(connection, lease)
-            # A request that is newer than the finished generation makes the job due at once, without the pause.
+            # If a newer request or an urgent event has arrived, the job is due at once. Otherwise the job is due after
+            # the pause.
             came = sa.or_(job.c.generation > generation, _URGENT)
             if not readable:
                 came = sa.or_(came, sa.not_(job.c.read_back))
@@ -200,8 +201,8 @@ class Jobs:
             connection.execute(
                 job.update()
                 .where(job.c.load_balancer_id == lease.load_balancer_id)
-                # The UPDATE statement sets `attempts` before `due_at`, because MySQL and MariaDB assign from left to
-                # right and `attempts` depends on the old `due_at`.
+                # In an UPDATE statement, MySQL and MariaDB assign columns from left to right. The new `attempts`
+                # depends on the old `due_at`, so the statement sets `attempts` first.
                 .ordered_values(
                     (job.c.attempts, sa.case((newer, job.c.attempts), else_=lease.attempts + 1)),
                     (job.c.due_at, sa.case((newer, 0.0), else_=clock.now(connection) + pause)),
@@ -225,8 +226,8 @@ class Jobs:
         def write(connection: sa.Connection) -> int:
             given: list[tuple[Any, Any]] = [(job.c.owner, None), (job.c.leased_until, None)]
             if owner is not None:
-                # The UPDATE statement sets `due_at` before `crashes`, because MySQL and MariaDB assign from left to
-                # right and `due_at` depends on the old `crashes`.
+                # In an UPDATE statement, MySQL and MariaDB assign columns from left to right. The new `due_at` depends
+                # on the old `crashes`, so the statement sets `due_at` first.
                 given.append((job.c.due_at, clock.now(connection) + _CRASH_BACKOFF * job.c.crashes))
                 given.append((job.c.crashes, job.c.crashes + 1))
             leases = job.update().where(job.c.owner == (owner or self._owner))
@@ -257,8 +258,8 @@ class Jobs:
             soon = clock.now(connection) + self._seconds
             return due + connection.execute(job.update().where(leased).values(leased_until=soon)).rowcount
 
-        # The controller takes row locks only after a read has found an implausibly late due time or lease, because such
-        # rows are rare.
+        # Implausibly late due times and leases are rare. So the controller first searches without locks, and writes
+        # only after a find.
         return self._database.write(write) if self._database.read(look) else 0
 
 
@@ -282,33 +283,34 @@ def _due(
 _OF: sa.BindParameter[Any] = sa.bindparam("of")
 _MINE = (job.c.load_balancer_id == _OF, job.c.owner == sa.bindparam("whose"), job.c.epoch == sa.bindparam("under"))
 _THEIRS = amphora.c.load_balancer_id == job.c.load_balancer_id
-# An amphora is behind if the amphora has not confirmed the newest generation, for example because of a configuration
-# loss during the job.
+# An amphora is behind if the agent has not confirmed the newest generation. An example is an amphora that has lost the
+# configuration during the job.
 _IS_BEHIND = sa.exists().where(_THEIRS, amphora.c.state == "ready", amphora.c.confirmed < job.c.generation)
 _IS_LEAVING = sa.exists().where(_THEIRS, amphora.c.state == "retiring")
 _SEEN = sa.bindparam("seen", type_=sa.BigInteger)
 _URGENT = job.c.due_at < 0.0
-# A finished job is due again if the database records a newer generation, an urgent event, or an amphora without the
+# A finished job is due again in three cases: a newer generation, an urgent event, or an amphora that does not serve the
 # newest generation.
 _DUE_AGAIN = sa.or_(
     job.c.generation > _SEEN,
     _URGENT,
     sa.and_(sa.or_(job.c.applied < job.c.generation, _IS_BEHIND), sa.not_(job.c.read_back)),
 )
-# A job with a retiring amphora is not finished, even if another write has replaced the job's URGENT due time.
+# A job is not finished while an amphora is retiring. The `due_at` value URGENT is no sufficient sign, because another
+# write may have replaced the value.
 _NOT_OVER = sa.or_(_DUE_AGAIN, sa.and_(_IS_LEAVING, sa.not_(job.c.read_back)))
 _RETURNED = {"owner": None, "leased_until": None, "attempts": 0, "crashes": 0, "error": None}.items()
 _AGAIN = sa.bindparam("again", type_=sa.Double)
-# The UPDATE statement sets `dirty` before `due_at`, because MySQL and MariaDB assign from left to right and `dirty`
-# depends on the old `due_at`.
+# In an UPDATE statement, MySQL and MariaDB assign columns from left to right. The new `dirty` depends on the old
+# `due_at`, so the statement sets `dirty` first.
 _COMPLETE = job.update().where(*_MINE).ordered_values(("dirty", _NOT_OVER), ("due_at", 0.0), *_RETURNED)
 _COMPLETE_FOR_NOW = (
     job.update()
     .where(*_MINE)
     .ordered_values(("due_at", sa.case((_DUE_AGAIN, 0.0), else_=_AGAIN)), ("dirty", True), *_RETURNED)
 )
-# Every write under a lease increments `writes`, so that Galera detects a collision with a claim of the lease on another
-# node. A write that proves progress also resets `crashes`.
+# Every write under a lease increments `writes`. So Galera detects a collision if another node has granted the lease to
+# another controller. A write that proves progress also resets `crashes`.
 _GUARD_INTENT = job.update().where(*_MINE).values(writes=job.c.writes + 1)
 _GUARD = _GUARD_INTENT.values(crashes=0)
 _GUARD_APPLIED = _GUARD.values(applied=sa.bindparam("new_applied", type_=sa.BigInteger))

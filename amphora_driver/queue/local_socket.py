@@ -32,12 +32,12 @@ def wake_role(directory: str, role: str) -> None:
                 try:
                     sender.sendto(b"!", entry.path)
                 except ConnectionRefusedError:
-                    # A refused connection means that the process that owned the socket died without removing the socket
-                    # file.
+                    # A refused connection means that the owner of the socket died and left the socket file.
                     with contextlib.suppress(OSError):
                         os.unlink(entry.path)  # noqa: PTH108 - scandir returns paths
                 except OSError:
-                    # A full socket already holds a wake-up for the receiving process, so the sender skips the socket.
+                    # If the socket is full, the receiving process already has a wake-up to read, so the sender
+                    # continues with the next socket.
                     continue
 
 
@@ -69,8 +69,8 @@ class WakeupSocket:
 
     def wake(self) -> None:
         """Wake up the waiting thread, from another thread of the same process."""
-        # A process without a free file descriptor cannot open a socket for a wake-up, and finds the work at its next
-        # poll.
+        # Without a free file descriptor, the process cannot send a wake-up. The waiting thread then finds the work at
+        # the next poll.
         kind = socket.SOCK_DGRAM | socket.SOCK_NONBLOCK
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, kind) as sender:
             sender.sendto(b"!", str(self._path))

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 CELERY = "celery"
-# At most 1000 hints wait for the broker, at most one hint for each load balancer.
+# At most 1000 hints about due load balancers wait for the message broker, and at most one hint for each load balancer.
 _MOST_WAITING = 1000
-# The publisher waits 0.2 seconds after the first failure and at most five seconds after later failures to reach the
-# broker.
+# If the publisher cannot reach the message broker, the publisher waits 0.2 seconds. Later pauses grow to at most five
+# seconds.
 _BACKOFF = (0.2, 5.0)
 _STOP_SECONDS = 5.0
 _Hint = tuple[str, str | None]
@@ -89,7 +89,7 @@ class Publisher:
     def __init__(self, url: str, most: int = _MOST_WAITING) -> None:
         self._url = url
         self._most = most
-        # The dictionary serves as an ordered set of the hints that wait for the broker.
+        # The keys of the dictionary are the hints that wait for the message broker, in the order of arrival.
         self._waiting: dict[_Hint, None] = {}
         self._news = threading.Condition()
         self._ending = threading.Event()
@@ -126,8 +126,8 @@ class Publisher:
         sender = HintSender(self._url)
         pause = _BACKOFF[0]
         while (hint := self._next()) is not None:
-            # Only a write shows that an idle broker connection is dead, so the publisher sends a failed hint again over
-            # a new connection.
+            # If the broker has closed an idle connection, the publisher notices only when a write fails. So the
+            # publisher sends a failed hint again over a new connection.
             if self._send(sender, hint) or self._send(sender, hint):
                 pause = _BACKOFF[0]
             else:
@@ -163,5 +163,5 @@ class Publisher:
 
 
 _publishers: dict[str, Publisher] = {}
-# A forked child process has no publisher threads, so the child forgets the publishers of its parent process.
+# After a fork, the child process has no publisher threads, so the child forgets the publishers of the parent process.
 os.register_at_fork(after_in_child=_publishers.clear)

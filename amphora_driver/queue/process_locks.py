@@ -20,7 +20,8 @@ from urllib.parse import quote, unquote
 
 _SUFFIX = ".lives"
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
-# The name of a lock file contains thirteen digits of the kernel's boot id, which distinguish the hosts of a deployment.
+# The name of a lock file contains the first digits of the kernel's boot id. Thirteen digits are enough to distinguish
+# the hosts of a deployment.
 _BOOT_DIGITS = 13
 
 
@@ -30,12 +31,12 @@ class ProcessLock:
     def __init__(self, directory: str, name: str, boot: str | None = None) -> None:
         Path(directory).mkdir(parents=True, exist_ok=True)
         self._directory = directory
-        # The kernel's boot id identifies a host, because the boot id is the same in all containers of a host and
-        # differs between hosts.
+        # The kernel's boot id identifies a host: all containers of a host have the same boot id, and two hosts have
+        # different ones.
         self._ours = f".{(boot or _BOOT.read_text(encoding='ascii').strip())[:_BOOT_DIGITS]}{_SUFFIX}"
         self._path = Path(directory, quote(name, safe=":") + self._ours)
-        # The process locks the file before the rename to the final name, so that no other process finds the file
-        # unlocked.
+        # The process locks the file under a temporary name and then renames the file. So no other process finds the
+        # file without a lock.
         fresh = self._path.with_suffix(".new")
         self._descriptor = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._descriptor, fcntl.LOCK_EX)

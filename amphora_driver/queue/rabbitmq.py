@@ -14,11 +14,11 @@ import kombu
 
 from amphora_driver.queue import local_socket
 
-# RabbitMQ delivers each message of the controllers' queue to only one controller with a free worker slot.
+# RabbitMQ delivers each message of the controllers' queue to one controller that is free to work.
 CONTROLLERS = "amphora-driver.controllers"
 TASK = "amphora_driver.look"
-# RabbitMQ delivers each message of the reporters' exchange to every provider agent; only the provider agent with the
-# reporter duty acts.
+# RabbitMQ delivers each message of the reporters' exchange to every provider agent. Only the provider agent that
+# currently reports to Octavia acts on the message.
 REPORTERS = kombu.Exchange("amphora-driver.reporters", type="fanout", durable=True)
 CONNECT_SECONDS = 3.0
 _ANSWER_SECONDS = 3.0
@@ -32,8 +32,8 @@ def create_celery_app(url: str) -> celery.Celery:
     Celery tries several URLs, separated by semicolons, in order.
     """
     app = celery.Celery("amphora-driver", broker=url, set_as_current=False)
-    # RabbitMQ limits the number and the age of hints in the queue while no controller runs, because old hints are
-    # worthless.
+    # While no controller runs, hints collect in the queue. RabbitMQ limits the number and the age of hints, because
+    # controllers also find work by polling.
     limits = {"x-queue-type": "quorum", "x-max-length": 100_000, "x-message-ttl": 600_000}
     exchange = kombu.Exchange("")
     queue = kombu.Queue(CONTROLLERS, exchange, routing_key=CONTROLLERS, durable=True, queue_arguments=limits)
@@ -42,8 +42,8 @@ def create_celery_app(url: str) -> celery.Celery:
         task_default_queue=CONTROLLERS,
         task_create_missing_queues=False,
         task_ignore_result=True,
-        # Celery acknowledges a hint before the job starts; if the controller dies, the job is due again after the lease
-        # expires.
+        # Celery acknowledges a hint before the job starts. If the controller dies, another controller finds the job
+        # after the lease has expired.
         task_acks_late=False,
         worker_prefetch_multiplier=1,
         worker_enable_remote_control=False,

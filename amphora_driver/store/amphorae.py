@@ -55,8 +55,7 @@ class LastHeartbeat(msgspec.Struct, frozen=True, kw_only=True):
 _JSON_COLUMNS = ("plugged", "partners")
 _IDS: sa.BindParameter[Any] = sa.bindparam("ids", expanding=True)
 _LOAD_BALANCER_IDS = sa.select(amphora.c.id, amphora.c.load_balancer_id)
-# The query that reads a `job` row with its `amphora` rows omits the listed columns, because fewer columns make the
-# query faster. If both tables have a column of the same name, the query reads the column of the `job` table.
+# The query of a `job` row with the `amphora` rows omits the listed columns. Fewer columns make the query faster.
 _UNREAD_COLUMNS = {
     *("project_id", "reread", "tickets_due", "owner", "writes", "leased_until", "due_at", "error"),
     *("heartbeat_key", "created_at", "ready_at", "reason", "image", "audited_at", "drift", "drifts"),
@@ -69,8 +68,8 @@ _DEATH_CAUSES = ("silent", "never_spoke")
 _IS_OPEN = failover.c.ended_at.is_(None)
 _OF_AN_AMPHORA = failover.c.load_balancer_id == amphora.c.load_balancer_id, failover.c.amphora_id == amphora.c.id
 _HAS_DEATH = sa.exists().where(*_OF_AN_AMPHORA, failover.c.cause.in_(_DEATH_CAUSES), _IS_OPEN)
-# Only a retiring amphora can have an open fail-over, so the database skips the search for fail-overs of amphorae in
-# other states.
+# Only an amphora in the state `retiring` can have an open fail-over. So the database does not search for fail-overs of
+# other amphorae.
 _IS_DEAD = sa.and_(amphora.c.state == AmphoraState.RETIRING.value, _HAS_DEATH.correlate(amphora)).label("dead")
 _IS_REPLACING = (
     sa.exists().where(failover.c.load_balancer_id == job.c.load_balancer_id, _IS_OPEN).correlate(job).label("replacing")
@@ -249,11 +248,11 @@ def last_heartbeats(connection: sa.Connection, amphora_ids: Sequence[str] | None
 
 def record_heartbeats(connection: sa.Connection, heard: Sequence[LastHeartbeat]) -> None:
     """Record heartbeats in bulk; a newer heartbeat, recorded by another health manager, stays."""
-    # Every writer updates rows in the order of their ids, so that concurrent writers wait for each other instead of
-    # causing a deadlock.
+    # Every writer updates rows in the order of the row ids. So concurrent writers wait for each other and cannot
+    # deadlock.
     for some in chunks(sorted(heard, key=lambda one: one.amphora_id)):
-        # The health manager inserts no `amphora_heartbeat` row for a deleted amphora, because no later code would
-        # delete that row.
+        # The health manager inserts no heartbeat row for a deleted amphora, because no other code would ever delete the
+        # row.
         rows = connection.execute(_WITH_HEARTBEAT, {"ids": [one.amphora_id for one in some]})
         known = {row.id: row.amphora_id is not None for row in rows}
         old = [_parameters(one) for one in some if known.get(one.amphora_id) is True]
@@ -264,8 +263,8 @@ def record_heartbeats(connection: sa.Connection, heard: Sequence[LastHeartbeat])
                 with connection.begin_nested():
                     connection.execute(_INSERT_SEEN, new)
             except IntegrityError:
-                # An IntegrityError means that another health manager has inserted the heartbeat row meanwhile, so an
-                # UPDATE statement writes the heartbeat.
+                # An IntegrityError means that another health manager has just inserted a heartbeat row for the amphora.
+                # So the current health manager updates the row.
                 connection.execute(_UPDATE_SEEN, new)
 
 

@@ -20,7 +20,8 @@ from amphora_driver.database.tables_fleet import circuit_breaker
 
 AUTOMATIC = "automatic"
 OPERATOR = "operator"
-# The `circuit_breaker` row named `sight` records whether the failure detector receives heartbeats.
+# The row named `sight` in the table `circuit_breaker` records whether the failure detector currently receives
+# heartbeats.
 SIGHT = "sight"
 SEEING, BLIND = "seeing", "blind"
 CLOSED, OPEN = "closed", "open"

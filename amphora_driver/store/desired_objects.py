@@ -63,15 +63,15 @@ _TREE = (
 _ALIVE = (
     sa.select(sa.func.count()).select_from(desired_object).where(_OBJECT.load_balancer_id == _OF, ~_OBJECT.removed)
 ).scalar_subquery()
-# The query for changed objects always returns the load balancer's row, so that even a result without changes contains
-# the current number of objects.
+# The query for changed objects always returns the row of the load balancer too. That row also contains the current
+# number of objects.
 _SINCE = sa.select(
     *(_OBJECT.id, _OBJECT.kind, _OBJECT.parent_id, _OBJECT.created, _OBJECT.removed, _OBJECT.body),
     _ALIVE.label("alive"),
 ).where(_OBJECT.load_balancer_id == _OF, sa.or_(_OBJECT.generation >= sa.bindparam("known"), _OBJECT.id == _OF))
-# One query returns the listeners and L7 policies that refer to a pool, and the pool's members with a given address and
-# port. The search in a member's JSON needs two patterns, because the port either precedes another field or ends the
-# object.
+# The query returns the listeners and L7 policies that refer to a pool. The query also returns the members of the pool
+# with a given address and port. The query searches a member's JSON for two patterns: the port either precedes another
+# field, or ends the JSON object.
 _AROUND = sa.union_all(
     _USERS,
     sa.select(_OBJECT.kind, _OBJECT.id, _OBJECT.parent_id).where(
@@ -266,7 +266,7 @@ def replace_tree(connection: sa.Connection, generation: int, tree: LoadBalancer)
     query = sa.select(_OBJECT.id, _OBJECT.body, _OBJECT.removed).where(_OBJECT.load_balancer_id == tree.id)
     rows = connection.execute(query).all()
     recorded = {row.id: row.body for row in rows if not row.removed}
-    # Octavia's answer also contains objects whose deletion is in progress, so the driver ignores objects that the
+    # Octavia still returns objects whose deletion is in progress. So the driver ignores every object that the driver's
     # database records as removed.
     removed = {row.id for row in rows if row.removed}
     nodes = {node.id: node for node in iter_subtree(tree) if node.id not in removed}
@@ -297,8 +297,8 @@ def _with_local_fields(node: Node, recorded: str) -> Node:
     """
     if isinstance(node, LoadBalancer):
         whole: LoadBalancer = _DECODERS[Kind.LOAD_BALANCER].decode(recorded)
-        # Octavia accepts VIP addresses only when the load balancer is created, so only the driver's database records
-        # VIP addresses that are allocated later.
+        # Octavia takes VIP addresses from the driver only while Octavia creates the load balancer. So Octavia does not
+        # know a VIP address that the driver allocates later.
         kept = ("profile", "flavor", "availability_zone", "vip", "additional_vips")
         return msgspec.structs.replace(node, **{name: getattr(whole, name) for name in kept})
     if not isinstance(node, Listener) or not node.sni_container_refs:

@@ -22,7 +22,7 @@ from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.store.generations import update_job
 
 _MAX_TEXT = 1000
-# One transaction deletes at most 500 old fail-overs, because the locks of a longer transaction would delay other
+# One transaction deletes at most 500 old fail-overs. A longer transaction would hold locks for too long and delay other
 # transactions.
 _PURGE_BATCH = 500
 _IS_OPEN = failover.c.ended_at.is_(None)
@@ -103,7 +103,7 @@ def open_failovers(
         _insert_failover(connection, load_balancer_id, amphora_id, trigger, now)
     if found:
         # The fail-over resets the back-off of the load balancer's job, because the replaced amphorae may have caused
-        # the earlier failures of the job.
+        # earlier failures.
         update_job(connection, load_balancer_id, dirty=True, due_at=URGENT, attempts=0)
         failpoints.reach(failpoints.Point.FAILOVER_WRITTEN)
     return len(found)
@@ -206,8 +206,8 @@ def purge_old_failovers(connection: sa.Connection, before: float, limit: int = _
     ended = sa.select(failover.c.id).where(failover.c.ended_at < before).order_by(failover.c.ended_at).limit(limit)
     old = list(connection.execute(ended).scalars())
     if old:
-        # Housekeeping deletes the events of a fail-over before the fail-over, because no later run would find events
-        # without a fail-over.
+        # Housekeeping deletes the events of a fail-over first. After the deletion of the fail-over itself, no query
+        # would find the events.
         connection.execute(failover_event.delete().where(failover_event.c.failover_id.in_(old)))
         connection.execute(failover.delete().where(failover.c.id.in_(old)))
     return len(old) == limit

@@ -16,9 +16,10 @@ from amphora_driver.database.rows import load_as
 from amphora_driver.database.tables import job, secret
 from amphora_driver.model.secret_refs import Purpose
 
-# A load balancer is settled if no controller works on its job and the amphorae serve the newest recorded generation.
+# A load balancer is settled if no controller works on the load balancer, and the amphorae serve the newest
+# configuration.
 SETTLED: tuple[Any, ...] = (~job.c.dirty, job.c.owner.is_(None), job.c.op == "apply", job.c.applied >= job.c.generation)
-# The driver derives TLS ticket keys from a secret with the purpose `tickets` and an empty reference.
+# The table `secret` holds the secret for TLS ticket keys in a row with the purpose `tickets` and an empty reference.
 _IS_TICKET_SECRET = (secret.c.purpose == Purpose.TICKETS.value, secret.c.ref == "")
 
 
@@ -39,8 +40,8 @@ def lock_jobs(connection: sa.Connection, load_balancer_ids: Collection[str]) -> 
 
 def advance_to(following: Any) -> list[tuple[Any, Any]]:
     """Return the assignments of a new generation that is committed if all earlier ones are."""
-    # The UPDATE statement sets `committed` before `generation`, because MySQL and MariaDB assign from left to right and
-    # `committed` depends on the old `generation`.
+    # In an UPDATE statement, MySQL and MariaDB assign columns from left to right. The new `committed` depends on the
+    # old `generation`, so the statement sets `committed` first.
     committed = sa.case((job.c.committed >= job.c.generation, following), else_=job.c.committed)
     return [(job.c.committed, committed), (job.c.generation, following)]
 
@@ -93,8 +94,8 @@ def rotate_tickets(
     rotated = 0
     for one, following in due:
         unchanged = job.c.load_balancer_id == one.load_balancer_id, job.c.tickets == one.number
-        # The update checks `tickets_due` again, because a change of the load balancer may have created new ticket keys
-        # since `list_due_tickets`.
+        # The update checks again whether new ticket keys are due. A change of the load balancer may have created new
+        # keys since `list_due_tickets`.
         query = job.update().where(*unchanged, job.c.tickets_due <= now, *SETTLED)
         if connection.execute(query.ordered_values(*advance_to(job.c.generation + 1), *rotation.items())).rowcount:
             rotated += 1

@@ -45,8 +45,8 @@ def list_due_totals(connection: sa.Connection, limit: int) -> list[ListenerTotal
     if not listener_ids:
         return []
     counters: dict[str, sa.ColumnElement[int]] = {name: table.c[name] for name in (*_COUNTERS, "version")}
-    # The sum counts zero active connections for a deleted amphora, because the row still holds the number from before
-    # the deletion.
+    # A row of a deleted amphora still contains the last number of active connections. The sum counts zero active
+    # connections for a deleted amphora.
     counters["active_connections"] = sa.case((amphora.c.id.is_(None), 0), else_=table.c.active_connections)
     rows = connection.execute(
         sa.select(table.c.listener_id, *(sa.func.sum(column).label(name) for name, column in counters.items()))

@@ -34,7 +34,7 @@ Contents = Mapping[SecretName, SealedSecret]
 # The request history names object kinds in the singular and without an underscore, for example `l7policy`.
 _KIND_NAMES = {kind: kind.value[:-1] for kind in Kind} | {Kind.L7POLICY: "l7policy"}
 LOG = logging.getLogger(__name__)
-# The request history of a load balancer has about 200 entries, because only every 50th request deletes older entries.
+# Every 50th request of a load balancer deletes old entries of the request history, and keeps the newest 200 entries.
 _HISTORY_LENGTH = 200
 _PURGE_INTERVAL = 50
 
@@ -154,7 +154,7 @@ class RequestRecorder:
         """
         if kind is Kind.L7RULE:
             # The driver validates a regular expression before the transaction, so that the slow validation holds no
-            # database locks. The validation inside the transaction then finds the result in the cache.
+            # database locks. The transaction validates the L7 rule again and finds the earlier result in a cache.
             rule = self._database.read(lambda connection: desired_objects.load_object(connection, kind, object_id))
             self._validate(from_octavia.apply_changes(rule, fields))
 
@@ -168,8 +168,8 @@ class RequestRecorder:
                 after = _shift_policies(connection, generation, after)
             desired_objects.update_objects(connection, generation, [after])
             if kind is Kind.LOAD_BALANCER:
-                # Octavia changes a VIP's security groups without a call to the driver, so each update of a load
-                # balancer requests a new read from Octavia.
+                # Octavia does not call the driver when a user changes the security groups of a VIP. So the provider
+                # agent reads the load balancer from Octavia after each update.
                 pending_rereads.request_object_reread(connection, load_balancer_id, kind, object_id)
             _sync_secrets(connection, load_balancer_id, before, after, fields, contents or {})
             _reread_unread_listeners(connection, load_balancer_id, before)
@@ -228,8 +228,8 @@ class RequestRecorder:
             desired_objects.insert_objects(connection, load_balancer_id, generation, added)
             desired_objects.update_objects(connection, generation, changed)
             desired_objects.mark_removed(connection, generation, gone)
-            # Octavia sets every member in a batch update to PENDING, even an unchanged member, so the driver must
-            # report a status for each member.
+            # A batch update sets even unchanged members to PENDING in Octavia, so the driver must report a status for
+            # every member.
             touched = [(Kind.MEMBER, one) for one in (*kept, *gone) if one in before]
             touched += [*desired_objects.list_ancestors(connection, pool), (Kind.POOL, pool_id)]
             new = [(Kind.MEMBER, node.id) for node in added]
@@ -274,8 +274,8 @@ class RequestRecorder:
 
 # The SQL statements are module constants, because SQLAlchemy needs more time to build a statement than to execute it.
 _LOCK = sa.select(job.c.generation, job.c.op).where(job.c.load_balancer_id == sa.bindparam("of")).with_for_update()
-# The transaction locks only the `job` row, because every change of a load balancer locks the load balancer's `job` row
-# first.
+# The statement locks the `job` row of the load balancer. Other rows need no lock, because every change of a load
+# balancer locks the `job` row first.
 _LOCK_OWNER = (
     sa.select(job.c.load_balancer_id, job.c.generation, job.c.op)
     .where(job.c.load_balancer_id == desired_objects.LOAD_BALANCER_ID_OF_OBJECT.scalar_subquery())
@@ -299,8 +299,8 @@ def _advance_owner(connection: sa.Connection, object_id: str) -> tuple[str, int]
     """Make the job of an object's load balancer due; return the load balancer's id and its new generation."""
     row = connection.execute(_LOCK_OWNER, {"of": object_id}).first()
     if row is None:
-        # If the query finds no row, the object or its load balancer does not exist, and the separate lookups raise the
-        # matching error.
+        # If the statement finds no row, either the object or the load balancer is missing. The two separate look-ups
+        # raise the error for the missing one.
         load_balancer_id = desired_objects.load_balancer_id_of(connection, object_id)
         return load_balancer_id, _advance(connection, load_balancer_id)
     return row.load_balancer_id, _write_generation(connection, row.load_balancer_id, row, Op.APPLY)
@@ -339,8 +339,8 @@ def _finish(
     status_outbox.expect_confirmation(connection, load_balancer_id, generation, everything, new)
     accepted = {"load_balancer_id": load_balancer_id, "generation": generation, "accepted_at": time.time()}
     added = connection.execute(request.insert(), {**accepted, "action": action, "object_id": object_id})
-    # Each call of Octavia inserts its own `request` row, so the existence of the row proves that the call's transaction
-    # was committed.
+    # Each call of Octavia inserts one `request` row. If the row exists later, the transaction of the call was
+    # committed.
     (row,) = added.inserted_primary_key or (None,)
     set_commit_marker(connection, _REQUEST_MARKER, {"row": row, "of": load_balancer_id})
     if generation % _PURGE_INTERVAL == 0:
@@ -387,8 +387,8 @@ def _sync_secrets(
     if not used and not used_before:
         return
     missing = sealed_secrets.sync_object_secrets(connection, load_balancer_id, after.id, used, contents)
-    # Octavia omits the field `sni_container_refs` if a user removes the last SNI certificate, so a missing field may
-    # mean a removal. The driver then requests a new read of the listener from Octavia.
+    # A missing field usually means no change. But Octavia also omits `sni_container_refs` if a user removes the last
+    # SNI certificate. So the provider agent must read the listener from Octavia.
     is_unclear = isinstance(before, Listener) and before.sni_container_refs and "sni_container_refs" not in fields
     if missing or is_unclear or secrets_in_fields(after, fields).keys() - contents.keys():
         pending_rereads.request_object_reread(connection, load_balancer_id, desired_objects.kind_of(after), after.id)

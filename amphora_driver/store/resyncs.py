@@ -26,18 +26,20 @@ class ResyncOutcome(str, Enum):
 
     # The provider agent has read the load balancer from Octavia and reports all statuses again.
     DONE = "done"
-    # Octavia does not return the load balancer, so the provider agent only reports the recorded statuses again.
+    # The provider agent could not read the load balancer from Octavia. The provider agent reports the statuses in the
+    # driver's database again.
     UNREAD = "unread"
     # The driver's database records the load balancer, but Octavia does not know the load balancer.
     UNKNOWN = "unknown"
-    # Only Octavia or only the driver knew the load balancer, and the provider agent has deleted the load balancer at
-    # the operator's request.
+    # Only one side, Octavia or the driver, knew the load balancer. The provider agent has deleted the load balancer on
+    # that side, as the operator requested.
     REMOVED = "removed"
     # Octavia knows the load balancer, but the driver's database does not record the load balancer.
     UNRECORDED = "unrecorded"
     # Neither Octavia nor the driver's database knows the load balancer.
     NOWHERE = "nowhere"
-    # The controller is deleting the load balancer, and Octavia receives the status DELETED at the end.
+    # The controller is deleting the load balancer, and the provider agent reports DELETED to Octavia after the
+    # deletion.
     GOING = "going"
 
 
@@ -98,8 +100,8 @@ def report_again(connection: sa.Connection, load_balancer_id: str) -> None:
     Octavia's row of the load balancer must be PENDING, which blocks requests of users. Otherwise a repeated
     provisioning status could overwrite the PENDING of a newer request.
     """
-    # The UPDATE statement sets `settled` before `version`, because MySQL and MariaDB assign from left to right and
-    # `settled` depends on the old `version`.
+    # In an UPDATE statement, MySQL and MariaDB assign columns from left to right. The new `settled` depends on the old
+    # `version`, so the statement sets `settled` first.
     again: list[tuple[Any, Any]] = [(column, object_status.c.version + 1) for column in ("settled", "version")]
     mine = object_status.c.load_balancer_id == load_balancer_id
     connection.execute(object_status.update().where(mine).ordered_values(*again))

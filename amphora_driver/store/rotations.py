@@ -145,7 +145,7 @@ def select_amphorae(connection: sa.Connection, wanted: Selection, now: float) ->
         found = {one: ids for one, ids in found.items() if one in fitting}
     if wanted.load_balancers:
         _require_known(connection, wanted.load_balancers)
-        # The image rotation processes load balancers in the order in which the operator named the load balancers.
+        # The image rotation keeps the order of the load balancers in the operator's request.
         found = {one: found[one] for one in dict.fromkeys(wanted.load_balancers) if one in found}
     return {one: tuple(ids) for one, ids in found.items() if ids}
 
@@ -286,8 +286,8 @@ def _restart_item(connection: sa.Connection, found: Rotation, item: RotationItem
         amphorae = msgspec.json.encode([*item.amphorae, *wrong]).decode()
         values = {"state": ItemState.WAITING.value, "amphorae": amphorae, "begun_at": None}
     _update_item(connection, found.id, item, ended_at=None, reason=None, **values)
-    # When an image rotation continues with a failed load balancer, the rotation also resets the back-off of the load
-    # balancer's job.
+    # When an image rotation retries a failed load balancer, the controller also retries the load balancer's job at
+    # once, without back-off.
     update_job(connection, item.load_balancer_id, job.c.op == "apply", dirty=True, due_at=URGENT, attempts=0)
 
 

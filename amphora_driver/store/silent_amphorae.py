@@ -29,8 +29,8 @@ DUTY = "detection"
 AUTOMATIC_CAUSES = (Cause.SILENT, Cause.MUTE, Cause.NEVER_SPOKE)
 _AUTOMATIC_VALUES = [cause.value for cause in AUTOMATIC_CAUSES]
 _MAX_TEXT = 1000
-# To keep the search for recent fail-overs fast, the failure detector reads only the newest 20,000 rows of the
-# `failover` table.
+# The failure detector searches the newest 20,000 rows of the table `failover` for recent fail-overs. A search in all
+# rows would be slow.
 _RECENT_ROWS = 20_000
 # A load balancer serves users if its operating status is ONLINE, DEGRADED, NO_MONITOR or DRAINING.
 _SERVED = (Operating.ONLINE.value, Operating.DEGRADED.value, Operating.NO_MONITOR.value, Operating.DRAINING.value)

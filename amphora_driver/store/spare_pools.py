@@ -149,8 +149,8 @@ def set_spare_pool(
 
 
 def _insert_pool(connection: sa.Connection, spec: SparePoolSpec) -> None:
-    # If two controllers insert the same spare pool at the same time, the second insert fails, and the second controller
-    # retries the job.
+    # If two controllers insert the same spare pool at once, the second insert fails. The second controller then retries
+    # the job.
     row = {"load_balancer_id": spec.id, "compute": spec.compute, "network": spec.network, "op": OP, "due_at": URGENT}
     # The generation of a spare pool is always zero, because a spare pool has no configuration to serve.
     connection.execute(job.insert().values(**row, generation=0, spares=msgspec.json.encode(spec).decode()))

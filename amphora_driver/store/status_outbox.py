@@ -61,8 +61,7 @@ _OBSERVE = (
         version=object_status.c.version + 1,
     )
 )
-# The update writes an operating status only if no health manager has changed the recorded status since the caller read
-# that status.
+# The statement writes an operating status only if the recorded status is still the status that the caller has read.
 _PREVIOUS = sa.bindparam("was", type_=sa.String)
 _OBSERVE_IF_UNCHANGED = _OBSERVE.where(
     sa.or_(object_status.c.operating == _PREVIOUS, sa.and_(object_status.c.operating.is_(None), _PREVIOUS.is_(None)))
@@ -70,8 +69,8 @@ _OBSERVE_IF_UNCHANGED = _OBSERVE.where(
 
 
 def _provisioning_change(provisioning: Any, reason: Any) -> list[tuple[Any, Any]]:
-    # The UPDATE statement sets `settled` before `version`, because MySQL and MariaDB assign from left to right and
-    # `settled` depends on the old `version`.
+    # In an UPDATE statement, MySQL and MariaDB assign columns from left to right. The new `settled` depends on the old
+    # `version`, so the statement sets `settled` first.
     return [
         ("provisioning", provisioning),
         ("since", sa.bindparam("now", type_=sa.Double)),
@@ -88,8 +87,8 @@ _IS_REMOVED = object_status.c.object_id.in_(
         desired_object.c.load_balancer_id == sa.bindparam("of"), desired_object.c.removed
     )
 )
-# When the amphorae serve a generation, an object in ERROR becomes ACTIVE again, unless the object waits for a later
-# generation.
+# When the amphorae serve a new generation, objects in ERROR become ACTIVE. An object that waits for a later generation
+# stays in ERROR.
 _IS_SETTLED = object_status.c.pending.is_(None)
 _HAS_FAILED = object_status.c.provisioning == Provisioning.ERROR.value
 _SUCCEED = (
@@ -130,8 +129,8 @@ def expect_confirmation(
     """Record that objects are PENDING until `generation` is confirmed; `new` objects have no row."""
     kinds = {object_id: kind for kind, object_id in objects}
     fresh = {object_id: kind for kind, object_id in new}
-    # Every writer updates rows in the order of their ids, so that concurrent writers wait for each other instead of
-    # causing a deadlock.
+    # Every writer updates rows in the order of the row ids. So concurrent writers wait for each other and cannot
+    # deadlock.
     for chunk in chunks(sorted(kinds)):
         found = connection.execute(_EXPECT, {"ids": chunk, "new_pending": generation}).rowcount
         if found < len(chunk):
@@ -179,8 +178,8 @@ def fail_generation(connection: sa.Connection, load_balancer_id: str, generation
 
 def write_observations(connection: sa.Connection, load_balancer_id: str, seen: Sequence[Observation]) -> int:
     """Write operating statuses that differ from the recorded ones; return their number."""
-    # Every writer updates rows in the order of their ids, so that concurrent writers wait for each other instead of
-    # causing a deadlock.
+    # Every writer updates rows in the order of the row ids. So concurrent writers wait for each other and cannot
+    # deadlock.
     ordered = sorted(seen, key=lambda one: one.object_id)
     return sum(_observe_chunk(connection, load_balancer_id, some) for some in chunks(ordered))
 
@@ -206,7 +205,7 @@ def list_due_reports(connection: sa.Connection, limit: int, after: str = "") -> 
     for row in rows:
         is_waiting = row.pending is not None and row.provisioning != Provisioning.ERROR.value
         # The provider agent reports each provisioning status only once. A repeated report could arrive after the user's
-        # next request and overwrite the PENDING status of that request.
+        # next request. The report would then overwrite the PENDING status of the next request.
         is_reported = row.settled <= row.reported
         provisioning = None if is_waiting or is_reported or row.provisioning is None else Provisioning(row.provisioning)
         if provisioning is not None or row.operating is not None:
@@ -220,8 +219,8 @@ def mark_reported(connection: sa.Connection, reports: Sequence[StatusReport]) ->
     for report in reports:
         by_version[report.version].append(report.object_id)
     for version, told in by_version.items():
-        # Every writer updates rows in the order of their ids, so that concurrent writers wait for each other instead of
-        # causing a deadlock.
+        # Every writer updates rows in the order of the row ids. So concurrent writers wait for each other and cannot
+        # deadlock.
         for ids in chunks(sorted(told)):
             connection.execute(_MARK_REPORTED, {"ids": ids, "told": version})
     deleted = [report for report in reports if report.provisioning is Provisioning.DELETED]
@@ -274,8 +273,8 @@ def _write_confirmed_statuses(
     recorded = _operating(connection.execute(_RECORDED_OF, {"of": load_balancer_id}))
     unmeasured = (None, Operating.OFFLINE.value)
     wanted = [*certain, *(one for one in first if recorded.get(one.object_id) in unmeasured)]
-    # Every writer updates rows in the order of their ids, so that concurrent writers wait for each other instead of
-    # causing a deadlock.
+    # Every writer updates rows in the order of the row ids. So concurrent writers wait for each other and cannot
+    # deadlock.
     differing = _differing(recorded, sorted(wanted, key=lambda one: one.object_id))
     if differing:
         connection.execute(_OBSERVE_IF_UNCHANGED, [{**one, "was": recorded[one["at"]]} for one in differing])

@@ -21,11 +21,11 @@ from amphora_driver.database.tables_fleet import unknown_amphora
 from amphora_driver.store.orphans import OrphanKind
 
 MAX_ROWS = 100
-# The table keeps at most five unknown amphorae of one sender address, because more ids from one address are a mistake
-# or an attack.
+# The table keeps at most five unknown amphorae for each sender address. More ids from one address are a mistake or an
+# attack.
 MAX_ROWS_PER_ADDRESS = 5
-# A health manager deletes the row of an unknown amphora after a day without heartbeats. If the table is full, a new
-# unknown amphora replaces a row that is without heartbeats for five minutes.
+# A health manager deletes the row of an unknown amphora after a day without heartbeats. In a full table, a new unknown
+# amphora replaces a row without heartbeats in the last five minutes.
 _PURGED_AFTER = 86_400.0
 _REPLACED_AFTER = 300.0
 _LONGEST_ADDRESS = 64
@@ -50,7 +50,8 @@ def record_unknown_amphorae(connection: sa.Connection, strays: Sequence[UnknownA
     ids = sorted(one.amphora_id for one in strays)
     recorded = sa.select(unknown_amphora.c.amphora_id).where(unknown_amphora.c.amphora_id.in_(ids))
     known = set(connection.execute(recorded).scalars())
-    # The health manager skips an amphora id that a controller has recorded since the heartbeat with that id arrived.
+    # A controller may have recorded an amphora after the heartbeat arrived. So the health manager checks again whether
+    # each amphora id is still unknown.
     owned = set(connection.execute(sa.select(amphora.c.id).where(amphora.c.id.in_(ids))).scalars())
     new = []
     for one in sorted(strays, key=lambda each: each.amphora_id):
@@ -85,7 +86,7 @@ def _insert(connection: sa.Connection, one: UnknownAmphora) -> bool:
         with connection.begin_nested():
             connection.execute(unknown_amphora.insert().values(**values))
     except IntegrityError:
-        # An IntegrityError means that another health manager has inserted a row with the same amphora id meanwhile.
+        # An IntegrityError means that another health manager has just inserted a row with the same amphora id.
         return False
     return True
 

@@ -19,8 +19,8 @@ from amphora_driver.database.rows import chunks, to_struct
 from amphora_driver.database.tables import job, vip_claim
 from amphora_driver.model.network import VipRequest
 
-# If a network backend sets no retry time, the controller waits one second before the first retry, and at most 30
-# seconds later.
+# The controller repeats a VIP request after one second. Later pauses grow to 30 seconds, unless the network backend
+# sets the pause.
 _FIRST_RETRY, _LONGEST_RETRY = 1.0, 30.0
 
 

@@ -35,16 +35,16 @@ from amphora_driver.errors import UnsupportedOption
 from amphora_driver.model.secret_refs import Purpose, SecretMaterial, SecretName
 from amphora_driver.secret import Secret
 
-# HAProxy refuses keys below OpenSSL's security level 2 (RSA 2048 bits, curves 224 bits), the default of Debian and
-# Ubuntu.
+# Debian and Ubuntu set OpenSSL's security level to 2. HAProxy then refuses RSA keys below 2048 bits and elliptic curves
+# below 224 bits.
 _SHORTEST_RSA = 2048
 _SHORTEST_CURVE = 224
 _BROKEN_HASHES = (hashes.MD5, hashes.SHA1)
-# The driver accepts PEM texts up to 1 MiB, because a certificate chain or a national list of CAs is far shorter.
+# The driver refuses PEM texts above 1 MiB. Certificate chains and even the CA list of a country are far shorter.
 _MAX_SIZE = 1 << 20
 
-# The regular expression matches each PEM block boundary (RFC 7468, section 2) once, so the search takes time linear in
-# the text length.
+# The regular expression matches each boundary of a PEM block (RFC 7468, section 2) once. So the search time grows only
+# linearly with the length of the text.
 _BOUNDARY = re.compile(rb"-----(?:BEGIN ([A-Z0-9 ]{1,40})-----\s|END ([A-Z0-9 ]{1,40})-----)")
 _KEYS = (b"PRIVATE KEY", b"RSA PRIVATE KEY", b"EC PRIVATE KEY", b"ENCRYPTED PRIVATE KEY")
 _LIBRARY_ERRORS = (ValueError, TypeError, UnsupportedAlgorithm)
@@ -112,11 +112,11 @@ def _key(option: str, material: SecretMaterial) -> _ServerKey:
         _refuse(option, "it holds no private key in PEM format")
     passphrase = material.passphrase.reveal().rstrip(b"\r\n") if material.passphrase is not None else None
     for password in (passphrase or None, None):
-        # The second attempt, without a password, reads a private key that is unencrypted although the secret has a
-        # passphrase.
+        # A private key may be unencrypted although the secret contains a passphrase. So the driver tries to read the
+        # key again without a password.
         with contextlib.suppress(*_LIBRARY_ERRORS):
-            # The driver skips the check of the RSA primes, which takes 0.1 s, because the comparison of key and
-            # certificate is sufficient.
+            # The driver does not check the primes of an RSA key, which would take 0.1 s. The later comparison of the
+            # key with the certificate is sufficient.
             key = load_pem_private_key(block, password, unsafe_skip_rsa_key_validation=True)
             break
     else:
@@ -169,8 +169,8 @@ def _chain(leaf: x509.Certificate, others: list[x509.Certificate]) -> list[x509.
 def _authorities(option: str, text: Secret) -> list[x509.Certificate]:
     found = _certificates(option, list(_blocks(text, b"CERTIFICATE")))
     for one in found:
-        # A CA list may contain a self-signed certificate that is no CA, because a user may pin the certificate of a
-        # member.
+        # A user may list the self-signed certificate of a member instead of a CA. So the driver accepts self-signed
+        # certificates that belong to no CA.
         if one.issuer != one.subject and not _may_sign(one):
             _refuse(option, "a certificate in it does not belong to a certificate authority")
     return found
@@ -208,8 +208,8 @@ def _certificates(option: str, blocks: Sequence[bytes]) -> list[x509.Certificate
     found: list[x509.Certificate] = []
     for block in blocks:
         one = _parse(option, partial(x509.load_pem_x509_certificate, block))
-        # The library cryptography parses a certificate's names on first access, so the driver accesses the names inside
-        # `_parse`, which handles errors.
+        # The library cryptography parses the names in a certificate on first access and may raise an error. The
+        # function `_parse` handles the error, so the driver accesses the names inside `_parse`.
         _parse(option, partial(attrgetter("subject", "issuer"), one))
         if one not in found:
             found.append(one)
@@ -232,7 +232,8 @@ def _blocks(text: Secret, *labels: bytes) -> Iterator[bytes]:
 def _parse(option: str, read: Callable[[], _T]) -> _T:
     with contextlib.suppress(*_LIBRARY_ERRORS):
         return read()
-    # The raised error carries no cause, because the error message of a PEM parser can quote the secret content.
+    # The raised error does not contain the original exception of the PEM parser, because the parser's message can quote
+    # the secret.
     raise _refusal(option, "one of its PEM blocks is not valid")
 
 

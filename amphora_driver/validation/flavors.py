@@ -19,7 +19,8 @@ from amphora_driver.validation.metadata_schema import KeySupport, MetadataSchema
 from amphora_driver.validation.unsupported import NOT_SUPPORTED
 
 SCHEMA = MetadataSchema("flavor", "flavor.json")
-# A flavor may contain a compute key or network key only if the selected compute or network backend supports the key.
+# The driver accepts a compute key in a flavor only if the selected compute backend supports the key. A network key
+# needs the support of the selected network backend.
 COMPUTE_KEYS = ("compute_flavor", "amp_image_tag")
 NETWORK_KEYS = ("sriov_vip", "allow_member_sriov")
 _REMEDY = "Correct the flavor."
@@ -76,8 +77,8 @@ def _key_support(
 
 
 def _check_limits(flavor: Mapping[str, Any], deployment: Deployment) -> None:
-    # The driver checks only a connection_limit in the flavor, because a configured default above the amphora's limit
-    # has no effect.
+    # The driver does not check a connection_limit from the configuration. If such a default exceeds the limit of the
+    # amphora, the amphora's limit applies.
     one = flavor.get("connection_limit")
     all_together = flavor.get("process_connection_limit", deployment.process_connection_limit)
     if one is not None and all_together is not None and all_together < one:

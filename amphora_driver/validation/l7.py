@@ -143,7 +143,8 @@ def _percent(found: re.Match[str]) -> str:
 
 def _check_text(option: str, value: str) -> None:
     if value and value.isascii() and value.isprintable() and len(value) <= _MAX_BYTES:
-        # Nearly all values of L7 rules are short printable ASCII texts, for which the driver skips the slower checks.
+        # Nearly all values of L7 rules are short texts of printable ASCII characters. Such texts need no further
+        # checks.
         return
     if not value:
         refuse(option, value, "it is empty", "Set a value.")

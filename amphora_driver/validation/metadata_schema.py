@@ -96,7 +96,7 @@ def _shorten(value: object) -> str:
 
 
 def _reason(error: jsonschema.ValidationError) -> str:
-    # The driver writes its own error text, because the message of the jsonschema validator would repeat the whole
+    # The driver does not use the error text of the jsonschema validator, because that text would repeat the whole
     # invalid value.
     wanted: Any = error.validator_value
     it = f"its item {_shorten(error.instance)}" if error.path else "it"

@@ -26,8 +26,8 @@ from amphora_driver.validation.unsupported import NOT_SUPPORTED, refuse, require
 _PROXIED = (PoolProtocol.HTTP, PoolProtocol.TCP, PoolProtocol.HTTPS, PoolProtocol.PROXY, PoolProtocol.PROXYV2)
 POOL_PROTOCOLS = (*_PROXIED, PoolProtocol.UDP, PoolProtocol.SCTP)
 ALGORITHMS = tuple(Algorithm)
-# Octavia accepts the vnic_type `direct` of a member only with the flavor key allow_member_sriov, which the network
-# backend must support.
+# For the vnic_type `direct` of a member, Octavia requires the flavor key allow_member_sriov. The driver accepts that
+# key only if the network backend supports the key.
 VNIC_TYPES = (None, "", "normal", "direct")
 MAX_WEIGHT = 256
 MAX_TIMEOUT = 2**31 - 1
@@ -106,8 +106,8 @@ def check_listener(listener: Listener) -> None:
 def _check_hsts(listener: Listener) -> None:
     age = listener.hsts_max_age
     if age is None:
-        # When a user disables HSTS by removing hsts_max_age, Octavia keeps the other HSTS options, so the driver
-        # ignores those options.
+        # Without hsts_max_age, HSTS is disabled. Octavia keeps the other HSTS options when a user disables HSTS, so the
+        # driver ignores these options.
         return
     if listener.protocol is not ListenerProtocol.TERMINATED_HTTPS:
         reason = "only a TERMINATED_HTTPS listener can send the HSTS header"

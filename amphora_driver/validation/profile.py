@@ -96,7 +96,7 @@ def _topology(name: str | None, deployment: Deployment) -> Topology:
 
 
 def _backend(kind: str, name: str, backends: Mapping[str, Backend]) -> Backend:
-    # The operator may have disabled a compute or network backend that an existing VIP still uses.
+    # A load balancer may refer to a compute or network backend that the operator has disabled since.
     if name not in backends:
         raise UnsupportedOption(
             f"use the {kind} backend {name}",

@@ -49,16 +49,17 @@ _ERROR_JIT_BADOPTION = -45
 _ERROR_MATCHLIMIT = -47
 _FIRST_IS_START = 2
 
-# The driver tests a pattern on texts of about 64 characters, with up to a hundred times HAProxy's limit of steps. A
-# pattern passes if its cost grows at most with the fourth power of the text length (64^4 / 4! is below a million).
+# The driver matches the user's pattern with texts of about 64 characters, under growing limits of steps in PCRE2. The
+# largest limit is a million steps, a hundred times HAProxy's limit. If the cost grows with the fourth power of the text
+# length, the pattern passes: 64^4 / 4! is below a million.
 _TRIAL_STEPS = (100, 1_000, 8_000, 60_000, 400_000, 1_000_000)
 _TRIAL_LENGTH = 64
-# PCRE2's limit of steps applies to one start position in a text, so the driver also limits the total length of the test
-# texts.
+# PCRE2 counts the steps separately for each start position in a text. So the driver also limits the total length of all
+# test texts.
 _TRIAL_OCTETS = 64 << 10
 
-# A recursion of the whole pattern would include the text that the driver adds to the user's pattern, so the driver
-# refuses the recursion.
+# The driver embeds the user's pattern in a longer pattern. A recursion of the whole pattern would repeat the longer
+# pattern, so the driver refuses such a recursion.
 _WHOLE = re.compile(r"\(\?(?:R|0|&0)\)|\(\?[+-]?0\)|\\g[<'][+-]?0[>']")
 
 
@@ -117,8 +118,8 @@ def _judge(pattern: str, caseless: bool) -> PatternFacts | _Refusal:
     if _WHOLE.search(pattern):
         return _Refusal("it refers to itself as a whole", "Use a named group and refer to that group.")
     try:
-        # PCRE2 accepts settings such as (*UTF) only at the start of a pattern, so the driver detects settings by an
-        # empty group before the pattern.
+        # PCRE2 accepts settings such as (*UTF) only at the start of a pattern. With an empty group in front, PCRE2
+        # refuses a user's pattern that begins with settings.
         _Code(f"(?:){pattern}", flags)
     except _CompileError as error:
         return _Refusal(f"settings at its start are not permitted: {error}", "Remove the settings.")
@@ -158,7 +159,7 @@ _PIECE = re.compile(
     r"(?P<literal>\\Q(?P<quoted>.*?)(?:\\E|$))|(?P<escape>\\.)|(?P<set>\[\^?\]?(?:\\.|\[:\w+:\]|[^\]\\])*\])"
     rf"|(?P<group>\((?:\?(?:[:=!>|]|<[=!]|P?<\w+>|'\w+'|[\w^-]*[:)]))?)|(?P<quantifier>{_QUANTIFIER})|(?P<other>.)"
 )
-# A reference to a group can repeat the group without a quantifier, so the driver treats every part of the pattern as
+# A pattern may repeat a group by a reference, without a quantifier. The driver then treats every part of the pattern as
 # repeated.
 _RECURSION = re.compile(r"\(\?(?:&|P>|[+-]?[0-9]|R)|\\g[<']|\\[1-9]|\(\?\|")
 _CLASSES = {"d": "0", "D": "a", "w": "a", "W": "-", "s": " ", "S": "a", "h": " ", "H": "a", "N": "a", "X": "a", "R": ""}

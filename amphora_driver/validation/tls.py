@@ -32,9 +32,9 @@ ALPN_PROTOCOLS = ("h2", "http/1.1", "http/1.0")
 MAX_CIPHERS = 2048
 """Longest list of ciphers in characters: the width of Octavia's column."""
 
-# Octavia's API accepts cipher names and the operators of OpenSSL's cipher lists in the option tls_ciphers.
+# The option tls_ciphers contains names of ciphers and the operators of OpenSSL's cipher lists, such as ! and +.
 _CIPHERS = re.compile(r"[A-Za-z0-9+!:@=_.-]+")
-# OpenSSL 3 signs the handshakes of TLS 1.0 and 1.1 with SHA-1, which OpenSSL permits only at security level 0.
+# TLS 1.0 and 1.1 need SHA-1 signatures in the handshake. OpenSSL 3 permits these signatures only at security level 0.
 _ANY_STRENGTH = "@SECLEVEL=0"
 _NO_AUTHORITY = "a revocation list needs its certificate authority"
 
@@ -82,8 +82,8 @@ def _negotiation(kind: str, owner: Listener | Pool, minimum: str | None, default
     text, option = owner.tls_ciphers or default_ciphers, f"{kind} option tls_ciphers"
     ciphers, suites = _split_ciphers(option, text)
     if ciphers is None and suites is not None:
-        # If all selected ciphers belong to TLS 1.3, the driver omits older TLS versions, because OpenSSL would use
-        # default ciphers for older versions.
+        # If the user selects only ciphers of TLS 1.3, the driver disables older TLS versions. Otherwise OpenSSL would
+        # use default ciphers for the older versions.
         chosen = [version for version in chosen if version == MODERN]
         if not chosen:
             reason = "all of these ciphers need TLSv1.3, which tls_versions does not contain"
