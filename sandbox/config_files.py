@@ -56,7 +56,7 @@ def _driver_options(settings: Settings) -> _Sections:
             "socket_dir": str(settings.run / "sockets"),
             **({"engine": "celery", "broker_url": settings.broker_url} if settings.broker_url else {}),
         },
-        # All controllers of a sandbox run on one machine, so a controller that does not renew its leases for 3 s has
+        # All controllers of a sandbox run on one machine. So a controller that has not renewed its leases for 3 s has
         # ended.
         "amp_controller": {"lease": "3"},
         "amp_agent": {"services": "supervisor"},
@@ -67,8 +67,8 @@ def _driver_options(settings: Settings) -> _Sections:
             "targets": f"{topology.CONTROL_ADDRESS}:{HEALTH_PORT}",
             "interval": "1",
         },
-        # In a sandbox with few amphorae, the controller distinguishes a dead amphora from a broken management network
-        # only by a witness.
+        # A sandbox has few amphorae. If all of them are silent, only a witness shows the controller whether the
+        # management network still works.
         "amp_failover": {"witnesses": f"{topology.WITNESS_ADDRESS}:{topology.WITNESS_PORT}"},
         "amp_status_page": {"bind_address": "127.0.0.1", "bind_port": str(STATUS_PORT)},
         "amp_compute_netns": {
@@ -118,7 +118,8 @@ def _qemu_options(*, emulated: bool) -> _Sections:
 
 def _octavia_options(settings: Settings) -> _Sections:
     return {
-        # Octavia's API server sends no messages to workers, because the driver uses no worker of Octavia.
+        # The driver uses no worker of Octavia. So Octavia's API server sends no messages to workers, and needs no
+        # message broker.
         "DEFAULT": {"transport_url": "fake://"},
         "oslo_messaging_notifications": {"driver": "noop"},
         "oslo_concurrency": {"lock_path": str(settings.run / "lock")},
@@ -134,8 +135,8 @@ def _octavia_options(settings: Settings) -> _Sections:
             "default_provider_driver": "haproxy",
         },
         "controller_worker": {"network_driver": "amphora_sandbox_network"},
-        # If Octavia's default time-outs are not 0, Octavia sets them in every listener, and the time-outs of a flavor
-        # have no effect.
+        # If Octavia's default time-outs are not 0, Octavia copies them into every listener. The time-outs of a flavor
+        # then have no effect.
         "haproxy_amphora": {f"timeout_{one}": "0" for one in ("client_data", "member_connect", "member_data")},
         "certificates": {"cert_manager": "local_cert_manager", "storage_path": str(settings.tls)},
         "driver_agent": {
@@ -160,7 +161,8 @@ def _clouds(settings: Settings) -> str:
 def _env(settings: Settings) -> str:
     """The shell environment for clients of this sandbox."""
     exports = {**settings.environment(), "PATH": f"{Path(sys.executable).parent}:$PATH"}
-    # Programs of the sandbox use the Python bytecode cache that the quickstart script has chosen.
+    # The quickstart script chooses the directory of Python's bytecode cache. All programs of the sandbox use this
+    # directory.
     prefix = os.environ.get("PYTHONPYCACHEPREFIX")
     if prefix:
         exports["PYTHONPYCACHEPREFIX"] = prefix

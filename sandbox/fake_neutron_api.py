@@ -26,8 +26,8 @@ from sandbox.local_requests import rejection_reason
 
 _SINGULAR = {f"{name}s": name for name in ("network", "subnet", "port")}
 _SINGULAR |= {"security-groups": "security_group", "policies": "policy"}
-# Clients of Neutron also request extensions, subnet pools and routers. The fake Neutron API has none and returns empty
-# lists.
+# Clients of Neutron also request extensions, subnet pools and routers. For these kinds, the fake Neutron API returns
+# empty lists.
 _EMPTY = {"extensions", "subnetpools", "routers"}
 _PROJECT = {"project_id": "sandbox", "tenant_id": "sandbox"}
 _Row = dict[str, Any]

@@ -108,7 +108,7 @@ def _subnet(subnet: AddressRange) -> Any:
 
 def _port(port: Port) -> Any:
     owner = local_network().owner(port.id) or ""
-    # Octavia refuses a user's VIP port with a device id, so the sandbox shows these ports without a device id.
+    # Octavia refuses a VIP port that has a device id. So the sandbox shows the ports of users without a device id.
     use = {"name": owner, "device_id": "" if owner == f"user-{port.id}" else owner}
     addresses = [shown.FixedIP(subnet_id=one.subnet_id, ip_address=one.address) for one in port.addresses]
     state = {"status": "ACTIVE", "admin_state_up": True, "fixed_ips": addresses}

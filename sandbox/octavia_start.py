@@ -43,8 +43,8 @@ def _is_octavia_database(connection: Any) -> bool:
 
 
 def _begin(connection: Any) -> None:
-    # oslo.db sends no BEGIN for a connection with the mark `in_transaction`, and removes the mark at the end. So the
-    # sandbox sets the mark and sends BEGIN.
+    # The sandbox takes the write lock before BEGIN, so the sandbox sends BEGIN itself. The mark `in_transaction`
+    # prevents a second BEGIN by oslo.db, which removes the mark at the end of the transaction.
     if not _is_octavia_database(connection) or "in_transaction" in connection.info:
         return
     connection.info["in_transaction"] = True
@@ -59,7 +59,7 @@ def _begin(connection: Any) -> None:
 
 
 def _checkin(dbapi_connection: Any, _record: Any) -> None:
-    # SQLAlchemy's event "commit" precedes the commit in the database. So the sandbox keeps the write lock until the
+    # SQLAlchemy raises the event "commit" before the database commits. So the sandbox keeps the write lock until the
     # connection returns to the pool.
     if _write_lock.lock is not None and _write_lock.holder == id(dbapi_connection):
         os.close(_write_lock.lock)

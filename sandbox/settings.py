@@ -21,8 +21,8 @@ OCTAVIA_PORT = 9876
 NETWORK_PORT = 9696
 STATUS_PORT = 9878
 _START_AGAIN = "Remove the state directory to create a new sandbox."
-# The kernel limits the path of a Unix socket to 107 bytes and a zero byte. The socket of a controller has the longest
-# path below the state directory.
+# The kernel permits at most 107 bytes in the path of a Unix socket. The socket of a controller has the longest path
+# below the state directory.
 _LONGEST_STATE = 107 - len("/run/sockets/controller-4194304-7fffffffffff")
 
 

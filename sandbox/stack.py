@@ -88,8 +88,8 @@ class Stack:
                     self._power_off(network)
             removed = namespaces.names(f"{self.settings.prefix}-")
             for name in removed:
-                # A process without a record of the sandbox may still run in a network namespace, so the sandbox kills
-                # all processes in the namespace.
+                # A network namespace may contain processes that the sandbox has not recorded. So the sandbox kills all
+                # processes in the namespace.
                 if not signal_and_wait(namespaces.processes(name), signal.SIGKILL, _KILL_SECONDS):
                     raise SandboxError(f"remove the namespace {name}", "a process in it does not end after SIGKILL")
                 namespaces.remove(name)

@@ -38,27 +38,28 @@ if TYPE_CHECKING:
 __all__ = ["AgentClient", "Applied", "BundleState", "Info", "Loaded", "Renewed", "Vrrp"]
 T = TypeVar("T")
 
-# The client keeps connections to at most 256 amphorae, and two connections to each amphora, because one thread works on
-# one load balancer.
+# The client keeps connections to at most 256 amphorae. Two connections to each amphora suffice, because at most one
+# thread works on a load balancer.
 _MOST_POOLS, _CONNECTIONS = 256, 2
 # A large configuration increases the time-out of a request to an agent by a factor of at most five.
 _MOST_TIMEOUT_FACTOR = 5
-# The client refuses responses of more than 4 MiB, or 32 MiB for diagnostics and configurations. The client reads
-# responses in chunks of 64 KiB.
+# The client refuses responses of more than 4 MiB. For diagnostics and configurations, the limit is 32 MiB. The client
+# reads responses in chunks of 64 KiB.
 _MOST_ANSWER, _MOST_DIAGNOSTICS, _CHUNK = 4 << 20, 32 << 20, 1 << 16
-# msgspec does not always raise DecodeError: invalid UTF-8 raises another ValueError, and too deep nesting raises
-# RecursionError.
+# For some invalid documents, msgspec does not raise DecodeError. Invalid UTF-8 raises ValueError, and too deep nesting
+# raises RecursionError.
 _DECODE_ERRORS = (msgspec.DecodeError, ValueError, RecursionError)
 # A booting agent answers 503, so the client repeats the request after pauses that grow from 0.02 s to 0.2 s.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.2
-# A machine that does not exist yet drops packets without an answer, so the client waits only 0.3 s for a TCP
+# Before an amphora runs, connection attempts to its address get no answer. So the client waits only 0.3 s for a TCP
 # connection.
 _CONNECT_TIMEOUT = 0.3
 # The kernel closes a connection to an agent if the agent's host acknowledges no data for ten seconds (tcp(7),
 # TCP_USER_TIMEOUT).
 _UNACKNOWLEDGED = 10.0
-# After ten seconds without data, the client checks by a TLS handshake on another connection that the agent is alive. A
-# large configuration extends the ten seconds by the same factor as the time-out of the request.
+# If the agent sends no data for ten seconds, the client attempts a TLS handshake on another connection. The handshake
+# shows whether the agent is alive. A large configuration extends the ten seconds by the same factor as the time-out of
+# the request.
 _SILENCE, _HANDSHAKE_TIMEOUT = 10.0, 5.0
 _SOCKET_OPTIONS = [
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
@@ -72,7 +73,7 @@ class _ErrorWords(msgspec.Struct):
     remedy: str = ""
 
 
-# An agent's error is untrusted, so the client shortens its texts to 2000 characters and its ids to 80.
+# The client does not trust an agent's error, and limits each text to 2000 characters and each object id to 80.
 _MOST_WORDS, _MOST_ID = 2000, 80
 
 
@@ -202,8 +203,8 @@ class AgentClient:
             raise AgentUnreachable(call.wanted, f"{address}: {_words(error)}") from error
         if actual != fingerprint:
             raise AgentUntrusted(call.wanted, f"{address} uses another one")
-        # In TLS 1.3, the agent accepts or refuses the client certificate only after the handshake, so the client also
-        # sends a request.
+        # In TLS 1.3, the client finishes the handshake before the agent checks the client certificate. So the client
+        # also sends a request, whose answer shows the result of the check.
         self._request_on_new_connection(self._identity.context(), amphora_id, address, call, limit)
 
     def wait_until_ready(self, amphora_id: str, address: str, deadline: Deadline) -> Info:
@@ -282,13 +283,13 @@ class AgentClient:
             try:
                 return self._attempt(pool, call, latest, is_alive)
             except (ProtocolError, ClosedPoolError) as error:
-                # A broken connection may mean that the agent has restarted, so the client repeats the call once. The
-                # generation makes every call idempotent.
+                # A broken connection may mean that the agent has restarted, so the client repeats the call once. Each
+                # call contains a generation, so the repeated call has no further effect.
                 if last or latest.passed():
                     raise AgentUnreachable(call.wanted, f"{address} {_words(error)}") from error
             except NewConnectionError as error:
-                # urllib3 raises NewConnectionError for a refused connection. This class is a subclass of urllib3's
-                # time-out error, so this branch precedes the time-out branch.
+                # NewConnectionError, which means a refused connection, is a subclass of urllib3's time-out error. So
+                # the branch for NewConnectionError precedes the branch for time-outs.
                 raise AgentUnreachable(call.wanted, f"{address}: {_words(error)}") from error
             except HTTPTimeoutError as error:
                 raise AgentUnreachable(call.wanted, f"{address} did not answer in time") from error
@@ -354,14 +355,14 @@ class AgentClient:
             return pool
 
     def _drop_all(self) -> None:
-        # urllib3 closes idle connections immediately, and closes connections in use after their requests.
+        # urllib3 closes idle connections immediately. A connection in use stays open until its request ends.
         for pool in self._pools.values():
             pool.close()
         self._pools.clear()
 
     def _connect(self, context: ssl.SSLContext, amphora_id: str, address: str) -> urllib3.HTTPSConnectionPool:
         # With `server_hostname`, OpenSSL checks the amphora id during the handshake, before the client sends its
-        # certificate. The parameter `assert_hostname` would move the check after the handshake.
+        # certificate. With `assert_hostname`, urllib3 would check the id only after the handshake.
         return urllib3.HTTPSConnectionPool(
             address,
             self._port,
@@ -436,8 +437,8 @@ def _tls_failure(call: _Call, address: str, error: SSLError) -> AgentUntrusted |
         happened = f"the certificate of {address} is not accepted ({cause.verify_message})"
         remedy = "Check that the address belongs to the amphora, and that its certificate has not expired."
         return AgentUntrusted(call.wanted, happened, remedy)
-    # The agent may also have refused the client certificate, for example because the amphora's clock is wrong after a
-    # boot.
+    # An agent that refuses the client certificate also breaks off the handshake. One possible reason of the refusal is
+    # a wrong clock of the amphora after a boot.
     happened = f"{address} broke off the TLS handshake ({getattr(cause, 'reason', None) or cause})"
     remedy = "If this continues, check that client_ca signed client_certificate (group [amp_certificates])."
     return AgentUnreachable(call.wanted, happened, remedy)

@@ -26,7 +26,7 @@ T = TypeVar("T")
 LOG = logging.getLogger(__name__)
 # Python's ssl module does not define OpenSSL's flag X509_V_FLAG_NO_CHECK_TIME.
 _NO_CHECK_TIME = 0x200000
-# Another thread may bring the deadline of a request forward, so the socket checks the deadline every 0.25 s.
+# Another thread may move the deadline of a request to an earlier time. So the socket checks the deadline every 0.25 s.
 _SLICE = 0.25
 
 
@@ -69,8 +69,8 @@ class BoundedSocket(ssl.SSLSocket):
                 if exchange is not None:
                     left = min(left, exchange.deadline.left())
                     if now - checked >= exchange.silence:
-                        # A silent agent may be busy or frozen. Only a busy agent completes a TLS handshake on another
-                        # connection.
+                        # An agent that sends no data may be busy or frozen. Only a busy agent completes a TLS handshake
+                        # on another connection.
                         checked = now
                         left = left if exchange.is_alive(exchange.deadline) else 0.0
                 if left <= 0:
@@ -79,8 +79,8 @@ class BoundedSocket(ssl.SSLSocket):
                 try:
                     return act()
                 except TimeoutError as error:
-                    # The kernel reports a peer that does not acknowledge data as ETIMEDOUT. A time-out of the socket
-                    # itself has no error number.
+                    # If the agent's host does not acknowledge data, the kernel reports the error number ETIMEDOUT. A
+                    # time-out of the Python socket has no error number.
                     if error.errno is not None:
                         raise
         finally:
@@ -148,8 +148,8 @@ class TlsIdentity:
                     LOG.warning(
                         "the process cannot load the TLS certificates for agents and keeps the previous ones: %s", error
                     )
-                # Even if loading the certificates fails, the process records their versions, and tries again only after
-                # a version has changed.
+                # After the certificates could not be loaded, the process tries again only when their versions change.
+                # So the process records the versions after a failure too.
                 self._versions = versions
             return self._context
 
@@ -164,7 +164,8 @@ class TlsIdentity:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.sslsocket_class = BoundedSocket
         context.minimum_version = ssl.TLSVersion.TLSv1_3
-        # The configured CA is the trust anchor for agents, even if another CA has signed the configured CA.
+        # The configured CA is the trust anchor for agents. Another CA may have signed the configured CA, so OpenSSL
+        # must not require a self-signed trust anchor.
         context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
         remedy = "Check [amp_certificates] ca_certificate and client_certificate."
         try:

@@ -119,7 +119,8 @@ class ListCertificateAuthorities(Lister):
         try:
             found = trust_store.load_configured_ca(self.app.conf, kind)
         except CertificateError as error:
-            # The user of amphoractl may be able to read the database, but not the certificate files of the controllers.
+            # A user of amphoractl who can read the database may still lack access to the controllers' certificate
+            # files.
             problem = str(error)
         end = found.expires_at if found else None
         about = (fingerprint(found.certificate) if found else "", Timestamp(None), Timestamp(end), _days_left(end, now))
@@ -147,7 +148,7 @@ class RotateCertificateAuthority(ShowOne):
     def values(self, parsed_args: argparse.Namespace) -> dict[str, Any]:
         conf, database, kind = self.app.conf, self.app.database, CaKind(parsed_args.kind)
         vault = Vault.load(conf.amp_database.encryption_key_file)
-        # After the first rotation, the database contains the CA, so amphoractl does not need the configured certificate
+        # The first rotation stores the CA in the database. So a later rotation does not need the configured certificate
         # files.
         rotated = any(one.kind is kind for one in self.app.read(ca_records.list_cas))
         new = trust_store.create_ca(kind, vault, parsed_args.days)
@@ -178,8 +179,8 @@ def _depends_on(one: AmphoraCertificate, authority: CaRecord) -> bool:
     if authority.kind is CaKind.AMPHORA:
         return one.authority == authority.id
     trusted = ca_rotation.parse_controller_ids(one.trusts)
-    # The first rotation imports the CA from the configured files into the database. So an amphora without a list of
-    # trusted CAs trusts the imported CA.
+    # The first rotation imports the CA from the configured files into the database. If an amphora has no list of
+    # trusted CAs, the amphora trusts only the imported CA.
     return authority.id in trusted or (authority.sealed_key is None and not trusted)
 
 

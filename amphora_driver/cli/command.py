@@ -11,7 +11,7 @@ from typing import Any
 
 from cliff import command, lister, show
 
-# A command-line argument consists of its names and of the options of `ArgumentParser.add_argument`.
+# `Argument` contains the names of a command-line argument, and the keyword parameters of `ArgumentParser.add_argument`.
 Argument = tuple[tuple[str, ...], dict[str, Any]]
 # The output of a list command consists of the column names and the rows.
 Table = tuple[tuple[str, ...], Iterable[tuple[Any, ...]]]

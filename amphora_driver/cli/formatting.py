@@ -224,8 +224,8 @@ class Amphorae(Rows):
         if row["heard"] is not None and row["heard"] != row["confirmed"]:
             generation += f" (reports {row['heard']})"
         holds = ", had the VIPs" if row["silent"] else ", has the VIPs"
-        # After a repair, the row of an amphora keeps the text of the last drift, so amphoractl shows this text as "last
-        # drift".
+        # The row of an amphora keeps the text of the last drift even after a repair. So amphoractl shows the text as
+        # "last drift".
         drift = "drift" if row["drifts"] else "last drift"
         more = {
             "silent: ": row["silent"],

@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
     from amphora_driver.database.engine import Database
 
-# A check of this host waits at most 5 s for the message broker or for a socket of Octavia.
+# Each check of amphoractl waits at most 5 s for an answer from the message broker or from a socket of Octavia.
 _TIMEOUT = 5.0
-# Each check sends a request without an effect to octavia-driver-agent. A connection without a request would occupy an
-# octavia-driver-agent process forever, because the process does not detect the end of the connection.
+# Each check of octavia-driver-agent sends a request that changes nothing. After a connection without a request, a
+# process of octavia-driver-agent would wait forever, because the process does not detect the closed connection.
 _EMPTY_REQUESTS = {
     "status": b"{}",
     "stats": b'{"listeners": []}',

@@ -44,8 +44,8 @@ class Amphoractl(App):
             deferred_help=True,
             **streams,
         )
-        # The loggers and formatters of cliff write to the streams of amphoractl too, so the streams escape their
-        # output.
+        # cliff's loggers and formatters also write to the streams of amphoractl. So the streams themselves escape
+        # unprintable characters.
         self.stdout: TextIO = escaping_stream(streams.get("stdout") or sys.stdout)
         self.stderr: TextIO = escaping_stream(streams.get("stderr") or sys.stderr)
         self._conf: ConfigOpts | None = None

@@ -31,7 +31,8 @@ _UNKNOWN = "unknown"
 # The table `job` contains one row with the operation `spares` for each pool of warm spares.
 SPARES = "spares"
 IS_LOAD_BALANCER = job.c.op != SPARES
-# A list of amphorae excludes warm spares, but includes amphorae of a load balancer without a row in the table `job`.
+# `IS_NO_SPARE` selects all amphorae except warm spares. An amphora whose load balancer has no row in the table `job` is
+# no warm spare.
 IS_NO_SPARE = sa.or_(job.c.op.is_(None), IS_LOAD_BALANCER)
 # The error about an ambiguous prefix of an id lists at most ten ids.
 _MAX_LISTED = 10

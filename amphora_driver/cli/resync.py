@@ -84,8 +84,8 @@ def _find_id(connection: sa.Connection, prefix: str) -> str:
     try:
         return queries.find_load_balancer_id(connection, prefix)
     except UnknownObject:
-        # A load balancer that only Octavia has is not in the database, so the command also accepts a complete unknown
-        # id.
+        # A load balancer may exist in Octavia but not in the driver's database. So the command accepts a complete id
+        # that the database does not contain.
         with contextlib.suppress(ValueError):
             if str(uuid.UUID(prefix)) == prefix:
                 return prefix

@@ -110,8 +110,8 @@ def _read_rows(connection: sa.Connection) -> Rows:
 
 
 def _check_rows(conf: Any, rows: Rows, now: float) -> Iterator[Check]:
-    # After the time-outs of a boot and an operation, every change of a load balancer is complete or in ERROR. So an
-    # older change indicates a problem.
+    # The time-outs of a boot and of an operation limit the duration of every change of a load balancer. So a change
+    # that is still open later indicates a problem.
     max_seconds = conf.amp_controller.boot_timeout + conf.amp_controller.operation_timeout
     known = {one.work.load_balancer_id for one in rows.load_balancers}
     agents = [row for row in rows.processes if row.kind == process_registry.ProcessKind.PROVIDER_AGENT.value]

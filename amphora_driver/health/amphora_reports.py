@@ -18,8 +18,8 @@ import msgspec
 from amphora_driver.health.heartbeat_codec import Heartbeat
 from amphora_driver.health.status import LastDrift, ListenerReport, PoolReport, Report
 
-# If an amphora reports more than 50,000 object ids, the health manager drops the earlier values of the amphora to limit
-# the memory use.
+# An amphora may report too many object ids for the memory. Above 50,000 ids, the health manager drops the earlier
+# values of the amphora.
 _MAX_NAMES = 50_000
 # The database stores the epoch and the sequence number of a heartbeat in signed columns of 64 bits, so larger numbers
 # are invalid.
@@ -168,8 +168,8 @@ class _AmphoraState:
         self.generation: int | None = None
         self._listeners: dict[str, tuple[float, ListenerReport]] = {}
         self._pools: dict[str, _PoolState] = {}
-        # `_name_bound` is an upper bound for the number of object ids that an amphora has reported, because an id in
-        # two heartbeats counts twice.
+        # `_name_bound` is an upper bound for the number of reported object ids. An id in two heartbeats counts twice in
+        # the bound.
         self._name_bound = 0
 
     def merge(self, report: Report, now: float) -> None:
@@ -201,8 +201,8 @@ class _AmphoraState:
         )
 
     def _has_too_many_names(self) -> bool:
-        # Counting the distinct object ids of an amphora is slow, so the health manager counts them only if the upper
-        # bound exceeds the limit.
+        # Counting the distinct object ids of an amphora is slow. So the health manager counts the ids only if
+        # `_name_bound` exceeds the limit.
         if self._name_bound <= _MAX_NAMES:
             return False
         self._name_bound = len(self._listeners) + sum(pool.count_names() for pool in self._pools.values())
@@ -224,7 +224,7 @@ class _PoolState:
     def add(self, now: float, pool: PoolReport) -> None:
         """Add the values of a newer datagram, and drop the parts that it replaces completely."""
         self.at, self.status = now, pool.status
-        # All members in a heartbeat datagram share one arrival time, because a time for each member would need more
+        # All members in a heartbeat datagram share one arrival time. A separate time for each member would need more
         # memory than the statuses.
         self.parts = [part for part in self.parts if not part[1].keys() <= pool.members.keys()]
         self.parts.append((now, pool.members))

@@ -22,8 +22,8 @@ _FIRST_BACKOFF, _MAX_BACKOFF = 30.0, 1800.0
 # amphora again.
 _INTERFACE_KIND = "interface"
 _MAX_KINDS = 8
-# Each drift notice causes an UPDATE and a log line, so the health manager records drift of one amphora at most every
-# ten seconds.
+# The recording of drift causes an UPDATE and a log line. So the health manager records drift of one amphora at most
+# every ten seconds.
 _NOTICE_INTERVAL = 10.0
 
 
@@ -64,11 +64,11 @@ class DriftReports:
     def __init__(self, interval: float) -> None:
         self._interval = interval
         self._periods: dict[str, _DriftPeriod] = {}
-        # For each amphora id, `_noticed` contains the agent's time of the last recorded drift, and the time of the
-        # recording.
+        # For each amphora, `_noticed` describes the last recorded drift: when the agent found the drift, and when this
+        # process recorded the drift.
         self._noticed: dict[str, tuple[float, float]] = {}
-        # `_reported` contains the amphorae that have reported drift to this process. The process never removes the
-        # drift mark of any other amphora.
+        # `_reported` contains the amphorae that have reported drift to this process. The process removes the drift mark
+        # only from these amphorae.
         self._reported: set[str] = set()
 
     def find_unrepaired(
@@ -80,8 +80,8 @@ class DriftReports:
             expected = confirmed.get(amphora_id, 0)
             period = self._periods.get(amphora_id)
             if not last.drift:
-                # Drift that returns soon after a repair belongs to the same drift period, so the back-off between two
-                # pushes keeps growing.
+                # If drift returns soon after a repair, the drift period continues. So the delay between two pushes of
+                # the configuration keeps growing.
                 if period is not None and now > period.since + 2 * period.backoff:
                     del self._periods[amphora_id]
                 continue

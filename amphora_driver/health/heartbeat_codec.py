@@ -23,7 +23,7 @@ MAGIC = b"AHB1"
 _HEADER = struct.Struct("!4s16sQQ")
 _SIGNATURE_SIZE = 32
 _MIN_SIZE = _HEADER.size + _SIGNATURE_SIZE
-# A heartbeat datagram of an agent has at most 60,000 bytes and expands to at most 0.6 million bytes, so 2 MiB leave a
+# An agent's heartbeat datagram expands to at most 0.6 million bytes. The health manager permits 2 MiB, which leaves a
 # margin.
 _MAX_DOCUMENT = 2 << 20
 # The database stores the generation of a configuration in a signed column of 64 bits, so a larger generation is

@@ -23,11 +23,11 @@ LOG = logging.getLogger(__name__)
 KeyReader = Callable[[AbstractSet[str]], Mapping[str, Secret]]
 """Reads the keys of all amphorae except the given ones, by amphora id."""
 
-# A deleted amphora still sends heartbeats for a while. The cache refuses an unknown amphora id for ten seconds without
-# another read of keys.
+# A deleted amphora still sends heartbeats for a while. For ten seconds, the cache refuses an unknown amphora id without
+# another database read.
 _UNKNOWN_TTL, _MAX_UNKNOWN = 10.0, 10_000
-# Until the cache has the key of a new amphora, the cache keeps only short datagrams. The first heartbeat of an amphora
-# is short.
+# The heartbeat of a new amphora waits until the cache has read the amphora's key. The cache limits the size of waiting
+# datagrams, because the first heartbeat of an amphora is short.
 _MAX_WAITING, _MAX_WAITING_SIZE = 1000, 4096
 
 
@@ -98,8 +98,8 @@ class KeyCache:
 
     def _read_new_keys(self) -> None:
         with self._lock:
-            # The row of an amphora precedes the first heartbeat of the amphora. If a heartbeat precedes the read of
-            # keys, but the read finds no row, the amphora is unknown.
+            # The row of an amphora exists before the amphora sends a heartbeat. So an amphora is unknown if the cache
+            # reads the keys after a heartbeat and finds no row.
             requested, known = set(self._waiting), set(self._known)
         try:
             found = self._read_keys(known)

@@ -38,7 +38,7 @@ _MAX_DATAGRAM = 65536
 _SOCKET_BUFFER = 32 << 20
 # Python's socket module does not define Linux's socket option SO_RCVBUFFORCE (socket(7)).
 _SO_RCVBUFFORCE = 33
-# After a burst of 256 datagrams, the receive loop of the health manager checks for a stop request and for new keys.
+# The receive loop processes at most 256 datagrams at once. Then the loop checks for a stop request and for new keys.
 _BURST = 256
 # The health manager logs refused heartbeats at most once a minute, and names at most five amphorae.
 _LOG_INTERVAL, _MAX_NAMED = 60.0, 5
@@ -74,8 +74,8 @@ class Receiver:
         is_newer: Callable[[str, tuple[int, int]], bool] = lambda _amphora_id, _order: True,
     ) -> None:
         self.accepted = 0
-        # `refused` counts refused heartbeats by reason. The reasons "unknown", "busy" and "lookup" concern keys, and
-        # "handler" means an error in `on_heartbeat`.
+        # `refused` counts refused heartbeats by reason. The reasons "unknown", "busy" and "lookup" mean that the health
+        # manager has no key. The reason "handler" means an error in `on_heartbeat`.
         self.refused: Counter[str] = Counter()
         # `refused_by_amphora` counts only heartbeats with a valid signature, because any sender can write the id of an
         # amphora into a datagram.
@@ -108,8 +108,8 @@ class Receiver:
                 self._receive_until_stopped(selector)
         finally:
             self._keys.stop()
-            # A read of keys from the database may hang, so the stopping health manager waits at most one second for the
-            # thread that reads keys.
+            # A read of keys from the database may hang. So the stopping health manager waits at most one second for the
+            # reading thread.
             lookups.join(timeout=1.0)
             self.close()
 

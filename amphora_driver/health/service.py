@@ -73,8 +73,8 @@ class HealthManager:
             self._receiver.forget,
         )
         name = process_name()
-        # The controllers must learn of a failed self-test long before they regard silent amphorae as dead, so the
-        # health manager repeats the self-test often.
+        # The health manager repeats the self-test often. So the controllers learn of a failed self-test long before
+        # they regard silent amphorae as dead.
         interval = min(process_registry.HEARTBEAT_INTERVAL, conf.amp_failover.silent_after / 5)
         max_flush_age = _IDLE_FLUSH_INTERVAL + 2 * conf.amp_health.flush_interval
         self._self_test = ReceiverSelfTest(self._database, name, self._receiver.receives_probe, interval, max_flush_age)
@@ -126,8 +126,8 @@ class HealthManager:
             return keys, amphorae.last_heartbeats(connection, list(keys))
 
         keys, orders = self._database.read(read)
-        # The health manager loads the order of the last accepted heartbeats before it uses new keys. So it refuses
-        # heartbeats that another health manager has accepted.
+        # Before the health manager uses new keys, it loads the epoch and sequence number of each amphora's last
+        # accepted heartbeat. So it refuses heartbeats that another health manager has already accepted.
         self._reports.load_orders(orders)
         return keys
 

@@ -16,8 +16,7 @@ import sqlalchemy as sa
 from amphora_driver.database.tables import amphora_heartbeat, listener_statistics
 from amphora_driver.health.statistics import Row
 
-# The health manager scans the database for connection counts of silent amphorae every 60 s; only the first two scans
-# follow each other sooner.
+# The health manager searches the database every 60 s for connection counts of silent amphorae.
 _SCAN_INTERVAL = 60.0
 
 _Order = tuple[int, int] | None

@@ -23,8 +23,8 @@ Key = tuple[str, str]
 _TABLE = listener_statistics
 _COUNTERS = ("bytes_in", "bytes_out", "request_errors", "total_connections")
 _VALUES = ("active_connections", *_COUNTERS)
-# The health manager limits a counter to 2**59, so a 64-bit column can hold the sum of several counters. At 100 Gbit/s,
-# a byte counter needs 1.5 years to reach the limit.
+# The health manager limits a counter to 2**59, so that the sum of several counters fits into a 64-bit column. A byte
+# counter reaches the limit after 1.5 years at 100 Gbit/s.
 _MAX_COUNTER = 1 << 59
 # Databases limit the number of values in one `IN (...)`, so the health manager writes statistics rows in chunks of 500.
 _CHUNK = 500
@@ -93,8 +93,8 @@ def write_rows(connection: sa.Connection, rows: Sequence[Row]) -> None:
 
 
 def _write_chunk(connection: sa.Connection, rows: Sequence[Row]) -> None:
-    # Some databases use no index for pairs of columns in `IN`. So the query selects by listener id, the first column of
-    # the primary key.
+    # Some databases use no index for a query by pairs of columns. So the query selects only by listener id, the first
+    # column of the primary key.
     listener_ids = sorted({row.listener_id for row in rows})
     statement = sa.select(_TABLE.c.listener_id, _TABLE.c.amphora_id).where(_TABLE.c.listener_id.in_(listener_ids))
     known = {(one.listener_id, one.amphora_id) for one in connection.execute(statement)}
@@ -112,8 +112,8 @@ def _insert(connection: sa.Connection, rows: Sequence[Row]) -> None:
         with connection.begin_nested():
             connection.execute(statement, [msgspec.structs.asdict(row) for row in rows])
     except IntegrityError:
-        # Another health manager may have inserted statistics of the same listener and amphora meanwhile. If the INSERT
-        # of one row fails, the health manager sends an UPDATE.
+        # Another health manager may have inserted a row for the same listener and amphora. So this health manager
+        # inserts the rows one by one, and updates a row that already exists.
         if len(rows) == 1:
             connection.execute(_UPDATE, _bound(rows[0]))
             return

@@ -188,8 +188,8 @@ def _set_listener_status(listener: Listener, reports: Iterable[Report], result: 
     words = [(one.listeners[listener.id].status, one.amphora_id) for one in reports if listener.id in one.listeners]
     views = [_View(_LISTENER_WORDS[word], word, amphora_id) for word, amphora_id in words if word in _LISTENER_WORDS]
     if views:
-        # If two amphorae report different statuses of a listener, the worse one counts. A full listener serves the
-        # traffic, while the idle amphora reports OPEN.
+        # If two amphorae report different statuses of a listener, the worse status counts. For example, an amphora with
+        # traffic reports FULL, while its idle peer reports OPEN.
         worst = max(views, key=lambda view: view.rank)
         result[listener.id] = ObjectStatus(Kind.LISTENER, worst.status, worst.describe())
 
@@ -254,8 +254,8 @@ def _member_status(
     if down is not None and best.status is not Operating.ERROR:
         return ObjectStatus(Kind.MEMBER, Operating.DEGRADED, f"{down.describe()}, {best.describe()}")
     if member.weight == 0 and best.status in (Operating.ONLINE, Operating.NO_MONITOR):
-        # HAProxy reports DRAIN only for servers with health checks, but every server with weight 0 gets no new
-        # connections and so counts as draining.
+        # HAProxy reports DRAIN only for servers with health checks. But every server with weight 0 gets no new
+        # connections, so its member counts as draining.
         return ObjectStatus(Kind.MEMBER, Operating.DRAINING, f"weight 0, {best.describe()}")
     return ObjectStatus(Kind.MEMBER, best.status, best.describe())
 

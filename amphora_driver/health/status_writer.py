@@ -175,8 +175,8 @@ class StatusWriter:
             state = self._states.setdefault(load_balancer_id, _LoadBalancerState())
             self._log_silent(load_balancer_id, state, [each for each in trusted if each not in reports])
             newest = max((reports[each].generation or 0 for each in live), default=0)
-            # An amphora may report a generation above the recorded one. The health manager ignores the excess, because
-            # otherwise each heartbeat would cause a database read of the load balancer.
+            # An amphora may report a generation above the recorded generation of the load balancer. Without a limit,
+            # each heartbeat of this amphora would cause a database read.
             served = min(newest, one.generation)
             if served > state.served:
                 # A new configuration of a load balancer may contain objects without statuses in the database, so the
@@ -319,8 +319,8 @@ class StatusWriter:
         """Drop the memory of deleted amphorae and load balancers, at most once per cleanup interval."""
         if time.monotonic() - self._cleaned_up_at < _CLEANUP_INTERVAL:
             return
-        # The health manager reads the known amphora ids before the database rows, and each row precedes the first
-        # heartbeat. So an id without a row belongs to a deleted amphora.
+        # The health manager first reads the known amphora ids, and then the database rows. An amphora has a row before
+        # it sends heartbeats. So an id without a row belongs to a deleted amphora.
         known = self._reports.known_ids()
         owners = self._database.read(amphorae.load_balancer_ids)
         self._reports.forget(known - owners.keys())

@@ -27,14 +27,14 @@ from amphora_driver.untrusted_text import printable
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# After the database refuses the rows of a load balancer, the health manager writes the load balancer's rows in separate
-# transactions for five minutes.
+# If the database refuses the rows of a load balancer, the health manager isolates the load balancer for five minutes.
+# The rows of an isolated load balancer get a transaction of their own.
 _ISOLATION_TIME = 300.0
 # The health manager logs refused rows of one load balancer at most once a minute.
 _LOG_INTERVAL = 60.0
 _MAX_REASON = 500
-# A database driver raises ValueError or OverflowError for an invalid value before sending a statement, so both errors
-# count as refusals of the rows.
+# For an invalid value, a database driver raises ValueError or OverflowError before it sends the statement. So both
+# errors count as refusals of the rows.
 _REFUSALS = (ContentRefused, ValueError, OverflowError)
 
 
@@ -78,8 +78,8 @@ class BatchWriter:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        # `refused` counts refused writes of statuses and statistics by load balancer id, and refused writes of last
-        # heartbeats by amphora id.
+        # `refused` counts refused writes. The key is the load balancer id for statuses and statistics, and the amphora
+        # id for last heartbeats.
         self.refused: Counter[str] = Counter()
         self._refused_at: dict[str, float] = {}
         self._logged_at: dict[str, float] = {}

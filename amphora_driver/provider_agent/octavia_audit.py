@@ -32,20 +32,21 @@ from amphora_driver.queue import local_socket, notifier
 from amphora_driver.store import desired_objects
 
 LOG = logging.getLogger(__name__)
-# A new reporter compares all load balancers that changed in the last ten minutes with Octavia, because the previous
-# reporter may have skipped some.
+# The previous reporter may have ended before some of its comparisons with Octavia. So a new reporter compares all load
+# balancers that changed in the last ten minutes.
 _LOOK_BACK = 600.0
-# A read that Octavia does not answer occupies Octavia for half a minute. So the delay after a failed comparison grows
+# A read that Octavia cannot answer occupies Octavia for half a minute. So the delay between failed comparisons grows up
 # to ten minutes.
 _FIRST_BACKOFF, _MAX_BACKOFF = 15.0, 600.0
-# The comparison of single objects with Octavia ignores child objects, so it empties the fields that contain children.
+# Before the comparison of two objects, the provider agent empties the fields that contain child objects. So the
+# comparison ignores the children.
 _CHILDREN: dict[type, dict[str, Any]] = {
     LoadBalancer: {"listeners": (), "pools": ()},
     Listener: {"l7policies": ()},
     L7Policy: {"rules": ()},
     Pool: {"members": (), "healthmonitor": None},
 }
-# The comparison with Octavia ignores the local fields of a load balancer: Octavia does not know them, or sends them
+# The comparison with Octavia ignores these fields of a load balancer. Octavia does not know the fields, or sends them
 # only at the creation.
 _LOCAL_FIELDS = ("profile", "flavor", "availability_zone", "vip", "additional_vips")
 
@@ -67,8 +68,8 @@ class OctaviaAuditor:
         self._reader = reader
         self._executor = executor
         self._lock = threading.Lock()
-        # By load balancer id, `_due` contains the monotonic time of the next comparison, and `_backoffs` the delay in
-        # seconds after a failed comparison.
+        # For each load balancer, `_due` contains the monotonic time of the next comparison. `_backoffs` contains the
+        # delay in seconds after a failed comparison.
         self._due: dict[str, float] = {}
         self._backoffs: dict[str, float] = {}
         self._next = 0.0
@@ -141,8 +142,8 @@ class OctaviaAuditor:
             return True
         dropped = "Octavia rolled back member removals of load balancer %s; the provider agent restores members %s"
         LOG.warning(dropped, load_balancer_id, ", ".join(lost))
-        # After Octavia has dropped a batch of member changes, the scheduled comparison with Octavia finds the members
-        # that the batch created or changed.
+        # The provider agent restores only the removed members of a batch that Octavia has rolled back. The scheduled
+        # comparison with Octavia finds the members that the batch created or changed.
         if self._database.write(lambda connection: sync_transactions.restore_members(connection, row, lost)):
             self.schedule([load_balancer_id])
             notifier.notify(self._conf, local_socket.CONTROLLER, load_balancer_id)
@@ -166,8 +167,8 @@ class OctaviaAuditor:
             )
             LOG.warning(unknown, load_balancer_id)
             return False
-        # Octavia shows removed objects until it receives their DELETED status, so the comparison must not adopt these
-        # objects again.
+        # Octavia shows a removed object until Octavia receives the status DELETED. So the provider agent excludes
+        # removed objects from the comparison.
         tree = without_objects(from_octavia.load_balancer(found), removed)
         differences = describe_differences(recorded, tree)
         if not differences:
@@ -240,8 +241,8 @@ def nodes_by_id(tree: LoadBalancer) -> Mapping[str, Node]:
 
 
 def _comparable_nodes(tree: LoadBalancer) -> Mapping[str, Node]:
-    # `without_objects` renumbers the L7 policies, because the comparison with Octavia considers only the order of
-    # policies, not their positions.
+    # Only the order of L7 policies matters for the comparison. So `without_objects` renumbers the policies to hide
+    # different positions with the same order.
     return nodes_by_id(without_objects(tree, ()))
 
 

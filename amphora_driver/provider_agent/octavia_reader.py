@@ -39,8 +39,8 @@ LOG = logging.getLogger(__name__)
 GIVE_UP_BACKOFF = 2.0
 """At this back-off in seconds the reader continues with the readable parts of a tree."""
 _FIRST_BACKOFF, _MAX_BACKOFF = 0.5, 60.0
-# If Octavia does not know a load balancer yet, the reader repeats the read after 50 ms, because Octavia usually commits
-# soon.
+# At the first read, the creation of a load balancer is often not yet committed in Octavia. The reader repeats the read
+# after 50 ms, because the commit follows soon.
 _UNKNOWN_DELAY = 0.05
 UNREADABLE = "Octavia could not hand it over. Check that every secret it refers to can be read"
 """The reason after a time-out of Octavia, which users see."""
@@ -65,11 +65,11 @@ class OctaviaReader:
         self._lock = threading.Lock()
         # `_busy` contains the ids of the load balancers that the reader is currently reading from Octavia.
         self._busy: set[str] = set()
-        # By load balancer id, `retries` contains the monotonic time of the earliest next read, and the back-off in
-        # seconds after a failed read.
+        # For each load balancer, `retries` contains the monotonic time of the next read, and the back-off in seconds
+        # after a failed read.
         self.retries: dict[str, tuple[float, float]] = {}
-        # By load balancer id, `_unknown` contains the time of Octavia's first answer that the load balancer does not
-        # exist.
+        # For each load balancer that Octavia does not know, `_unknown` contains the time of Octavia's first negative
+        # answer.
         self._unknown: dict[str, float] = {}
 
     def can_read(self, load_balancer_id: str) -> bool:
@@ -103,8 +103,8 @@ class OctaviaReader:
 
         def work_and_wake() -> None:
             if work():
-                # The read of a load balancer may have added statuses to the outbox, so the reporter wakes up and
-                # reports them to Octavia.
+                # The read of a load balancer may have added statuses to the outbox. So the reader wakes up the
+                # reporter, which reports the statuses to Octavia.
                 local_socket.wake_role(self._conf.amp_queue.socket_dir, local_socket.REPORTER)
 
         if self._executor is None:
@@ -195,8 +195,8 @@ class OctaviaReader:
         enough to serve, the load balancer becomes ERROR, so that its user can change it, and the reads continue.
         """
         if not row.read_back:
-            # Octavia answers immediately if it does not know a load balancer, so a time-out proves that Octavia knows
-            # the load balancer.
+            # If Octavia does not know a load balancer, Octavia answers immediately. So a time-out proves that Octavia
+            # knows the load balancer.
             timed_out = isinstance(error, octavia_errors.DriverAgentTimeout)
             if timed_out:
                 self._database.write(lambda connection: sync_transactions.mark_committed(connection, [row]))
@@ -216,8 +216,8 @@ class OctaviaReader:
         """Read each listener and pool separately, and return whether the result is enough to serve."""
         tree = self._database.read(lambda connection: desired_objects.load_tree(connection, row.load_balancer_id))
         contents: dict[SecretName, SealedSecret] = {}
-        # If a listener of the recorded load balancer is `unread`, an earlier call has already read the other listeners
-        # one by one.
+        # If the recorded load balancer has an `unread` listener, an earlier call has already tried to read each
+        # listener separately.
         repeated = any(one.unread for one in tree.listeners)
         # Octavia returns a listener only together with its pools, so an unreadable secret of a pool makes the listener
         # unreadable too.
@@ -230,12 +230,13 @@ class OctaviaReader:
             except octavia_errors.DriverAgentTimeout:
                 if isinstance(recorded, Pool):
                     pool_unreadable = pool_unreadable or bool(secrets_of_object(recorded))
-                    # The renderer omits a pool without readable secrets, so the reader keeps the recorded pool and
-                    # continues.
+                    # The renderer omits a pool whose secrets are not readable. So the reader keeps the recorded pool,
+                    # and reads the other objects.
                     return recorded if secrets_of_object(recorded) else None
                 if repeated and not recorded.unread:
                     return recorded
-                # The renderer omits an `unread` listener, because the listener's unknown L7 policies may deny access.
+                # The reader does not know the L7 policies of an `unread` listener. The policies may restrict access, so
+                # the renderer omits the listener.
                 explained = secrets_of_object(recorded) or (pool_unreadable and not recorded.uses_l4)
                 return msgspec.structs.replace(recorded, unread=True) if explained else None
             contents.update(sealed)

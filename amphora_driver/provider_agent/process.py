@@ -28,15 +28,15 @@ from amphora_driver.queue import jobs
 from amphora_driver.store.process_registry import ProcessKind
 
 LOG = logging.getLogger(__name__)
-# The supervisor waits 0.2 s before it restarts a child process, because a child that always fails would otherwise use a
+# The supervisor waits 0.2 s before it restarts a child process. Without a delay, a child that always fails would use a
 # whole processor.
 _RESTART_DELAY = 0.2
-# All processes poll the exit event of octavia-driver-agent, because the death of a process that waits for the event
-# would block octavia-driver-agent forever.
+# A process that died while it waited for octavia-driver-agent's exit event would block octavia-driver-agent forever. So
+# all processes poll the event.
 _POLL_INTERVAL = 0.5
 # The supervisor of the provider agent kills a child process that does not stop within 3 s.
 _STOP_TIMEOUT = 3.0
-# A read that Octavia does not answer occupies a thread for half a minute, so the provider agent has four threads for
+# A read that Octavia cannot answer blocks a thread for half a minute. So the provider agent has several threads for
 # reads.
 _READER_THREADS = 4
 
@@ -138,8 +138,8 @@ def _run_reporter(name: str, supervisor: int, stopping: ctypes.c_bool) -> None:
 def _start_telemetry(conf: ConfigOpts, name: str, reporter: Reporter) -> AbstractContextManager[object]:
     if not conf.amp_status_page.provider_agent_port:
         return nullcontext()
-    # The provider agent runs inside octavia-driver-agent, so the provider agent imports telemetry only if the
-    # configuration enables the status page.
+    # The provider agent runs inside octavia-driver-agent, which must not load modules without need. So the import of
+    # telemetry depends on the configuration.
     from amphora_driver.telemetry.http_server import Telemetry  # noqa: PLC0415
 
     return Telemetry(conf, ProcessKind.PROVIDER_AGENT, name, reporter.is_working)

@@ -42,15 +42,15 @@ from amphora_driver.store.resyncs import ResyncOutcome
 from amphora_driver.store.sealed_secrets import SealedSecret
 
 LOG = logging.getLogger(__name__)
-# The provider agent repeats a resync after one second if the load balancer has open changes, and after 15 seconds if an
-# error occurred.
+# If the load balancer has open changes, the provider agent repeats a resync after one second. After an error, the
+# provider agent waits 15 seconds.
 _BUSY_DELAY, _RETRY_DELAY = 1.0, 15.0
 _BUSY = "waits until all requests of its users are served and reported to Octavia"
 _CREATING = "waits until Octavia has committed its creation"
-# Each deletion costs Octavia tens of milliseconds, and a call times out after half a minute. So one call deletes at
-# most 15 objects.
+# On a busy machine, Octavia needs up to 0.5 s for a deletion. A call with 15 deletions then takes 7.5 s, well below
+# Octavia's time-out of 30 s.
 _MAX_DELETED = 15
-# The database column for the result of a resync limits the length of the recorded differences.
+# The recorded differences must fit into the database column for the result of a resync.
 _MAX_DETAIL = 2000
 
 
@@ -82,7 +82,8 @@ class Resyncer:
         self._executor = executor
         self._lock = threading.Lock()
         self._running = False
-        # By load balancer id, `_not_before` contains the monotonic time of the earliest next attempt of a resync.
+        # For each load balancer, `_not_before` contains the monotonic time before which the provider agent does not
+        # attempt a resync again.
         self._not_before: dict[str, float] = {}
 
     def run_due(self) -> None:
@@ -145,8 +146,8 @@ class Resyncer:
         if found is None and unread is None:
             self._finish_unknown(request)
             return None
-        # All checks of a resync precede the state PENDING_UPDATE, because Octavia refuses requests of users in that
-        # state.
+        # Octavia refuses requests of users for a load balancer in PENDING_UPDATE. So a resync finishes all its checks
+        # before it sets PENDING_UPDATE.
         before = self._database.read(lambda connection: sync_transactions.load_settled(connection, load_balancer_id))
         if before is None:
             return _BUSY
@@ -169,8 +170,8 @@ class Resyncer:
         try:
             return self._library().get_loadbalancer(load_balancer_id), None
         except octavia_errors.DriverAgentTimeout:
-            # Octavia answers immediately if it does not know a load balancer, so a time-out proves that Octavia knows
-            # the load balancer.
+            # If Octavia does not know a load balancer, Octavia answers immediately. So a time-out proves that Octavia
+            # knows the load balancer.
             return None, octavia_reader.UNREADABLE
 
     def _convert(

@@ -39,12 +39,11 @@ from amphora_driver.store import listener_stats, process_registry, status_outbox
 
 LOG = logging.getLogger(__name__)
 
-# Octavia needs about 34 ms for a deletion, or half a second for one of a thousand members on a busy machine. Other
-# statuses need about 2 ms. Octavia still executes a call after its time-out of 30 s, so the reporter limits the
-# statuses in one call.
+# A call to Octavia times out after 30 s. On a busy machine, Octavia needs up to 0.5 s for a deletion, so a call
+# contains at most 15 deletions. Octavia needs about 2 ms for any other status, so a call contains at most 300 statuses.
 _MAX_DELETED, _MAX_ROWS = 15, 300
-# octavia_lib raises UpdateStatusError for an unreachable octavia-driver-agent and for a refused status. Only the error
-# about a refused status contains an object id.
+# octavia_lib raises UpdateStatusError if octavia-driver-agent is unreachable, and also if Octavia refuses a status.
+# Only the error about a refused status contains an object id.
 _UNREACHABLE = (
     AmphoraDriverError,
     octavia_errors.DriverAgentNotFound,
@@ -54,14 +53,14 @@ _UNREACHABLE = (
     octavia_errors.UpdateStatisticsError,
     OSError,
 )
-# If Octavia refuses the status of a child object, the reporter delays the load balancer's own status while the back-off
-# is at most 2 s.
+# If Octavia refuses the status of a child object, the reporter also delays the status of the load balancer. The
+# reporter stops the delay when the back-off of the child object exceeds 2 s.
 _MAX_CHILD_BACKOFF = 2.0
-# A reporter counts as not working if its last round began more than 45 s ago, because a call to Octavia times out
-# earlier.
+# A call to Octavia lasts at most 30 s. So a reporter whose last round began more than 45 s ago counts as not working.
 _MAX_ROUND_AGE = 45.0
 _DUTY, _DUTY_SECONDS = "reporter", 10.0
-# A reporter that cannot reach its octavia-driver-agent leaves the reporting duty to other hosts for two poll intervals.
+# A reporter that cannot reach octavia-driver-agent does not request the reporting duty for two poll intervals.
+# Meanwhile, a reporter on another host can take the duty.
 _YIELD_INTERVALS = 2
 
 
@@ -92,15 +91,15 @@ class Reporter:
         self._rounds = 0
         self._round_at = time.monotonic()
         self._ended = threading.Event()
-        # By object id, `_refused` contains the monotonic time of the next report after a refusal by Octavia, and the
-        # back-off in seconds.
+        # For each object whose status Octavia has refused, `_refused` contains the monotonic time of the next report
+        # and the back-off in seconds.
         self._refused: dict[str, tuple[float, float]] = {}
         self._last_reported = ""
 
     def run(self, is_stopped: Callable[[], bool]) -> None:
         """Report after every wake-up, and at least once per poll interval, until `is_stopped` returns True."""
-        # A statistics call to Octavia takes 0.1 s and must not delay the report of an ACTIVE status, so a separate
-        # thread reports statistics.
+        # A statistics call to Octavia takes 0.1 s. A separate thread reports the statistics, so that the call does not
+        # delay the report of an ACTIVE status.
         threads = [
             threading.Thread(target=self._report_statistics_until_stopped, name="statistics", daemon=True),
             threading.Thread(target=self._update_registry_until_stopped, name="registry", daemon=True),
@@ -113,8 +112,7 @@ class Reporter:
         ):
             delay = 0.0
             while not is_stopped():
-                # A stop of the provider agent does not interrupt the wait for a wake-up, so one wait lasts at most half
-                # a second.
+                # The reporter notices a stop request only between two waits. So each wait lasts at most half a second.
                 wakeup.wait(min(delay, 0.5))
                 delay = self.try_run_once()
         self._ended.set()
@@ -215,8 +213,8 @@ class Reporter:
             return True
         if now < self._yield_until:
             return False
-        # `_held_until` is half a lease before the expiry of the reporting duty. If the reporter renews the lease before
-        # the expiry, no other reporter has held the duty meanwhile.
+        # `_held_until` is the time half a lease before the reporting duty expires. If the reporter renews the lease
+        # before the expiry, the reporter has held the duty without interruption.
         kept = now < self._held_until + _DUTY_SECONDS / 2
         if not jobs.acquire_duty(self._database, _DUTY, self._name, _DUTY_SECONDS):
             self._held_until = 0.0
@@ -298,11 +296,11 @@ class Reporter:
         reports = _limit_deletions([one for one in found if self._is_due(one)])
         if not reports:
             return False
-        # The next call to Octavia starts with the following load balancer, so many statuses of one load balancer do not
-        # delay the others.
+        # The next call to Octavia starts with the load balancer after `_last_reported`. So many statuses of one load
+        # balancer do not delay the statuses of other load balancers.
         self._last_reported = reports[-1].load_balancer_id
-        # A reporter that has lost the reporting duty must not send old statuses, because Octavia would accept them
-        # after newer ones from another reporter.
+        # A reporter that has lost the reporting duty must not send statuses. Octavia would overwrite newer statuses
+        # from another reporter with the old ones.
         if not self._holds_duty():
             return True
         try:
@@ -339,8 +337,8 @@ class Reporter:
                 raise
             ends = report.kind is Kind.LOAD_BALANCER and report.provisioning is Provisioning.DELETED
             if ends and self.library.get_loadbalancer(report.object_id) is None:
-                # Octavia refuses DELETED for a load balancer that it does not know, because it has deleted or never
-                # committed the load balancer.
+                # Octavia refuses the status DELETED for an unknown load balancer. In this case, Octavia has already
+                # deleted the load balancer, or has never committed its creation.
                 return True
             backoff = min(2 * self._refused.get(report.object_id, (0.0, 0.125))[1], 60.0)
             metrics.count_reports("refused")
@@ -348,8 +346,8 @@ class Reporter:
             LOG.warning(refused, report.kind, report.object_id, backoff, error.fault_string)
             self._refused[report.object_id] = (time.monotonic() + backoff, backoff)
             if backoff <= _MAX_CHILD_BACKOFF:
-                # The load balancer stays PENDING in Octavia, and refuses new requests, until Octavia accepts the status
-                # of its child object.
+                # The reporter delays the status of the load balancer too. So the load balancer stays PENDING in
+                # Octavia, and Octavia refuses new requests of users.
                 self._refused.setdefault(report.load_balancer_id, (time.monotonic() + backoff, 0.125))
             return False
         self._refused.pop(report.object_id, None)

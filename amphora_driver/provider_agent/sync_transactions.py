@@ -201,8 +201,8 @@ def _load_batch(connection: sa.Connection, pool_id: str, generation: int) -> Mem
     )
     rows = connection.execute(sa.select(desired_object).where(*of_batch)).all()
     removed = [one.id for one in rows if one.removed and one.generation == generation]
-    # Octavia shows a member until the DELETED report, so a member that a later request removes still shows whether
-    # Octavia has committed the batch.
+    # Octavia shows a member until Octavia receives the status DELETED. So even a member that a later request removes
+    # shows whether Octavia has committed the batch of member changes.
     candidates = [one for one in rows if one.id not in removed]
     sample = max(candidates, key=lambda one: one.created == generation, default=None)
     if sample is None or not removed:
@@ -220,8 +220,8 @@ def restore_members(connection: sa.Connection, row: Any, removed: Collection[str
     for one in sorted(removed):
         changed = desired_object.update().where(desired_object.c.id == one)
         connection.execute(changed.values(removed=False, generation=generation))
-    # The outbox may already contain the status DELETED of the restored members. The next confirmation by the amphorae
-    # replaces DELETED by a new status.
+    # The outbox may still contain the status DELETED of a restored member. After the amphorae confirm the new
+    # generation, a new status replaces DELETED.
     members = [(Kind.MEMBER, one) for one in sorted(removed)]
     status_outbox.expect_confirmation(connection, row.load_balancer_id, generation, members)
     return True
@@ -258,8 +258,8 @@ _WORK_ROW = sa.select(
 _REMOVED = sa.select(desired_object.c.id).where(
     desired_object.c.load_balancer_id == sa.bindparam("of"), desired_object.c.removed
 )
-# `_FAILURE_REPORTED` matches objects whose status ERROR Octavia has received, except removed objects, which still exist
-# in Octavia.
+# `_FAILURE_REPORTED` matches an object if Octavia has received the object's status ERROR. Removed objects do not match,
+# because Octavia still shows them.
 _FAILURE_REPORTED = sa.and_(
     object_status.c.provisioning == Provisioning.ERROR.value,
     object_status.c.settled <= object_status.c.reported,

@@ -161,8 +161,8 @@ def _transport(listener: Listener) -> str:
 
 def _in_clear(value: object) -> str:
     if isinstance(value, Secret):
-        # Without the argument `errors`, invalid UTF-8 would raise a decoding error with the secret in the text of the
-        # error.
+        # Without the argument `errors`, invalid UTF-8 would raise a decoding error, whose text would contain the
+        # secret.
         return value.reveal().decode(errors="replace")
     raise TypeError(f"a {type(value).__name__} is not part of a bundle")
 
@@ -179,12 +179,12 @@ def _interface(tree: LoadBalancer, plugged: AttachedPort) -> BundleInterface:
     is_vip = port.network_id == tree.vip.network_id
     routes = [(route.destination, route.gateway) for subnet in plugged.subnets for route in subnet.routes]
     if is_vip:
-        # An amphora reaches clients, and members outside the networks of the amphora, only through the default route of
-        # the VIP network.
+        # Clients, and members outside the attached networks, are reachable only through the default route of the VIP
+        # network.
         gateways = [subnet.gateway for subnet in plugged.subnets if subnet.gateway is not None]
         routes += [("::/0" if ":" in gateway else "0.0.0.0/0", gateway) for gateway in gateways]
     # The kernel of an amphora would refuse a second route with the same destination, so the bundle contains only the
-    # first one.
+    # first route.
     first: dict[str, str] = {}
     for destination, gateway in routes:
         first.setdefault(destination, gateway)

@@ -28,8 +28,8 @@ METRICS = quoting.keywords("amphora:metrics")
 """The backend that answers with metrics. The agent's part of the configuration defines it."""
 
 _HTTP, _TCP = quoting.keywords("http"), quoting.keywords("tcp")
-# HAProxy needs HTTP for the log-format variables with the mark H in the manual (section 8.2.6), and for the variable of
-# the status code.
+# HAProxy's manual (section 8.2.6) marks some log-format variables with H. HAProxy supports these variables, and the
+# variable of the status code, only in HTTP mode.
 _HTTP_ONLY = frozenset(
     ["CC", "CS", "HM", "HP", "HPO", "HQ", "HU", "HV", "ST", "TR", "Ta", "Ti", "Tq", "Tr", "r", "tr", "trg", "trl"]
 )

@@ -31,8 +31,8 @@ from amphora_driver.render.quoting import Quoted
 from amphora_driver.validation import l7, regex
 
 _REMEMBERED = 8_192
-# Percent-encoding makes a value of an L7 rule at most three times as long, so a limit of four times the length is
-# sufficient.
+# Percent-encoding makes a value of an L7 rule at most three times as long. So a limit of four times the length never
+# refuses an encoded value.
 _LONGEST = 4 * quoting.MAX_TEXT
 
 _ACL = quoting.keywords("acl")
@@ -139,8 +139,8 @@ def _check_distinct(conditions: list[tuple[L7Policy, _Condition]]) -> None:
 def _actions(conditions: list[tuple[L7Policy, _Condition]], pools: dict[str, Quoted | None]) -> list[Quoted]:
     to_pool = L7Action.REDIRECT_TO_POOL
     backends = [pools[str(one.redirect_pool_id)] if one.action is to_pool else None for one, _ in conditions]
-    # HAProxy applies `use_backend` lines after all `http-request` lines. From the index `plain` on, all policies
-    # redirect to pools, so `use_backend` lines keep their order.
+    # HAProxy applies all `http-request` lines before all `use_backend` lines. All policies from the index `plain` on
+    # redirect to pools. So `use_backend` lines keep the order of these policies.
     plain = len(backends)
     while plain and backends[plain - 1] is not None:
         plain -= 1
@@ -166,8 +166,8 @@ def _action(policy: L7Policy) -> Quoted:
         return _UNAVAILABLE
     target = l7.check_redirect_target(policy)
     if policy.action is L7Action.REDIRECT_PREFIX and not set("?#") & set(target):
-        # For a prefix redirect, HAProxy appends the request path, which begins with a slash, so the prefix must not end
-        # with a slash.
+        # For a prefix redirect, HAProxy appends the request path to the prefix. The path begins with a slash, so the
+        # prefix must not end with a slash.
         target = target.rstrip("/") or "/"
     code = policy.redirect_http_code or l7.DEFAULT_REDIRECT_CODE
     return quoting.words(
@@ -252,11 +252,11 @@ def _fetches(rule: L7Rule) -> tuple[str, ...]:
     fixed = _FIXED.get(rule.type)
     if fixed is not None:
         return _PATH if _is_suffix(rule) else fixed
-    # `check_l7rule` permits only token characters in the key of an L7 rule, so no key can end the double quotes of
-    # HAProxy's second parser.
+    # HAProxy parses the arguments of a fetch again, with double quotes. `check_l7rule` permits only token characters in
+    # the key of an L7 rule, so no key ends the quotes.
     if rule.type is L7RuleType.HEADER:
-        # If one of several comma-separated header values contains a text, the whole header line contains the text too.
-        # So CONTAINS needs no fetch of single values.
+        # If one value of a comma-separated header contains a text, the whole header line contains the text too. So a
+        # rule with CONTAINS compares only the whole line.
         whole, single = f'req.fhdr("{rule.key}")', f'req.hdr("{rule.key}")'
         return (whole,) if rule.compare_type is L7Compare.CONTAINS else (whole, single)
     return (f'req.cook("{rule.key}")',) if rule.type is L7RuleType.COOKIE else (f"ssl_c_s_dn({rule.key})",)
@@ -265,7 +265,7 @@ def _fetches(rule: L7Rule) -> tuple[str, ...]:
 _PATH = ("path",)
 _FIXED = {
     L7RuleType.PATH: _PATH,
-    # A HOST_NAME rule compares the Host header of a request with and without the port.
+    # A HOST_NAME rule compares two forms of the Host header: with the port and without the port.
     L7RuleType.HOST_NAME: ("req.fhdr(host)", "req.fhdr(host),host_only"),
     L7RuleType.FILE_TYPE: ("var(txn.extension)",),
 }

@@ -53,7 +53,7 @@ class Quoted(str):
         raise TypeError("a Quoted value comes from amphora_driver.render.quoting only")
 
 
-# The constructor of Quoted always raises an error. `_quoted` still creates Quoted strings, because `str.__new__` does
+# The constructor of Quoted always raises an error. Only `_quoted` creates Quoted strings, because `str.__new__` does
 # not call `__init__`.
 _quoted: Callable[[str], Quoted] = partial(str.__new__, Quoted)
 _PRINTABLE = frozenset({Quoted, int})
@@ -249,8 +249,8 @@ def text(
         _refuse(where, value, f"it is longer than {longest} bytes", object_id)
     if flag_position and value.startswith("-"):
         _refuse(where, value, "it begins with '-' and would be read as a flag", object_id)
-    # HAProxy permits no single quote inside single quotes. So the word closes the quotes, adds an escaped quote, and
-    # opens the quotes again.
+    # HAProxy permits no single quote inside single quotes. So the renderer closes the quotes, adds an escaped single
+    # quote, and opens new quotes.
     return _quoted("'" + value.replace("'", "'\\''") + "'")
 
 

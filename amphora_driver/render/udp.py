@@ -119,7 +119,8 @@ def virtual_servers(
     refused: list[ModelError] = []
     behind: dict[str, _Behind | None] = {}
     for pool in once(pools, refused):
-        # A pool that no listener serves has no VIP, so the pool may contain members of any address family.
+        # A pool that is not the default pool of a listener has no VIP. So the pool may contain members of any address
+        # family.
         met = load_balancer.vips if load_balancer.is_default_pool(pool) else None
         examine = partial(_behind, pool, met, failed, refused)
         behind[pool.id] = render_errors.try_render(examine, pool.id, refused) if pool.id not in failed else None

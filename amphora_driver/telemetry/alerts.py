@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 # The status page shows a process as dead after the process has missed five heartbeats.
 DEAD_AFTER = 5 * HEARTBEAT_INTERVAL
-# The status page shows a notice 30 s after a job, status report or confirmation is due. After 300 s, the notice becomes
-# more severe.
+# The status page shows a notice if a job, a status report or a confirmation is 30 s late. After 300 s, the notice
+# becomes more severe.
 _LATE = 30.0
 _VERY_LATE = 300.0
 _DAY = 86_400.0
@@ -36,7 +36,8 @@ _WITHOUT_PROCESS = {
     ProcessKind.HEALTH_MANAGER.value: "no health manager runs: heartbeats of amphorae are not received",
     ProcessKind.PROVIDER_AGENT.value: "no provider agent runs: Octavia gets no statuses",
 }
-# If the status page has more than four notices of one sort, it groups the notices and shows only two of them.
+# If the status page has more than four notices of one sort, the status page groups them. A group shows only two of its
+# notices.
 _MAX_UNGROUPED = 4
 _SHOWN_OF_GROUP = 2
 _PLURALS = {"load balancer": "load balancers", "amphora": "amphorae"}

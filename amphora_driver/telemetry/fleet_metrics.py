@@ -62,8 +62,8 @@ def encode_metrics(
         build.add_metric([], {"version": version, "kind": kind})
         families += [build, *own.collect()]
     for family in families:
-        # The `_created` series of prometheus_client's counters would double the size of the metrics, so the answer
-        # omits them.
+        # prometheus_client adds a `_created` series to each counter. The metrics server omits these series, because
+        # they would double the size of its response.
         family.samples = [one for one in family.samples if not one.name.endswith("_created")]
     if view is not None:
         families += fleet_families(view)
@@ -78,8 +78,8 @@ def fleet_families(view: View) -> Iterator[Metric]:
     is_current = view.trouble is None and view.fleet is not None
     yield _gauge("amphora_fleet_up", "1 if the database could be read for this answer.", is_current)
     if view.trouble is not None or view.fleet is None:
-        # If the database is unreadable, the answer contains no fleet metrics, because old metrics would look like
-        # current ones.
+        # If the database is unreadable, the metrics server omits the metrics of the fleet, because old metrics would
+        # look like current ones.
         return
     fleet = view.fleet
     yield _gauge("amphora_fleet_read_seconds", "Duration of the read of the fleet.", fleet.took)
@@ -186,8 +186,8 @@ def _control_plane_metrics(fleet: FleetSnapshot) -> Iterator[Metric]:
     for (kind, draining), number in sorted(counted.items()):
         seen.add_metric([kind, draining], number)
     yield seen
-    # For each kind of process, the metrics show the age of the newest heartbeat. After the sort by time, the newest
-    # heartbeat replaces the older ones in the dict.
+    # The metrics show the age of the newest heartbeat for each kind of process. The processes are sorted by time, so
+    # the newest heartbeat replaces the older ones in the dict.
     youngest = {one.kind: one.seen_at for one in sorted(fleet.processes, key=lambda one: one.seen_at)}
     ages = {kind: max(0.0, fleet.at - seen_at) for kind, seen_at in sorted(youngest.items())}
     yield _by("amphora_fleet_process_age_seconds", "Age of the newest heartbeat of a process.", "kind", ages)

@@ -44,8 +44,8 @@ MAX_AMPHORAE = 50_000
 MAX_ROWS = 200
 MAX_FAILOVERS = 12
 MAX_ROTATIONS = 3
-# Two consecutive reads of ended fail-overs overlap by 60 s, because a slow transaction may commit the end of a
-# fail-over late.
+# A slow transaction may commit the end of a fail-over late. So two consecutive reads of ended fail-overs overlap by 60
+# s.
 _OVERLAP = 60.0
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -106,7 +106,8 @@ _AMPHORAE = (
     .order_by(_AMPHORA.c.load_balancer_id, _AMPHORA.c.created_at, _AMPHORA.c.id)
     .limit(MAX_AMPHORAE)
 )
-# The condition on the generation lets the database use an index, so the query reads no old requests of a load balancer.
+# With the condition on the generation, the database can use an index. So the query reads no old requests of a load
+# balancer.
 _ACCEPTED = (
     sa.select(_WORK.c.load_balancer_id, sa.func.min(tables.request.c.accepted_at).label("accepted_at"))
     .join(tables.request, tables.request.c.load_balancer_id == _WORK.c.load_balancer_id)
@@ -287,7 +288,7 @@ def _build_pools(rows: Iterable[Any], amphorae: Iterable[AmphoraInfo], configure
             continue
         spares = kept.get(row.id, [])
         ready = sum(one.state == "ready" for one in spares)
-        # A pool of warm spares needs no amphorae if no load balancer uses the pool.
+        # If no load balancer uses a pool of warm spares, the pool needs no amphorae.
         wanted = _desired_number(row.spares, configured) if row.id in used else 0
         found.append(_build(SparePoolInfo, row, wanted=wanted, booted=len(spares), ready=ready))
     return tuple(found)

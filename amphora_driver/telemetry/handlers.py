@@ -88,8 +88,8 @@ class TokenFile:
         try:
             found = Path(self._path).stat()
             if found.st_mode & stat.S_IROTH:
-                # Another user may already have read the token of the status page, so the operator must also write a new
-                # token.
+                # If other users can read the token file, another user may already know the token. So the operator must
+                # also write a new token.
                 problem = "other users can read it; run chmod o-r, and write a new token into it"
             else:
                 token = self._read_file(found)
@@ -107,8 +107,8 @@ class TokenFile:
 
     def _read_file(self, found: os.stat_result) -> Secret:
         """Return the token of a file with this state."""
-        # A write of the token file may leave some of inode, size, mtime and ctime unchanged, but never all of them. So
-        # the server compares all four.
+        # Every write of the token file changes at least one of inode, size, mtime and ctime. So the server compares all
+        # four values.
         mark = (found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
         if self._known is None or self._known[0] != mark:
             line = Path(str(self._path)).read_bytes().split(b"\n", 1)[0].strip()

@@ -20,14 +20,14 @@ from amphora_driver.secret import Secret
 MAX_HEAD_SIZE = 8192
 _MAX_HEADERS = 64
 _METHODS = ("GET", "HEAD")
-# A proxy adds headers such as Forwarded or Via to requests of other machines. Without a token, the status page refuses
-# forwarded requests.
+# Headers such as Forwarded or Via show that a proxy has forwarded a request from another machine. If no token is
+# configured, the status page refuses forwarded requests.
 _FORWARDED = {
     *("forwarded", "via", "x-real-ip"),
     *("x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-forwarded-server"),
 }
-# The status page regards HTTP/1.0 requests as forwarded: many proxies use HTTP/1.0 without a Forwarded header, while
-# local clients use HTTP/1.1.
+# Many proxies use HTTP/1.0 without a Forwarded header, while local clients use HTTP/1.1. So the status page regards
+# every HTTP/1.0 request as forwarded.
 _PROXY_VERSION = "HTTP/1.0"
 
 

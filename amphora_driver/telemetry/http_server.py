@@ -36,7 +36,8 @@ LOG = logging.getLogger(__name__)
 # one.
 _MAX_CONNECTIONS = 16
 _BACKLOG = 32
-# The status page server limits a whole connection to 20 s, each read to 5 s, and the close after the response to 1 s.
+# The status page server limits a whole connection to 20 s and each read to 5 s. After the response, the close of the
+# connection takes at most 1 s.
 _CONNECTION_TIMEOUT = 20.0
 _READ_TIMEOUT = 5.0
 _CLOSE_TIMEOUT = 1.0
@@ -125,8 +126,8 @@ class StatusServer:
         connection.settimeout(_READ_TIMEOUT)
         with self._lock:
             if len(self._open) >= _MAX_CONNECTIONS:
-                # A normal request to the status page takes milliseconds, so the oldest of 16 connections belongs to a
-                # slow client.
+                # A normal request to the status page takes milliseconds. If 16 connections are open, the oldest
+                # connection belongs to a slow client.
                 self._shut_down([min(self._open)])
             number = next(self._numbers)
             self._open[number] = (connection, time.monotonic())
@@ -164,8 +165,8 @@ class StatusServer:
                 connection = self._wrap_tls(number, connection)
             self._answer(connection, peer)
         except (OSError, ValueError) as error:
-            # An error of a connection to the status page means that the client has closed the connection or uses
-            # another protocol.
+            # A connection to the status page fails if the client closes the connection or uses another protocol.
+            # Neither case needs a warning.
             LOG.debug("a connection to the status page failed, and the server closes it: %s", error)
         except Exception:
             LOG.exception("the status page server could not serve a connection and closes the connection")
@@ -178,8 +179,8 @@ class StatusServer:
             with self._lock:
                 if number in self._open:
                     self._open[number] = (wrapped, self._open[number][1])
-            # If the status page server has shut down an overdue connection, the TLS handshake fails and the thread
-            # ends.
+            # The status page server shuts down a connection that exceeds its time limit. The TLS handshake then fails,
+            # and the thread ends.
             wrapped.do_handshake()
         except BaseException:
             wrapped.close()

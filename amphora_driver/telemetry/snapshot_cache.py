@@ -25,7 +25,8 @@ from amphora_driver.telemetry.fleet_snapshot import FailoverInfo, FleetSnapshot
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# The process reads the snapshot for the status page and the metrics from the database at most once a second.
+# The status page server reads the database at most once a second. The status page and the metrics share the snapshot
+# from this read.
 MAX_AGE = 1.0
 # A read of the snapshot for the status page waits at most 3 s for the database.
 _DATABASE_TIMEOUT = 3.0

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 _HERE = Path(__file__).parent
 _STYLE = (_HERE / "page.css").read_text(encoding="utf-8")
 _SCRIPT = (_HERE / "page.js").read_text(encoding="utf-8")
-# The template of the status page escapes all values, so no value can contain an HTML comment that marks a part of the
-# page.
+# HTML comments mark the parts of the status page. No value can contain an HTML comment, because the template escapes
+# all values.
 _PART = re.compile(r"<!--(\w+)-->(.*?)<!--/\1-->", re.DOTALL)
 # The status page shows at most 40 notices and 100 load balancers, and tells the number of omitted ones.
 MAX_NOTICES = 40
