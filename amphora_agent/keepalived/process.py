@@ -25,9 +25,10 @@ from amphora_agent.services.health_file import ALIVE
 
 SERVICE = "keepalived"
 CHECK_SECONDS = 20.0
-# The service manager restarts keepalived after this number of advertisement intervals plus the spare seconds. Meanwhile
-# the partner takes over (RFC 9568, section 6.1), and announces the VIPs twice, one second apart (garp_master_delay).
-# The VIPs stay on this amphora until the restart, for neighbours that missed the first announcement.
+# The service manager restarts a failed keepalived after this number of advertisement intervals plus the spare seconds.
+# Before the restart, the partner takes over (RFC 9568, section 6.1) and announces the VIPs twice, one second apart
+# (garp_master_delay). Until the restart, this amphora also has the VIPs, and serves neighbours that missed the first
+# announcement.
 _ADVERTS_TO_WAIT = 4
 _SPARE_SECONDS = 1.5
 
@@ -85,7 +86,7 @@ class Keepalived:
         changed = text != self._current_text()
         if changed:
             write_atomically(self._paths.keepalived_configuration, text, durable=False)
-        # The agent creates missing health files with the content ALIVE, so that keepalived adds the VIPs before HAProxy
+        # The agent creates missing health files with the content ALIVE. So keepalived can add the VIPs before HAProxy
         # listens for the first time.
         for watched in (self._paths.haproxy_health, self._paths.released):
             with suppress(FileExistsError), watched.open("x", encoding="ascii") as file:
@@ -111,8 +112,9 @@ class Keepalived:
 
     def _start(self, wanted: VrrpInstance) -> None:
         files = self._paths.keepalived_pid_files
-        # The option -P disables keepalived's own health checks. With -R, the service manager restarts a failed
-        # keepalived only after the partner has taken over; meanwhile the VIPs stay, and HAProxy serves on.
+        # The option -P disables keepalived's own health checks. With the option -R, keepalived does not restart its
+        # failed processes. The service manager restarts keepalived after the partner has taken over; until then, the
+        # VIPs stay and HAProxy serves.
         argv = ["keepalived", "-n", "-l", "-P", "-R", "-f", str(self._paths.keepalived_configuration)]
         argv += ["-p", str(files[0]), "-r", str(files[1])]
         delay = wanted.vrrp.advert_interval * _ADVERTS_TO_WAIT + _SPARE_SECONDS

@@ -113,9 +113,9 @@ class VipHandover:
                 with self._recording(replace(self._deadlines, draining=time.monotonic() + drain)):
                     self._create_tunnel(instance)
                     self._start_answers(instance, direct_allowed=direct_answers)
-            # DEAD in the file `released` makes keepalived send a last advertisement with priority 0 (RFC 9568, section
-            # 6.4.3), so the partner takes over at once. After ALIVE, keepalived is healthy again, and takes the VIPs
-            # only if no other amphora has them.
+            # After DEAD in the file `released`, keepalived sends a last advertisement with priority 0 (RFC 9568,
+            # section 6.4.3). So the partner takes over at once. After ALIVE, keepalived is healthy again, but takes the
+            # VIPs only if no other amphora has them.
             self._paths.released.write_text(DEAD, encoding="ascii")
             try:
                 deadline = time.monotonic() + RELEASE_SECONDS
@@ -171,7 +171,7 @@ class VipHandover:
         except _FAILURES:
             self._deadlines = _expire_new(before, deadlines, time.monotonic())
             with suppress(*_FAILURES):
-                # If the hand-over cannot be ended here, the background thread of the hand-over retries.
+                # If the agent cannot end the failed hand-over here, the background thread of the hand-over retries.
                 self._end_expired()
             raise
 

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-# libnftables waits with select(2), which supports only file descriptors below 1024. So the L4 daemon reserves the
-# descriptors from 512 to 1023 for libnftables.
+# libnftables waits with select(2), which supports only file descriptors below 1024. So the L4 daemon keeps the
+# descriptors from 512 to 1023 free for libnftables.
 _RESERVED_FROM, _RESERVED_BELOW = 512, 1024
-# epoll counts milliseconds in 32 bits, so the event loop waits at most this number of seconds at once.
+# epoll_wait(2) accepts at most 2^31 milliseconds, which are 24 days. The event loop stays far below this limit.
 _MAX_WAIT_SECONDS = 3600.0
 
 
@@ -62,7 +62,7 @@ class EventLoop:
         """Wait for the next event, at most for this number of seconds, and handle everything that is due."""
         for key, _ in self._selector.select(self._timeout(longest)):
             # The handler of an earlier event may have closed this event's socket, and a new socket may have the same
-            # descriptor. The event loop skips such an event.
+            # descriptor. The event loop then skips this event.
             is_open = isinstance(key.fileobj, socket.socket) and key.fileobj.fileno() >= 0
             present = self._selector.get_map().get(key.fileobj) if is_open else None
             if present is not None and present.data is key.data:
@@ -93,7 +93,8 @@ def make_nonblocking(one: socket.socket) -> socket.socket:
     try:
         number = fcntl.fcntl(one.fileno(), fcntl.F_DUPFD_CLOEXEC, _RESERVED_BELOW)
     except OSError:
-        # The process may not open descriptors of 1024 and above, so the socket keeps its low descriptor.
+        # fcntl() fails if the L4 daemon's limit of open files is 1024 or less. Then the socket keeps its low
+        # descriptor.
         return one
     with one:
         moved = socket.socket(fileno=number)

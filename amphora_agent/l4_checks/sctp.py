@@ -25,7 +25,7 @@ class SctpChecks:
     def __init__(self, loop: EventLoop) -> None:
         self._loop = loop
         self._sockets: dict[socket.AddressFamily, socket.socket] = {}
-        # `_pending` has the pending SCTP checks by their local ports.
+        # `_pending` maps a local port to the pending SCTP check that sends from the port.
         self._pending: dict[int, _Init] = {}
         self._next = int.from_bytes(os.urandom(2), "big") % _PORTS
         try:
@@ -53,8 +53,8 @@ class SctpChecks:
         else:
             raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
         check = _Init(_FIRST_PORT + self._next, target, on_result, self)
-        # sendto() would raise pending errors of other members on the shared socket, so the check first reads all
-        # packets and errors.
+        # All SCTP checks share a socket, so sendto() would raise pending errors about other members. The check first
+        # reads all packets and errors from the socket.
         self._read_packets(opened)
         opened.sendto(sctp_packet.init(check.port, target.port, check.tag), (target.address, 0))
         self._pending[check.port] = check
@@ -76,8 +76,8 @@ class SctpChecks:
                 return
             except OSError:
                 continue
-                # The SCTP check skips an error of recvfrom(), because the socket's error queue reports the same
-                # error with its member.
+                # The SCTP checks ignore an error of recvfrom(), because the socket's error queue reports the same error
+                # together with the member's address.
             start = 4 * (data[0] & 0x0F) if opened.family == socket.AF_INET and data else 0
             packet = sctp_packet.parse(data[start:])
             if packet is not None:

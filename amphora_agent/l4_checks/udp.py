@@ -17,11 +17,12 @@ from amphora_agent.l4_checks.check import Check, OnResult, Target
 from amphora_agent.l4_checks.icmp_errors import IcmpErrorMonitor
 from amphora_agent.l4_checks.neighbor_probe import NeighborProbe
 
-# A UDP check sends one line feed, which does not disturb programs that log lines. An empty datagram would be the end of
-# input for some programs.
+# A UDP check sends one line feed, which does not disturb programs that log lines. For some programs, an empty datagram
+# would mean the end of input.
 PAYLOAD = b"\n"
 _MAX_BYTES = 512
-# The UDP checks keep at most this number of late ICMP errors, including errors about members that have been removed.
+# A late ICMP error arrives while no check of the member is pending. The UDP checks keep at most this number of late
+# errors, including errors about removed members.
 _MAX_LATE_ERRORS = 4096
 
 
@@ -30,7 +31,7 @@ class UdpChecks:
 
     def __init__(self, loop: EventLoop) -> None:
         self._loop = loop
-        # `_checks` has the UDP checks by the addresses of their members.
+        # `_checks` maps the address of a member to the pending UDP checks of the address.
         self._checks: dict[str, set[_Datagram]] = {}
         self._late_errors: dict[tuple[str, int], tuple[float, str]] = {}
         self.neighbors = NeighborProbe()

@@ -17,8 +17,8 @@ import socket
 import sys
 from functools import partial
 
-# The agent starts the L4 daemon by its path with the Python options -I and -S, which save a megabyte. So the L4 daemon
-# must add the directory of its package to sys.path.
+# The agent starts the L4 daemon with the Python options -I and -S, which save a megabyte of memory. The options also
+# remove the package from Python's search path, so the L4 daemon adds the package's directory.
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))  # noqa: PTH100, PTH118, PTH120
 
 from amphora_agent.l4.event_loop import EventLoop
@@ -51,8 +51,8 @@ def serve(engine: NftablesEngine, directory: str, path: str) -> int:
     loop.add_reader(wakeup, lambda: received.extend(wakeup.recv(64)))
     checker = Checker(loop, engine, StateFiles(directory), KINDS, version())
     control = ControlSocket(loop, path, checker.handle_request)
-    # The responder runs as another user and may change nothing, so the L4 daemon offers a second socket that returns
-    # only statistics rows.
+    # The responder runs as another user and must not change anything. So the L4 daemon offers a second socket that only
+    # returns statistics rows.
     rows_path = f"{directory}/{ROWS_SOCKET}"
     rows = ControlSocket(loop, rows_path, lambda _: checker.handle_request({"op": "rows"}), mode=0o666)
     while not received:

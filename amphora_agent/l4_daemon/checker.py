@@ -31,8 +31,8 @@ from amphora_agent.l4_nftables.engine import NftablesEngine
 FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 0.5, 30.0
 # For the algorithm LEAST_CONNECTIONS, the L4 daemon counts flows at this interval, in seconds.
 _REBALANCE_SECONDS = 1.0
-# The L4 daemon writes changes that alter no member's status after this number of seconds. If the daemon is killed
-# before, the changes are lost.
+# If a change alters no member's status, the L4 daemon saves the change after this number of seconds. If the L4 daemon
+# is killed before it saves the change, the change is lost.
 _SAVE_SECONDS = 1.0
 
 
@@ -168,8 +168,8 @@ class Checker:
             try:
                 self._engine.rebalance(self._desired.servers, self._applied_health, paired=self._desired.paired)
             except AgentError:
-                # The L4 daemon does not log the error here. The next application of the member states logs the error if
-                # the error persists.
+                # If the error persists, the L4 daemon logs the error when it next applies the member states. So the L4
+                # daemon does not log the error here.
                 self._must_apply = True
         self._schedule_rebalance()
 

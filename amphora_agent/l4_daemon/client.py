@@ -36,11 +36,11 @@ SERVICE = "amphora-checker"
 # previous state (`stats.udp_stats`).
 STATE_TIMEOUT_SECONDS = 0.3
 ANSWER_TIMEOUT_SECONDS = 1.0
-# The agent waits this number of seconds for a change of the kernel's table. The change takes milliseconds, and longer
-# on a busy machine.
+# The agent waits at most this number of seconds for a change of the kernel's table. The change normally takes
+# milliseconds, but longer on a busy machine.
 SERVE_TIMEOUT_SECONDS = 60.0
-# The agent waits this number of seconds for the start of the L4 daemon, which took more than fifteen seconds on a busy
-# emulated machine.
+# The agent waits at most this number of seconds for the start of the L4 daemon. On a busy emulated machine, the start
+# took more than fifteen seconds.
 START_TIMEOUT_SECONDS = 60.0
 _RESTART_DELAY = 0.1
 _POLL_SECONDS = 0.02
@@ -124,8 +124,8 @@ class CheckerClient:
                 return
             document = _desired_document("serve", servers, paired=paired)
             if not servers and not self._may_be_forwarding():
-                # A request to an L4 daemon that never started fails at once. An L4 daemon whose last change failed
-                # answers late, so the agent waits for the answer.
+                # If the L4 daemon never started, the request fails at once. If the last change of the L4 daemon failed,
+                # the answer comes late, so the agent waits with the long time-out.
                 with suppress(VirtualServersError, ConfigurationRefused):
                     if (state := _parse_state(self._request(document, SERVE_TIMEOUT_SECONDS))).sums:
                         self._keep_final_state(state)
@@ -180,7 +180,8 @@ class CheckerClient:
         except FileNotFoundError:
             return False
         except (OSError, ValueError, KeyError, TypeError):
-            # The agent cannot read the file of virtual servers, so it assumes that the L4 daemon may be forwarding.
+            # If the agent cannot read the file of virtual servers, the agent assumes that the L4 daemon may be
+            # forwarding.
             return True
 
     def _ensure_running(self) -> None:
@@ -206,8 +207,8 @@ class CheckerClient:
         try:
             self._services.start(SERVICE, argv, inner=True, policy=policy)
         except ServiceError:
-            # The service manager refuses a start because the command line of the L4 daemon has changed, so the agent
-            # stops the L4 daemon first.
+            # The service manager refuses the start if the L4 daemon already runs with another command line. So the
+            # agent first stops the L4 daemon.
             self._services.stop(SERVICE)
             self._services.start(SERVICE, argv, inner=True, policy=policy)
 

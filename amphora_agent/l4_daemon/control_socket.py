@@ -20,8 +20,8 @@ TIMEOUT_SECONDS = 10.0
 MAX_REQUEST_BYTES = 64 << 20
 _READ_BYTES = 1 << 18
 _BACKLOG = 32
-# After a failed accept(), the control socket pauses for this number of seconds, because retrying at once would be a
-# busy loop.
+# After a failed accept(), the control socket pauses for this number of seconds. Without the pause, the retries would be
+# a busy loop.
 _PAUSE_SECONDS = 0.1
 
 HandleRequest = Callable[[dict[str, Any]], dict[str, Any] | str]

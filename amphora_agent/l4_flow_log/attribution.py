@@ -38,10 +38,10 @@ class FlowAttribution:
     def __init__(self) -> None:
         self._listeners: dict[_Destination, _Listener] = {}
         self._formats: dict[str, LogFormat] = {}
-        # `_retained` has the members whose flows continue in the kernel.
+        # `_retained` is the set of members whose flows continue in the kernel.
         self._retained: set[tuple[_Destination, _MemberAddress]] = set()
-        # `_cut` has the members whose flows the kernel has ended, each with the earliest and the latest possible time
-        # in nanoseconds.
+        # `_cut` contains the members whose flows the kernel has ended. The values are the earliest and the latest
+        # possible time of the end, in nanoseconds.
         self._cut: dict[tuple[_Destination, _MemberAddress], tuple[int, int]] = {}
         self._begun: int | None = None
 
@@ -77,8 +77,8 @@ class FlowAttribution:
         }
         now = time.time_ns()
         for gone in self._retained - retained:
-            # pop() and the new assignment move a member to the end of `_cut`, so that the first entries are the oldest
-            # and are dropped first.
+            # pop() and the new assignment move a member to the end of `_cut`. So the first entries are the oldest, and
+            # are deleted first.
             self._cut.pop(gone, None)
             self._cut[gone] = begun, now
         for old in list(self._cut)[:-_MAX_FORMER]:

@@ -33,8 +33,8 @@ _SO_RCVBUFFORCE, _SO_MEMINFO = 33, 55
 _MEMINFO = struct.Struct("=9I")
 _BUFFER, _MAX_MESSAGE_BYTES = 8 << 20, 1 << 16
 _SETTINGS = "/proc/sys/net/netfilter/nf_conntrack_"
-# Lines of the flow log contain bytes, packets and times of a flow. The kernel reports these values only with the
-# following conntrack settings.
+# Lines of the flow log contain bytes, packets and times of a flow. The kernel reports these values only if these
+# conntrack settings are enabled.
 _REQUIRED_SETTINGS = ("acct", "timestamp", "events")
 # This classic BPF program (linux/filter.h) accepts only conntrack messages whose mark is not zero. The kernel's
 # extension SKF_AD_NLATTR finds the attribute that contains the mark.
@@ -108,8 +108,8 @@ class FlowLog:
         try:
             opened.setblocking(False)
             opened.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _BUFFER)
-            # The flow log reads the number of lost messages from the socket, so it disables the socket's ENOBUFS
-            # errors.
+            # The flow log reads the number of lost messages from the socket. So the flow log disables the ENOBUFS
+            # errors, which would report the same losses.
             opened.setsockopt(_SOL_NETLINK, _NETLINK_NO_ENOBUFS, 1)
             attach_filter(opened, _ONLY_MARKED)
             opened.bind((0, _GROUP_DESTROYED))

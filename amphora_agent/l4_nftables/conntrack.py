@@ -30,11 +30,11 @@ _BUFFER = 1 << 20
 # The pattern finds the mark attribute in a dump of flows. The kernel aligns attributes to four bytes, so the L4 daemon
 # ignores matches at other offsets.
 _MARKED = re.compile(rb"\x08\x00\x08\x00(.{4})" if sys.byteorder == "little" else rb"\x00\x08\x00\x08(.{4})", re.DOTALL)
-# For each requested mark, the kernel searches all flows. For more marks than this number, one dump of all flows is
-# faster.
+# To end the flows of one mark, the kernel searches all flows. For more marks than this number, a single dump of all
+# flows is faster.
 _MAX_DUMPS = 8
-# The L4 daemon sends this number of requests before it reads the answers. The answers are far smaller than the socket's
-# buffer.
+# The L4 daemon sends this number of requests before it reads the answers. The answers to so many requests fit into the
+# socket's buffer.
 _BATCH = 200
 
 

@@ -53,11 +53,12 @@ class NftablesEngine:
     def __init__(self) -> None:
         self._table: Table | None = None
         self._marks = conntrack_marks.NO_MARKS
-        # The engine keeps the listing of its table and the kernel's ruleset generation after its latest change. Later
-        # differences reveal a change by another program.
+        # After each change, the engine records the listing of its table and the kernel's ruleset generation. If the
+        # listing differs later, another program has changed the table.
         self._listed = ""
         self._generation: int | None = None
-        # The engine still has to end the flows with these marks, and the flows without a mark to these destinations.
+        # The engine still has to end two kinds of flows: flows with these marks, and flows to these destinations
+        # without a mark.
         self._marks_to_end: set[int] = set()
         self._unmarked_places: set[ServicePlace] = set()
         # `_flows` is the engine's latest count of flows by mark.
@@ -90,15 +91,15 @@ class NftablesEngine:
         """
         self.check_servers(servers)
         with suppress(VirtualServersError):
-            # If the flows cannot be counted, the engine plans with the previous number of flows of each member.
+            # If the kernel cannot count the flows, the engine plans with the previous number of flows of each member.
             self._update_loads(servers, at_once=self._loads_due - self._loads_read_at < PERIOD_SECONDS)
         former = self._table if self._table is not None and self._is_unchanged() else None
         if former is None or not self._apply_difference(former, servers, up, paired=paired):
             self._table = None
             self._rebuild(servers, up, paired=paired)
         self._record_listing()
-        # The engine ends flows as the last step. Packets that matched the former rules have become flows by then, so
-        # the engine misses none.
+        # The engine ends flows as the last step. By then, each packet that matched the former rules has become a flow,
+        # so the engine misses no flow.
         self._end_flows()
 
     def _apply_difference(
@@ -129,8 +130,8 @@ class NftablesEngine:
         try:
             libnftables.run_commands(ruleset.rebuild_commands(present, table))
         except NftError:
-            # nftables refuses the commands if another program has changed the table. The engine then deletes the table,
-            # which loses the table's counters, and creates it again.
+            # If another program has changed the table, nftables refuses the commands. Then the engine deletes the table
+            # and creates the table again, which loses the table's counters.
             self._run(ruleset.DELETE_COMMANDS + ruleset.diff_commands(ruleset.EMPTY, table))
         self._record_table(table, marks, before, set())
 
@@ -180,8 +181,8 @@ class NftablesEngine:
         if ruleset.diff_commands(self._table, wanted):
             found.append("the forwarding rules belong to another configuration")
         if not self._is_unchanged():
-            # Another program has changed the table. The engine forgets its own record of the table, so that its next
-            # change rebuilds all forwarding rules.
+            # Another program has changed the table. The engine forgets its own record of the table, so that the
+            # engine's next change rebuilds all forwarding rules.
             self._table = None
             found.append("the forwarding rules were changed")
         if self._marks_to_end or self._unmarked_places:
@@ -213,8 +214,8 @@ class NftablesEngine:
             return False
         found = {mark: count for mark, count in self._count_flows().items() if mark}
         rest = LEAST_SHARE * (time.monotonic() - now)
-        # The engine plans turns for the flows that will begin until the next count, and expects them at the recent
-        # rate.
+        # A turn assigns a new flow to a member. The engine plans turns until the next count, and assumes that flows
+        # continue to begin at the recent rate.
         ahead = max(PERIOD_SECONDS, rest) / max(now - self._loads_read_at, MIN_PERIOD_SECONDS)
         former, self._loads_due = self._loads, time.monotonic() + rest
         self._loads_read_at = self._counted_at = now
@@ -285,8 +286,8 @@ class NftablesEngine:
         if listed:
             self._run(ruleset.DELETE_COMMANDS)
         for one in (_parse_marks(listed), self._marks):
-            # The engine ends flows with either the listed or the remembered marks. After an error, the next attempt may
-            # give the same marks to another virtual server.
+            # The kernel's table and the engine's memory may contain different marks. The engine ends the flows of both,
+            # because a later call may give the same marks to another virtual server.
             self._marks_to_end |= {*one.servers.values(), *one.members.values()}
         self._table, self._marks, self._listed, self._generation = None, conntrack_marks.NO_MARKS, "", None
         self._loads = NO_LOADS

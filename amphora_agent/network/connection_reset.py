@@ -37,9 +37,9 @@ def reset_connections(instance: VrrpInstance) -> int:
     if not connections:
         return 0
     with IPRoute() as route:
-        # The kernel sends a reset from a VIP only while the amphora has the VIP, so the agent adds the VIPs to the
+        # The kernel can send a reset from a VIP only while the amphora has the VIP. So the agent adds the VIPs to the
         # loopback interface. The kernel answers no ARP request or neighbour solicitation for addresses of the loopback
-        # interface.
+        # interface, so the addresses cause no conflict.
         index = route.link_lookup(ifname="lo")[0]
         wanted = [{"index": index, "address": str(vip.ip), "prefixlen": vip.max_prefixlen} for vip in instance.vips]
         try:
@@ -51,8 +51,8 @@ def reset_connections(instance: VrrpInstance) -> int:
         finally:
             for address in wanted:
                 with suppress(NetlinkError):
-                    # After an error some VIPs were never added, and the kernel refuses to delete an address that the
-                    # amphora does not have.
+                    # If the kernel has refused to add a VIP, the amphora does not have every VIP. The agent ignores the
+                    # kernel's error about the removal of a missing VIP.
                     route.addr("del", **address)
     return len(connections)
 
@@ -62,8 +62,8 @@ def _destroy(connections: list[Connection]) -> None:
         kernel.settimeout(_ANSWER_SECONDS)
         for connection in connections:
             kernel.send(_destroy_request(connection))
-            # The kernel answers each request to reset a connection. The agent ignores the answer, which is an error if
-            # the connection has already ended.
+            # The kernel answers each request to reset a connection. The agent ignores an error, because the connection
+            # may already have ended.
             kernel.recv(_ANSWER_BYTES)
 
 
@@ -75,7 +75,7 @@ def _destroy_request(connection: Connection) -> bytes:
         + _PORTS.pack(connection.port, connection.client_port)
         + connection.vip.packed.ljust(_ADDRESS_BYTES, b"\0")
         + connection.client.packed.ljust(_ADDRESS_BYTES, b"\0")
-        # In the kernel's identification of a socket, four zero bytes stand for any network interface.
+        # In a request to reset a connection, an interface index of four zero bytes means any network interface.
         + bytes(4)
         + _NO_COOKIE
     )

@@ -33,16 +33,15 @@ from amphora_agent.services.template_files import load_template
 
 NAME = "handover0"
 PORT = 4789
-# Both ends of the hand-over tunnel have this locally administered MAC address, so that neither amphora has to learn the
-# other's address.
+# Both ends of the hand-over tunnel have this locally administered MAC address. So neither end has to learn the MAC
+# address of the other end.
 _MAC = "0a:00:00:00:00:01"
-# The new holder of the VIPs sends redirected packets from this MAC address if it accepts their answers through the
-# hand-over tunnel (tunnel_answers).
+# The new holder of the VIPs redirects packets with this source MAC address through the hand-over tunnel. The former
+# holder then sends the answers through the tunnel too (tunnel_answers).
 RETURNS = "0a:00:00:00:00:02"
 _TABLE = "amphora_handover"
-# The hand-over table limits known connections and, separately, connections with only a SYN, which the table forgets
-# after some seconds. Because of the separate limits, a flood of SYNs with forged sources cannot displace established
-# connections.
+# The hand-over table has one limit for established connections, and another limit for connections with only a SYN. So a
+# flood of SYNs with forged sources cannot displace established connections.
 MOST_CONNECTIONS = 1_000_000
 _MOST_BEGUN, _BEGUN_SECONDS = 262_144, 10
 _NODAD, _TENTATIVE = 0x02, 0x40
@@ -51,8 +50,8 @@ _FOREVER = 0xFFFFFFFF
 _ESTABLISHED, _SYN_RECEIVED, _FIN_WAIT_1, _FIN_WAIT_2, _CLOSE_WAIT, _LAST_ACK, _CLOSING = 1, 3, 4, 5, 8, 9, 11
 _LIVING = {_ESTABLISHED, _SYN_RECEIVED, _FIN_WAIT_1, _FIN_WAIT_2, _CLOSE_WAIT, _LAST_ACK, _CLOSING}
 WORDS = {4: ("ip", "ipv4_addr"), 6: ("ip6", "ipv6_addr")}
-# Path MTU discovery depends on these ICMP messages, by which a router reports a packet that is too large (RFC 1191; RFC
-# 4443, section 3.2).
+# A router sends one of these ICMP messages if a packet is too large. Path MTU discovery depends on the messages (RFC
+# 1191; RFC 4443, section 3.2).
 _TOO_LARGE = {4: "icmp type destination-unreachable icmp code 4", 6: "icmpv6 type packet-too-big"}
 
 
@@ -81,8 +80,8 @@ def _sockets(version: int, vips: Collection[Host]) -> Iterator[Connection]:
         for line in lines:
             _, local, remote, word, *_, inode = line.split(None, 10)[:10]
             state = int(word, 16)
-            # A connection in FIN_WAIT_2 without a process counts as ended, because its client has received everything.
-            # The kernel only waits a minute for the client's FIN, which the network may have lost when the VIPs moved.
+            # A connection in FIN_WAIT_2 without a process counts as ended, because the client has received all data.
+            # The kernel still waits for the client's FIN, which may have been lost when the VIPs moved.
             if state in _LIVING and not (state == _FIN_WAIT_2 and inode == "0"):
                 vip, port = _endpoint(local)
                 if vip in vips:
@@ -124,8 +123,8 @@ def add_vips(instance: VrrpInstance) -> None:
             more = {"flags": _NODAD, "preferred_lft": 0, "valid_lft": _FOREVER} if vip.version == 6 else {}
             route.addr("replace", index=index, address=str(vip.ip), prefixlen=vip.max_prefixlen, **more)
         deadline = time.monotonic() + _READY_SECONDS
-        # The kernel marks a new IPv6 address as tentative for a moment, even without duplicate address detection, and
-        # does not use the address meanwhile.
+        # Even without duplicate address detection, a new IPv6 address is tentative for a moment. The kernel does not
+        # use a tentative address.
         while any(message["flags"] & _TENTATIVE for message in route.get_addr(family=socket.AF_INET6, index=index)):
             if time.monotonic() > deadline:
                 raise NetlinkError(errno.ETIMEDOUT, "an IPv6 address is not ready")

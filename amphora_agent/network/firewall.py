@@ -38,21 +38,20 @@ FORWARDED = 0x616D
 """Mark of forwarded packets that may pass (`l4_nftables.ruleset`)."""
 Ranges = tuple[tuple[int, int], ...]
 _TCP = "tcp"
-# Four bytes of digest in the name of an nftables set suffice. `nft_apply` also compares the elements of sets with the
-# same name, so a collision does no harm.
+# The name of an nftables set contains a digest of this length. A collision of two digests does no harm, because
+# `nft_apply` also compares the elements of sets with the same name.
 _DIGEST_BYTES = 4
 _BITS = {4: 32, 6: 128}
 _WORDS = {4: "ip", 6: "ip6"}
 _TYPES = {4: "ipv4_addr", 6: "ipv6_addr"}
 _NFPROTO = {4: 2, 6: 10}
 _REFUSE = "counter reject with tcp reset"
-# The nft command lists the TCP flags of a client's SYN and of the server's SYN-ACK as these values with their masks.
+# In the notation of nft, these values and masks of the TCP flags select a client's SYN and a server's SYN-ACK.
 _SYN, _SYN_ACK = "0x2 / 0x2,0x10", "0x2,0x10 / 0x2,0x10"
-# The hand-over tunnel adds headers of IPv6, UDP, VXLAN (RFC 7348, section 5) and Ethernet to each packet. These bytes
-# reduce the largest TCP segment.
+# The hand-over tunnel adds headers of IPv6, UDP, VXLAN (RFC 7348, section 5) and Ethernet to each packet. So a TCP
+# segment in the tunnel must be smaller by this number of bytes.
 _TUNNEL_BYTES = 40 + 8 + 8 + 14
-# The maximum segment size of TCP does not include the headers of IP and TCP, whose bytes are listed here (RFC 9293,
-# section 3.7.1).
+# TCP's maximum segment size does not count the headers of IP and TCP, which have these sizes (RFC 9293, section 3.7.1).
 _HEADER_BYTES = {4: 20 + 20, 6: 40 + 20}
 
 

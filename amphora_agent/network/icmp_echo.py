@@ -68,8 +68,8 @@ class Pinger:
         opened, request = self.sockets.get(family), _REQUEST_TYPES[family]
         if opened is None:
             raise OSError(errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT))
-        # sendto() would resolve a host name. inet_pton() prevents a look-up, because inet_pton() accepts only
-        # addresses.
+        # If the address is a host name, sendto() would look up the name. inet_pton() raises an error first, because
+        # inet_pton() accepts only addresses.
         packed = socket.inet_pton(family, address)
         self._sequence = (self._sequence + 1) & 0xFFFF
         key = _NUMBERS.pack(self._identifier, self._sequence) + os.urandom(_NONCE_BYTES)

@@ -134,9 +134,8 @@ class NamespaceState:
             (self.links[one.mac].index, address) for one in self.interfaces for address in (*one.addresses, *one.vips)
         }
         for index, address in present - known:
-            # Under VRRP, keepalived owns the host addresses (/32, /128) and removes a former VIP when it reads its new
-            # file. If another process removed the VIP first, keepalived would assume the loss of its VIPs and release
-            # all of them.
+            # Under VRRP, keepalived manages the host addresses (/32, /128). keepalived removes a former VIP when it
+            # reads its new configuration file. If the agent removed the VIP first, keepalived would release all VIPs.
             is_ours = self.wanted.has_vips or address.network.prefixlen != address.max_prefixlen
             if is_ours and index not in self._unwanted_indexes:
                 yield index, address
@@ -207,8 +206,8 @@ def _remove_addresses(route: Any, addresses: Iterable[tuple[int, Address]]) -> N
         try:
             route.addr("del", index=index, address=str(address.ip), prefixlen=address.network.prefixlen)
         except NetlinkError as error:
-            # The kernel removes secondary addresses together with their primary address, so the agent ignores the error
-            # about a missing address.
+            # The kernel removes secondary addresses together with their primary address. So the agent ignores the error
+            # that an address does not exist.
             if error.code != errno.EADDRNOTAVAIL:
                 raise
 

@@ -20,12 +20,12 @@ from amphora_agent.network.libnftables import REMEDY, STATELESS, NftError
 
 _log = logging.getLogger(__name__)
 _MISSING = f"table {FAMILY} {TABLE}\ndelete table {FAMILY} {TABLE}\n"
-# These patterns find the sets, the chains and all other objects in the text of a table that nft has listed.
+# These patterns find the sets, the chains and the kinds of objects in nft's listing of a table.
 _SETS = re.compile(r"^\tset (?P<name>\S+) \{\n.*?^\t\}\n\n?", re.MULTILINE | re.DOTALL)
 _CHAINS = re.compile(r"^\tchain (\S+) \{", re.MULTILINE)
 _OBJECTS = re.compile(r"^\t(\w+) ", re.MULTILINE)
-# nft 1.1.3 (Debian 13) lists TCP flags with a mask in this form. The agent rewrites the form to an older one before it
-# compares tables.
+# nft 1.1.3 (Debian 13) lists TCP flags with a mask in this form. Before the agent compares tables, it rewrites the
+# flags to the form of nft 1.0.6.
 _FLAGS = re.compile(r"tcp flags & \(([0-9a-fx| ]+)\) == (0x[0-9a-f]+(?: \| 0x[0-9a-f]+)*)")
 
 

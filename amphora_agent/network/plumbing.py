@@ -28,8 +28,8 @@ from amphora_agent.network.interfaces import NO_NETWORK, AddedVip, WantedNetwork
 from amphora_agent.network.namespace import Namespace
 
 _log = logging.getLogger(__name__)
-# The agent reads and changes the network in at most this number of passes. One pass may not suffice, because the kernel
-# may remove more than requested, or announce changes late.
+# The agent reads and changes the network in at most this number of passes. A first pass can leave differences, because
+# the kernel may remove more than requested, or announce changes late.
 _MAX_PASSES = 4
 _POLL_SECONDS = 0.01
 
@@ -41,12 +41,12 @@ class Plumbing:
         self._inner = inner
         self._interface_watch = netlink_watch.watch_interfaces(inner)
         self._nftables_watch = netlink_watch.watch_nftables(inner)
-        # The agent remembers the network and the restrictions that it last applied. None means that the kernel's state
-        # may have changed since then.
+        # These attributes record the network and the restrictions that the agent last applied. None means that the
+        # kernel's state may have changed since then.
         self._network: WantedNetwork | None = None
         self._restrictions: Restrictions | None = None
         self._is_changing = False
-        # After HAProxy has begun to listen, `commit` announces these added VIPs to the network. A dict serves as a set
+        # `commit` announces these added VIPs to the network after HAProxy has begun to listen. The dict serves as a set
         # that keeps the order.
         self._unannounced: dict[AddedVip, None] = {}
 

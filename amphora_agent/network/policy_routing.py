@@ -34,8 +34,8 @@ _EVERYTHING = {socket.AF_INET: "0.0.0.0/0", socket.AF_INET6: "::/0"}
 # scope.
 _PROTOCOL_KERNEL, _PROTOCOL_STATIC, _PROTOCOL_ROUTER_ADVERTISEMENT = 2, 4, 9
 _UNICAST, _CLONED, _SCOPE_LINK = 1, 0x200, 253
-# The kernel creates these routing rules, by priority and table, in each network namespace for the tables local, main
-# and default.
+# The kernel creates these routing rules in each network namespace. The pairs are the priorities and the tables (local,
+# main and default) of the rules.
 _KERNEL_RULES = {(0, 255), (32766, MAIN), (32767, 253)}
 _LEADS_TO_A_TABLE = 1
 _MARK = "FRA_FWMARK"

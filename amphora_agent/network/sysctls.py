@@ -9,7 +9,7 @@ from amphora_agent.errors import InterfaceError
 from amphora_agent.network.namespace import Namespace
 
 _ROOT = Path("/proc/sys/net")
-# HAProxy binds a VIP before the agent adds the VIP, and also while another amphora has the VIP.
+# With these settings, HAProxy can bind a VIP before the agent adds the VIP, and also while another amphora has the VIP.
 _NEEDED = {"ipv4/ip_nonlocal_bind": "1", "ipv6/ip_nonlocal_bind": "1"}
 _SETTINGS = {
     # The amphora takes its IPv6 addresses and routes from the agent's bundle only, so the kernel ignores router
@@ -25,29 +25,30 @@ _SETTINGS = {
     # The agent disables duplicate address detection, because the cloud assigns each address once and a VIP must be
     # usable at once.
     "ipv6/conf/default/accept_dad": "0",
-    # Only the interface that has an address answers ARP requests for the address, even if two networks share a switch.
+    # With arp_ignore=1, an ARP request for an address is answered only by the interface that has the address.
+    # Otherwise, two interfaces on the same switch would both answer.
     "ipv4/conf/all/arp_ignore": "1",
-    # With arp_announce=2, the kernel sends ARP requests from the fixed address of an interface. A request from a VIP
-    # would announce the VIP here, even after the VIP has moved to the other amphora.
+    # With arp_announce=2, the kernel sends ARP requests from the fixed address of an interface. An ARP request from a
+    # VIP would direct clients to this amphora, even after the VIP has moved to the other amphora.
     "ipv4/conf/all/arp_announce": "2",
-    # Clients may arrive by another interface than the one of their route (policy_routing.py), so the reverse-path
-    # filter must be loose. The kernel uses the larger value of "all" and the interface, so a strict default of the host
-    # has no effect.
+    # The packets of a client may arrive by another interface than the route to the client uses (policy_routing.py). So
+    # the reverse-path filter must be loose (2). The kernel uses the larger value of "all" and of the interface, so this
+    # value overrides a strict default (1) of the host.
     "ipv4/conf/all/rp_filter": "2",
-    # If clients and members share a network, ICMP redirects from the amphora would lead their packets past the amphora
-    # (RFC 1812, section 5.2.7.2).
+    # If clients and members share a network, the kernel must not send ICMP redirects (RFC 1812, section 5.2.7.2).
+    # Otherwise, clients and members would send their packets directly to each other.
     "ipv4/conf/all/send_redirects": "0",
     "ipv4/conf/default/send_redirects": "0",
-    # Without the promotion of secondary addresses, the kernel removes all addresses of a subnet together with the first
-    # one.
+    # Without the promotion of secondary addresses, the kernel removes all addresses of a subnet when the subnet's
+    # primary address is removed.
     "ipv4/conf/all/promote_secondaries": "1",
     # The kernel must permit accept queues that are as long as HAProxy's connection limits.
     "core/somaxconn": "65535",
     "ipv4/tcp_max_syn_backlog": "65535",
     # With SYN cookies, a flood of SYNs with forged sources does not keep real clients from connecting.
     "ipv4/tcp_syncookies": "1",
-    # Each connection to a member needs a local port. So the kernel may use all ports except those on which the amphora
-    # listens.
+    # Each connection to a member needs a local port. So the kernel may choose every port from 1024, except the reserved
+    # ports on which the amphora listens.
     "ipv4/ip_local_port_range": "1024 65535",
     "ipv4/ip_local_reserved_ports": "1025,9101-9102",
     # The kernel may reuse a local port in TIME-WAIT, which lasts a minute, for a new connection to the same member. TCP

@@ -63,8 +63,8 @@ def answer_rules(instance: VrrpInstance) -> str:
         leaving.append(f'  {word} saddr {{ {vips} }} {reverse} {answered} fwd to "{NAME}"\n')
     chains = (
         ("tunnelled", "ingress", NAME, 0, tunnelled),
-        # After another hand-over, the former holder may also redirect packets as the new holder of the VIPs. The chain
-        # "direct" must see each packet before the redirect takes the packet away.
+        # A former holder that gets the VIPs back in another hand-over redirects packets itself, while these rules may
+        # still exist. The chain "direct" has priority -1, so that it sees each packet before the redirect.
         ("direct", "ingress", device, -1, direct),
         ("leaving", "egress", device, 0, leaving),
     )

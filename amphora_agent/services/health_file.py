@@ -23,8 +23,8 @@ from pathlib import Path
 
 ALIVE, DEAD = "0", "1"
 BUSY_SECONDS = 5.0
-# HealthFile repeats an unanswered question after this number of seconds. A worker that froze and was replaced never
-# answers a question that it accepted.
+# If a question stays unanswered, HealthFile sends the question again after this number of seconds. The HAProxy worker
+# that accepted the first question may have been frozen and replaced, and then never answers.
 REPEAT_SECONDS = 2.0
 _LATE_SECONDS = 0.1
 _STATE, _USER_TIME, _SYSTEM_TIME = 0, 11, 12
@@ -86,8 +86,8 @@ class HealthFile:
     def started(self, pid: int) -> None:
         """Record a start. With a probe, the file changes with the first answer."""
         self._pid, self._answered = pid, False
-        # The script that runs the daemon may have written DEAD to the health file. HealthFile forgets what it wrote
-        # last, so that its next write happens in any case.
+        # The script that runs the daemon may have written DEAD to the health file. So HealthFile forgets the content of
+        # its last write, and does not skip the next write.
         self._written = None
         if self._probe is None:
             self._write(ALIVE)
@@ -107,7 +107,8 @@ class HealthFile:
     def _write(self, content: str) -> None:
         if self._file is None or content == self._written:
             return
-        # A process that watches the health file, such as keepalived, sees a single write in place as a single change.
+        # HealthFile changes the health file in place with a single write. So a process that watches the file, such as
+        # keepalived, sees a single change.
         with suppress(OSError):
             self._file.write_text(content, encoding="ascii")
             self._written = content
@@ -137,7 +138,8 @@ class HealthFile:
             connection.connect(self._probe.socket)
             connection.send(self._probe.question.encode())
         except OSError:
-            # The daemon has no listener yet, or the backlog of its listener is full, so HealthFile asks again later.
+            # The daemon has no listener yet, or the backlog of the listener is full. So HealthFile sends the question
+            # again later.
             connection.close()
             self.due = now + self._probe.interval
         else:
@@ -168,8 +170,8 @@ class HealthFile:
         self.due = now + probe.time_limit / 2
         silent = now - (self._silent_since if self._silent_since is not None else now)
         if not self._answered or self._pid is None:
-            # A daemon that is still starting does not count as frozen. The agent waits for the daemon's first answer or
-            # its exit.
+            # A daemon that is still starting does not count as frozen. HealthFile waits until the daemon answers for
+            # the first time or exits.
             self.due = now + probe.interval
             return
         activity = read_activity(self._pid)

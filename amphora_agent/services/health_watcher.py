@@ -23,8 +23,8 @@ from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__":
-    # The agent starts the health watcher by its path with the Python options -I and -S, which save a megabyte. The
-    # options also omit the package from Python's search path, so the watcher adds the directory of the package.
+    # The agent starts the health watcher with the Python options -I and -S, which save a megabyte of memory. The
+    # options also remove the package from Python's search path, so the watcher adds the package's directory.
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from amphora_agent.services.health_file import HealthFile, Probe
@@ -99,7 +99,8 @@ class WatchedService:
         try:
             self._descriptor = os.pidfd_open(pid)
         except (ProcessLookupError, FileNotFoundError):
-            # On Linux 6.16, ProcessLookupError and FileNotFoundError both mean that the process has exited.
+            # For a process that has exited, the pidfd functions raise ProcessLookupError, or on Linux 6.16
+            # FileNotFoundError.
             return False
         self._selector.register(self._descriptor, selectors.EVENT_READ, self._process_exited)
         return True

@@ -84,7 +84,8 @@ def notify_ready(inherited: Inherited) -> None:
 def store_descriptor(address: str, name: str, descriptor: int) -> None:
     """Store a descriptor in systemd beyond the life of this process; raises ServiceError."""
     send(address, f"FDSTORE=1\nFDPOLL=0\nFDNAME={_encoded(name)}", [descriptor])
-    # When systemd answers the barrier message, systemd has received the descriptor, and the agent's process may exit.
+    # After systemd has answered the barrier message, systemd has the descriptor. From then on, the agent's process may
+    # exit.
     ours, theirs = socket.socketpair()
     with ours:
         with theirs:

@@ -258,8 +258,8 @@ class Supervisor:
         except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
             answer = {"ok": False, "error": f"{type(error).__name__}: {error}"}
         while self._arrived:
-            # The handler of the request has not used a file descriptor that the client sent, so the supervisor closes
-            # the descriptor.
+            # The supervisor closes each file descriptor that the client sent and that the handler of the request did
+            # not take.
             os.close(self._arrived.pop())
         if answer is not None:
             self._answer(connection, answer)

@@ -46,7 +46,7 @@ class Systemd:
         self._paths = paths
         self._address = inherited.address
         self._kept = inherited.receive()
-        # The lock prevents a thread from acting while another thread has changed the files of a unit only in part.
+        # A thread changes a unit in several steps. With the lock, no other thread acts on the unit between two steps.
         self._lock = threading.Lock()
 
     def start(
@@ -77,8 +77,8 @@ class Systemd:
         try:
             self._systemctl(f"start {name}", "restart" if restart else "start", unit_name(name))
         except ServiceError:
-            # systemctl also fails if the daemon started and exited at once. The agent ignores that failure, because the
-            # caller waits for the daemon's answer.
+            # systemctl also fails if the daemon has started and then exited at once. The agent ignores this case,
+            # because the caller waits for the daemon's answer.
             if health_watcher.read_line(directory / "starts") == before:
                 raise
 
@@ -115,14 +115,15 @@ class Systemd:
             finally:
                 os.close(descriptor)
         except (ProcessLookupError, FileNotFoundError):
-            # On Linux 6.16, ProcessLookupError and FileNotFoundError both mean that the process has exited.
+            # For a process that has exited, the pidfd functions raise ProcessLookupError, or on Linux 6.16
+            # FileNotFoundError.
             raise missing from None
 
     def log(self, name: str) -> list[str]:
         if self.status(name) is None:
             return []
-        # `journalctl --sync` makes the journal complete, so that the agent also reads the last lines of a daemon that
-        # has exited.
+        # `journalctl --sync` writes all pending lines to the journal. So the agent also reads the last lines of a
+        # daemon that has exited.
         self._run("read the log", ["journalctl", "--sync"], may_fail=True)
         match = [f"_SYSTEMD_UNIT={unit_name(name)}", "--boot", f"--lines={LOG_LINES}"]
         said = self._run(f"read the log of {name}", ["journalctl", "--quiet", "--no-pager", "--output=cat", *match])
@@ -169,8 +170,8 @@ class Systemd:
         unit.state.mkdir(mode=0o700, parents=True, exist_ok=True)
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, text, durable=False)
-        # systemd warns about unit files that other users cannot read. The unit file contains no secrets, so the agent
-        # makes it readable.
+        # systemd warns about a unit file that other users cannot read. The unit file contains no secrets, so the agent
+        # makes the file readable.
         file.chmod(0o644)
         if change is not UnitChange.NEW:
             self._systemctl(f"start {unit.name}", "daemon-reload")
@@ -212,7 +213,8 @@ class Systemd:
             return None
         pid = health_watcher.running_pid(directory, unit_name(name))
         starts = int(health_watcher.read_line(directory / "starts") or 0)
-        # A daemon that an operator has stopped does not count as restarting, because systemd does not restart its unit.
+        # If an operator has stopped a daemon, systemd does not restart the daemon. Such a daemon does not count as
+        # restarting.
         restarts = wanted == WANTED and (pid is not None or self._state(name) in _ACTIVE_STATES)
         if restarts and pid is None:
             # The daemon may have started while systemctl ran, so the agent reads the process id again.

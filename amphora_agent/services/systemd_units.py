@@ -51,9 +51,9 @@ _NETWORK_CAPABILITIES = ("NET_ADMIN", "NET_RAW")
 _MASTER_CAPABILITIES = ("KILL", "NET_BIND_SERVICE", "SETGID", "SETUID", "SYS_CHROOT")
 # A daemon without an entry in CONFINEMENTS has no capability, and may write only to the agent's run directory.
 CONFINEMENTS: Mapping[str, Confinement] = {
-    # HAProxy's master stays root because it opens ports and files at each reload. HAProxy's workers change to the user
-    # `haproxy` and to an empty root directory. PCRE2 compiles HAProxy's regular expressions to machine code, so HAProxy
-    # may make memory executable.
+    # HAProxy's master runs as root because it opens ports and files at each reload. HAProxy's workers change to the
+    # user `haproxy` and to an empty root directory. PCRE2 compiles regular expressions to machine code, so the unit
+    # permits HAProxy to make memory executable.
     "haproxy": Confinement(None, _MASTER_CAPABILITIES, _IP, calls=("chroot",), compiles=True),
     "keepalived": Confinement(None, _NETWORK_CAPABILITIES, _PACKETS),
     "amphora-responder": Confinement(RESPONDER_USER, ("NET_RAW",), _IP, directory=None),
