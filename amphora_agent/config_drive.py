@@ -29,8 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Python's option -I removes the agent's package from the search path. The program adds the package again, by the real
-# path of its own file.
+# Python's option -I removes the agent's package from the search path. The program finds the package next to its own
+# file, and adds the package again.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from amphora_agent import cloud_network
@@ -307,8 +307,8 @@ def main() -> None:
             socket.sethostname(told.hostname)
         write_files(places, told)
     except (AgentError, OSError) as error:
-        # The amphora gets a fallback network even if the config drive is not readable, so that an operator can log in
-        # with ssh.
+        # If the config drive is not readable, the amphora gets a fallback network, so that an operator can log in with
+        # ssh.
         if not places.network.exists():
             _write(places.network, cloud_network.FALLBACK)
         sys.exit(f"amphora: {error}")

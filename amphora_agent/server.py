@@ -69,8 +69,8 @@ class Server(BaseApplication):
                 self.cfg.set(name, value)
 
     def load(self) -> Any:
-        # Only gunicorn's worker imports the application. After an import in gunicorn's master, reference counting would
-        # make the kernel copy nearly all shared pages.
+        # Only gunicorn's worker imports the application. If gunicorn's master imported it, Python's reference counting
+        # would make the kernel copy nearly all memory pages that both processes share.
         sys.setswitchinterval(SWITCH_SECONDS)
         # The agent disables Python's garbage collector during its imports, because imports create no garbage.
         gc.disable()

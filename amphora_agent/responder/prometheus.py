@@ -32,8 +32,8 @@ _OTHERS_SECONDS = 1.0
 _POLL_SECONDS = 0.02
 _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 _SPECIAL = re.compile(r'[\\"\n]')
-# The mapping gives the metric's state for the first word of HAProxy's status. All other words ("OPEN", "FULL", "no
-# check" …) mean UP.
+# The mapping translates the first word of HAProxy's status to a state in the metrics. All other words, such as "OPEN"
+# and "FULL", mean UP.
 _STATE_OF = {"DOWN": "DOWN", "STOP": "DOWN", "MAINT": "MAINT", "DRAIN": "DRAIN", "NOLB": "NOLB"}
 _Row = list[str]
 

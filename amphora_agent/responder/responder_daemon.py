@@ -23,8 +23,8 @@ from amphora_agent.services.control import ServiceManager
 _log = logging.getLogger(__name__)
 SERVICE = "amphora-responder"
 ANSWER_SECONDS = 1.0
-# Largest number of seconds for which the agent waits for a replaced responder, because the former responder first
-# finishes the open scrapes.
+# The agent waits at most 15 s until a new responder answers, because the former responder first finishes its open
+# scrapes.
 REPLACEMENT_SECONDS = 15.0
 _RETRY_SECONDS = 5.0
 _POLL_SECONDS = 0.02

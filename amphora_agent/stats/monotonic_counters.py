@@ -14,8 +14,8 @@ from amphora_agent.stats.former_workers import COUNTED
 from amphora_agent.stats.haproxy_stats import NONE, Counts
 
 _log = logging.getLogger(__name__)
-# Largest number of rows of counters that the agent keeps for objects that no HAProxy worker serves. A removed object
-# may return later.
+# The agent keeps at most 2,000 rows of counters of objects that no HAProxy worker serves. The agent keeps the rows,
+# because a removed object may return later.
 MOST_ABSENT = 2000
 
 
@@ -81,8 +81,7 @@ class MonotonicCounters:
 
     def _settle(self, row: str, counts: Counts) -> None:
         self.settlements += 1
-        # The agent moves the changed row to the end of the dictionary by `pop`, so the first key is always the oldest
-        # row.
+        # The call of `pop` moves the changed row to the end of the dictionary, so the first row is always the oldest.
         self._settled[row] = tuple(map(add, self._settled.pop(row, NONE), counts))
 
     def document(self) -> dict[str, Any]:

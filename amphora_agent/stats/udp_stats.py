@@ -17,8 +17,8 @@ from amphora_agent.stats import haproxy_stats
 from amphora_agent.stats.former_workers import COUNTED
 from amphora_agent.stats.monotonic_counters import MonotonicCounters
 
-# Seconds for which the agent reports the last state of a failed L4 daemon. The kernel forwards traffic while the L4
-# daemon restarts.
+# If the L4 daemon does not answer, the agent reports the last known state for at most 10 s. The kernel forwards traffic
+# while the L4 daemon restarts.
 STALE_SECONDS = 10.0
 
 
