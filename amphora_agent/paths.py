@@ -70,7 +70,7 @@ class Paths:
         self.handover = run / "handover.json"
         self.keepalived_configuration = run / "keepalived.conf"
         self.keepalived_candidate = run / "keepalived.conf.new"
-        # keepalived has a parent process and a child process for VRRP, and each process has a file with its process id.
+        # keepalived has a parent process and a child process for VRRP. Each process writes its process id into a file.
         self.keepalived_pid_files = run / "keepalived.pid", run / "keepalived-vrrp.pid"
 
         # In a virtual machine, the L4 daemon (for UDP and SCTP listeners) can write only into the directory `checker`.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 SECONDS = 30.0
-# Seconds for which the agent waits for an answer of HAProxy: 5 s until the first time-out, and 0.3 s afterwards.
+# The agent waits 5 s for each answer of HAProxy until the first time-out, and 0.3 s for each later answer.
 FIRST_TIMEOUT, LATER_TIMEOUT = 5.0, 0.3
 # Largest number of characters of one text in the diagnostics. The agent cuts a longer text.
 MOST = 6 << 20

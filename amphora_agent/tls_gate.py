@@ -43,8 +43,8 @@ UNKNOWN_RATE, UNKNOWN_BURST = 8.0, 40.0
 # For an hour after a controller's handshake, the TLS gate does not limit handshakes from the address of the controller.
 KNOWN_SECONDS = 3600.0
 _MOST_KNOWN, _MOST_UNKNOWN = 256, 1024
-# If the agent closes a connection with the option SO_LINGER and a time of 0 s, the kernel resets the connection and
-# keeps no state.
+# With the option SO_LINGER and a time of 0 s, closing a connection resets the connection. The kernel keeps no state
+# afterwards.
 _RESET = struct.pack("ii", 1, 0)
 
 

@@ -302,8 +302,8 @@ class Applier:
         for listener in self._change_listeners:
             listener()
         if self._confirmed is not None and bundle == self._confirmed.bundle:
-            # If a controller pushes the confirmed bundle again, the agent compares the whole amphora with the bundle,
-            # and trusts no cache.
+            # If a controller pushes the confirmed bundle again, the agent compares the whole amphora with the bundle.
+            # For this comparison, the agent empties its caches.
             self._parts.plumbing.invalidate()
             self._parts.files.invalidate()
             self._parts.swap.invalidate()

@@ -94,8 +94,8 @@ class Draft:
         try:
             self._new_path.unlink()
         except FileNotFoundError:
-            # Without a temporary record, the file with HAProxy's text belongs to the confirmed bundle, and the agent
-            # must not delete the file.
+            # Without a temporary record, the file with HAProxy's text belongs to the confirmed bundle. The agent must
+            # not delete such a file.
             return
         self._text_path.unlink(missing_ok=True)
 

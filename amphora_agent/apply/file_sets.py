@@ -32,8 +32,7 @@ class FileSets:
         self._root = paths.files
         self._empty = paths.empty
         self._known: set[Path] = set()
-        # For each TLS file that had the correct content at the last check, `_intact` has the inode number, size and
-        # times of the file at that check.
+        # `_intact` has the inode number, size and times of each TLS file at the last check with correct content.
         self._intact: dict[Path, tuple[int, ...]] = {}
 
     def directory(self, files: Sequence[File]) -> Path:

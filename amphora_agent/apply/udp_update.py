@@ -52,8 +52,8 @@ class UdpUpdate:
             return
         known, self._served = self._served, None
         if known is None:
-            # If the agent does not know the rules of the L4 daemon, the agent first asks the L4 daemon for drift. The
-            # L4 daemon then reads the kernel's rules before writing new rules.
+            # If the agent does not know the rules of the L4 daemon, the agent first asks for drift. The L4 daemon then
+            # reads the kernel's rules before writing new rules.
             self._service.find_drift(wanted[0], paired=wanted[1])
         self._serve(bundle)
 

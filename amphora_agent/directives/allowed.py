@@ -17,7 +17,7 @@ from amphora_agent.directives.expressions import CONDITION, EXPRESSION, IDENTIFI
 
 _NUMBER = r"[0-9]{1,10}"
 _TIME = rf"{_NUMBER}(?:us|ms|s|m|h|d)?"
-# The pattern refuses an IPv4 address with leading zeros, because HAProxy would look up such an address as a host name.
+# The pattern refuses an IPv4 address with leading zeros. HAProxy would look up such an address as a host name.
 _OCTET = r"(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _IPV4 = rf"(?:{_OCTET}\.){{3}}{_OCTET}"
 # The pattern of an IPv6 address requires two colons. HAProxy would look up a text with fewer colons as a host name.

@@ -37,7 +37,8 @@ MATCH = (
     rf"{EXPRESSION}(?: -i)?(?: -m (?:str|beg|end|sub|dir|dom|reg|len|int|bool|found))?"
     rf"(?: --(?: {WORD})+|(?: {_PATTERN})*)"
 )
-# HAProxy ends an ACL in braces at the closing brace, so the pattern accepts no closing brace as a value of the ACL.
+# HAProxy ends an ACL in braces at the closing brace. The pattern therefore accepts no closing brace as a value of the
+# ACL.
 _INLINE = (
     rf"{EXPRESSION}(?: -i)?(?: -m (?:str|beg|end|sub|dir|dom|reg|len|int|bool|found))?"
     r"(?: --)?(?: (?!\}\n|\}$)[^\n-][^\n]*)*"

@@ -28,8 +28,8 @@ class DriftChecker:
         self._applier = applier
         self._parts = parts
         self._file = parts.paths.configuration
-        # `_intact` has the inode number, size and times of HAProxy's file at the last successful check, and the process
-        # id of HAProxy's worker at that check.
+        # `_intact` has two values from the last successful check: the inode number, size and times of HAProxy's file,
+        # and the process id of HAProxy's worker.
         self._intact: tuple[tuple[int, ...] | None, int | None] | None = None
         self._misread = False
         applier.add_change_listener(self.invalidate)

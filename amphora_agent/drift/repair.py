@@ -22,8 +22,7 @@ DUTY_DIVISOR = 200
 # After a check has found drift, the agent checks again one second later. The agent repairs only drift that both checks
 # have found.
 _CONFIRM_SECONDS = 1.0
-# If drift returns after each repair, the agent doubles the number of checks from one repair to the next, up to 16
-# checks.
+# If drift returns after each repair, the agent repairs only at every second check, then every fourth, up to every 16th.
 _MAX_BACKOFF = 16
 # If drift returns within 10 checks after a repair, the agent repairs less often.
 _RECENT_CHECKS = 10
@@ -44,8 +43,7 @@ class DriftRepair:
         self._on_finding = on_finding
         self._min_pause = 0.0
         self._backoff, self._skip = 1, 0
-        # For each kind of drift, `_seen` has the time at which the agent last found the kind, measured by the monotonic
-        # clock.
+        # For each kind of drift, `_seen` has the last time at which the agent found the kind, on the monotonic clock.
         self._seen: dict[str, float] = {}
         self._generation: int | None = None
 

@@ -34,7 +34,7 @@ _DYNAMIC_METHODS = {"roundrobin", "leastconn", "first", "random"}
 # If a change replaces more than 20 servers, the agent reloads HAProxy, because the reload is faster than runtime
 # commands.
 MAX_REPLACED = 20
-# HAProxy's runtime commands can change the weight and the connection limit of a server, and the address and port of its
+# For a server, HAProxy's runtime commands can change the weight, the connection limit, and the address and port of
 # health checks.
 _SETTABLE = ("weight", "maxconn", "addr", "port")
 

@@ -350,8 +350,7 @@ def _read(text: str, before: Configuration) -> tuple[list[Row], CommonLines]:
     same = common_lines(before.text, text) if before.rows else CommonLines()
     kept = len(before.rows) - same.last
     new, old = (_lines(each, same) for each in (text, before.text))
-    # If a new line has the same text as an old line, the parser reuses the object of the old line, even if the line has
-    # moved.
+    # The parser reuses the object of an old line for a new line with the same text, even at another place.
     seen = dict(zip(old, before.rows[same.first : kept], strict=True)) if before.rows else {}
     middle: list[Row] = []
     for number, raw in enumerate(new, start=same.first + 1):

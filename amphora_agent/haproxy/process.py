@@ -310,8 +310,8 @@ class Haproxy:
             deadline = time.monotonic() + OLD_WORKER_END_SECONDS
             while pid in self._workers().replaced:
                 if time.monotonic() > deadline:
-                    # An old HAProxy worker does not end while another process is connected to the worker, or while a
-                    # client's connection stays open.
+                    # An old HAProxy worker stays while another process is connected to the worker, or while a client's
+                    # connection is open.
                     _log.warning(
                         "The agent kills HAProxy's old worker %d, because HAProxy has too many old workers and this "
                         "worker does not end",
@@ -371,8 +371,8 @@ class Haproxy:
         """
         deadline = time.monotonic() + _STOPPING_SECONDS
         with suppress(HaproxyError):
-            # The agent ignores a missing answer of HAProxy's old worker. Either the worker has ended, or the worker is
-            # frozen and accepts no connections.
+            # A frozen HAProxy worker gives no answer, and accepts no connections either. The agent therefore ignores a
+            # missing answer of the old worker.
             while old is not None and time.monotonic() < deadline:
                 if "\nStopping: 0\n" not in self.master.ask(f"@!{old} show info", seconds=_STOPPING_SECONDS):
                     return

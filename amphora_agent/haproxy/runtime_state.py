@@ -223,8 +223,8 @@ def _same_endpoint(server: Server, host: str, port: int) -> bool:
         return True
     wanted, number = server.endpoint
     if not (_is_address(wanted) and number.isdecimal()):
-        # No runtime command changes a host name, a socket path or a port offset, so the agent does not compare such an
-        # address.
+        # No runtime command changes a host name, a socket path or a port offset. The agent therefore does not compare
+        # such an address.
         return True
     return _same_address(wanted, host) and int(number) == port
 

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 
 # After a reload, HAProxy has at most 8 old workers. The agent ends the oldest workers above this number, because each
-# worker needs as much memory as HAProxy itself.
+# worker is a copy of HAProxy in memory.
 MAX_OLD_WORKERS = 8
 _LINE = re.compile(r"^(?P<pid>\d+)\s+(?P<kind>master|worker)\s+(?P<reloads>\d+)", re.MULTILINE)
 

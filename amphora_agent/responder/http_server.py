@@ -37,7 +37,8 @@ _WANTED_FILES = 4 * MOST_OPEN
 _PING = "/ping/"
 # The responder sends this text to a browser that opens the path `/`. Prometheus never requests the path.
 _FRONT = "The metrics of this load balancer are at /metrics"
-# The type is a pair: an open connection of a former responder, and the bytes that the former responder has received.
+# The type is a pair: an open connection of a former responder, and the bytes that have already arrived on the
+# connection.
 Waiting = tuple[socket.socket, bytes]
 # A function of the type `Opener` calls another function in HAProxy's network namespace to open the responder's sockets.
 Opener = Callable[..., tuple[Pinger, socket.socket]]
@@ -341,8 +342,8 @@ def _listen(port: int) -> socket.socket:
     opened = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # The option makes the kernel report a new connection only when data have arrived, which saves the responder one
-        # event for each request.
+        # The option makes the kernel report a new connection only after data have arrived. The responder then handles
+        # one event less for each request.
         opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, int(LONGEST_SECONDS))
         opened.bind((ADDRESS, port))
         opened.listen(_BACKLOG)

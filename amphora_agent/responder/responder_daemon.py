@@ -23,8 +23,7 @@ from amphora_agent.services.control import ServiceManager
 _log = logging.getLogger(__name__)
 SERVICE = "amphora-responder"
 ANSWER_SECONDS = 1.0
-# The agent waits at most 15 s until a new responder answers, because the former responder first finishes its open
-# scrapes.
+# The agent waits at most 15 s until a new responder answers. The former responder first finishes its open scrapes.
 REPLACEMENT_SECONDS = 15.0
 _RETRY_SECONDS = 5.0
 _POLL_SECONDS = 0.02
@@ -95,8 +94,8 @@ class ResponderDaemon:
         try:
             self._services.start(SERVICE, argv, inner=True)
         except ServiceError:
-            # If the arguments of the responder have changed, for example the path of Python, the agent stops the
-            # responder and starts another process.
+            # The arguments of the responder have changed, for example the path of Python. The agent stops the responder
+            # and starts another process.
             self._services.stop(SERVICE)
             self._services.start(SERVICE, argv, inner=True)
 

@@ -33,8 +33,8 @@ _log = logging.getLogger(__name__)
 # Reading or writing more than 100 rows of counters takes many milliseconds. With more rows, the agent reads or writes
 # all rows only every 10 s.
 FEW_ROWS, WRITE_SECONDS = 100, 10.0
-# HAProxy ends an old worker after the time `hard-stop-after`. The collector ends the worker two seconds earlier,
-# because the collector then can read the final counters.
+# HAProxy ends an old worker after the time `hard-stop-after`. The collector ends the worker two seconds earlier, so
+# that the collector can read the final counters.
 MARGIN_SECONDS = 2.0
 CUT_SECONDS = 1.0
 

@@ -34,7 +34,7 @@ class MonotonicCounters:
     def read(self, identity: str, readings: Mapping[str, Counts]) -> None:
         known = self._running.setdefault(identity, {})
         for row in [row for row in known if row not in readings]:
-            # HAProxy has removed the member at run time, so the agent adds the last counters of the member to the
+            # HAProxy has removed the member at run time. The agent adds the last counters of the member to the
             # permanent sum.
             self._settle(row, known.pop(row))
         self.read_some(identity, readings)
@@ -48,8 +48,8 @@ class MonotonicCounters:
                 continue
             if before is not None and before != counts and any(map(lt, counts, before)):
                 self._settle(row, before)
-                # HAProxy has cleared or recreated a row of counters, so the agent adds the former counters of the row
-                # to the permanent sum.
+                # HAProxy has cleared or recreated a row of counters. The agent adds the former counters of the row to
+                # the permanent sum.
             known[row] = counts
 
     @property
@@ -81,7 +81,8 @@ class MonotonicCounters:
 
     def _settle(self, row: str, counts: Counts) -> None:
         self.settlements += 1
-        # The call of `pop` moves the changed row to the end of the dictionary, so the first row is always the oldest.
+        # The call of `pop` moves the changed row to the end of the dictionary. The first row is therefore always the
+        # oldest.
         self._settled[row] = tuple(map(add, self._settled.pop(row, NONE), counts))
 
     def document(self) -> dict[str, Any]:

@@ -38,8 +38,8 @@ class UdpStats:
         """Read the state of the daemon. Without an answer the last state is valid for `STALE_SECONDS`."""
         with self._lock:
             state = self._source.read_state()
-            # The agent asks for the final state of an ended L4 daemon after the current state, because the daemon may
-            # end between the two questions.
+            # The L4 daemon may end between two questions of the agent. The agent therefore asks for the final state of
+            # an ended daemon last.
             ended = self._source.take_final_state()
             if ended is not None:
                 self._count(ended)
