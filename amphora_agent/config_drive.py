@@ -48,8 +48,8 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _HOSTNAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?)*")
 _PUBLIC_KEY = re.compile(r"(ssh|ecdsa|sk-ssh|sk-ecdsa)-[ -~]{16,8192}")
 _KEYS = "authorized_keys"
-# The program mounts the config drive without writing, set-user-id programs, device files, execution of programs, and
-# symbolic links (mount(2)).
+# The program mounts the config drive read-only. Further flags of mount(2) forbid set-user-id programs, device files,
+# running programs, and following symbolic links.
 _MOUNT_FLAGS = 1 | 2 | 4 | 8 | 256
 _KOBJECT_UEVENT = 15
 
@@ -82,7 +82,8 @@ def label(header: bytes) -> tuple[str, str] | None:
     if descriptor[:6] == b"\x01CD001":
         return "iso9660", descriptor[40:72].decode("ascii", "replace").strip()
     if header[510:512] == b"\x55\xaa":
-        # The type and label of a FAT32 file system have other offsets than in FAT12 and FAT16. The program tries both.
+        # The type and label of a FAT32 file system have other offsets than in FAT12 and FAT16. The program tries both
+        # offsets.
         for kind, name in ((82, 71), (54, 43)):
             if header[kind : kind + 3] == b"FAT":
                 return "vfat", header[name : name + 11].decode("ascii", "replace").strip()

@@ -49,8 +49,8 @@ class Paths:
         self.master_socket = run / "haproxy-master.sock"
         # The responder reads HAProxy's statistics from the socket `metrics.sock`, on which HAProxy accepts no changes.
         self.metrics_socket = run / "metrics.sock"
-        # The file `haproxy.health` has 0 while HAProxy serves or is not wanted, and otherwise 1. keepalived reads the
-        # file.
+        # The file `haproxy.health` has 0 while HAProxy serves or no HAProxy is wanted, and otherwise 1. keepalived
+        # reads the file.
         self.haproxy_health = run / "haproxy.health"
         # HAProxy uses the directory `empty` as its root directory. The directory always stays empty, so HAProxy cannot
         # open other files.

@@ -64,8 +64,8 @@ class Server(BaseApplication):
             options["child_exit"] = _exit_with_worker
         for name, value in options.items():
             if name in self.cfg.settings:
-                # An older version of gunicorn lacks the option `control_socket_disable`, so the agent omits unknown
-                # options.
+                # Older versions of gunicorn lack the option `control_socket_disable`. The agent therefore sets only the
+                # options that gunicorn has.
                 self.cfg.set(name, value)
 
     def load(self) -> Any:

@@ -32,7 +32,7 @@ class FileSets:
         self._root = paths.files
         self._empty = paths.empty
         self._known: set[Path] = set()
-        # `_intact` has the inode number, size and times of each TLS file at the last check with correct content.
+        # `_intact` has the inode number, size and times of each TLS file whose content was correct at the last check.
         self._intact: dict[Path, tuple[int, ...]] = {}
 
     def directory(self, files: Sequence[File]) -> Path:

@@ -28,8 +28,8 @@ class DriftChecker:
         self._applier = applier
         self._parts = parts
         self._file = parts.paths.configuration
-        # `_intact` has two values from the last successful check: the inode number, size and times of HAProxy's file,
-        # and the process id of HAProxy's worker.
+        # `_intact` is a pair from the last successful check. The first value has the inode number, size and times of
+        # HAProxy's file. The second value is the process id of HAProxy's worker.
         self._intact: tuple[tuple[int, ...] | None, int | None] | None = None
         self._misread = False
         applier.add_change_listener(self.invalidate)

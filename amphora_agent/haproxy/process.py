@@ -71,8 +71,8 @@ class Haproxy:
         self._inner = inner
         self.counters = counters
         self.ended_workers: list[int] = []
-        # After a restart, the agent does not know whether HAProxy's stick tables have had entries. The agent then
-        # assumes that the tables have had entries.
+        # After a restart, the agent does not know whether HAProxy's stick tables had entries. The agent then assumes
+        # that the tables had entries.
         self._had_table_entries = True
         self._features: Features | None = None
         self._read_seconds = config_check.MIN_READ_SECONDS
@@ -329,7 +329,7 @@ class Haproxy:
         had = self._had_table_entries
         answer = self.worker.ask(worker_replacement.TABLES)
         while worker_replacement.would_lose_entries(answer, has_predecessor=had) and time.monotonic() < deadline:
-            # The agent polls, because HAProxy sends no notification when a stick table changes.
+            # The agent polls HAProxy's worker, because HAProxy sends no notification when a stick table changes.
             time.sleep(_SLOW_POLL_SECONDS)
             answer = self.worker.ask(worker_replacement.TABLES)
         self._had_table_entries = worker_replacement.has_entries(answer)
@@ -360,7 +360,7 @@ class Haproxy:
             if worker not in (None, old) and self.worker_pid() == worker:
                 self._await_stopping(old)
                 return
-            # The agent polls, because HAProxy 2.6 answers the command `reload` before the new worker serves.
+            # The agent polls HAProxy, because HAProxy 2.6 answers the command `reload` before the new worker serves.
             time.sleep(_POLL_SECONDS)
         raise HaproxyError("reload HAProxy", f"no new worker within {self._read_seconds:.0f} s")
 

@@ -151,7 +151,7 @@ class ActionRunner:
         self._order_all([f"set server {backend}/{name} state drain" for name in draining])
         found = self._usage(backend, names)
         while any(found[name].used for name in draining if name in found) and time.monotonic() < deadline:
-            # The agent polls, because HAProxy's command `wait` (since 3.0) waits for one server only.
+            # The agent polls HAProxy, because HAProxy's command `wait` (since 3.0) waits for one server only.
             time.sleep(_POLL_SECONDS)
             found = self._usage(backend, names)
         self._order_all([f"set server {backend}/{action.name} state maint" for action in actions])

@@ -35,7 +35,7 @@ _RETRY_SECONDS = 1.0
 _LARGEST_REQUEST = 8192
 _WANTED_FILES = 4 * MOST_OPEN
 _PING = "/ping/"
-# The responder sends this text to a browser that opens the path `/`. Prometheus never requests the path.
+# The responder sends the following text to a browser that opens the path `/`. Prometheus never requests the path.
 _FRONT = "The metrics of this load balancer are at /metrics"
 # The type is a pair: an open connection of a former responder, and the bytes that have already arrived on the
 # connection.
@@ -204,8 +204,8 @@ class _Session:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # After a call of `leave`, the new responder program has a duplicate of the listening socket. Closing this
-        # socket therefore loses no new connection.
+        # After a call of `leave`, the new responder program has a duplicate of the listening socket. Closing the old
+        # program's socket therefore loses no new connection.
         self._listener.close()
         for exchange in list(self._open.values()):
             self._drop(exchange).close()
@@ -342,8 +342,8 @@ def _listen(port: int) -> socket.socket:
     opened = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # The option makes the kernel report a new connection only after data have arrived. The responder then handles
-        # one event less for each request.
+        # The option TCP_DEFER_ACCEPT makes the kernel report a connection only after data have arrived. The responder
+        # then handles one event less for each request.
         opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, int(LONGEST_SECONDS))
         opened.bind((ADDRESS, port))
         opened.listen(_BACKLOG)

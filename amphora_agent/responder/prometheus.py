@@ -21,7 +21,7 @@ from amphora_agent.responder.metric_families import RESPONSES, STATUS, Family, S
 from amphora_agent.stats.former_workers import FormerWorkers, read
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-# The responder has copies of two constants, because importing the agent's modules would double the memory of the
+# The responder has copies of two constants of the agent's modules. Importing the modules would double the memory of the
 # responder. A unit test compares the copies with the originals.
 OWN = "amphora:"
 QUESTION = "show info;show stat -1 7 -1;show info"

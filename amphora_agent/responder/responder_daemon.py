@@ -94,8 +94,8 @@ class ResponderDaemon:
         try:
             self._services.start(SERVICE, argv, inner=True)
         except ServiceError:
-            # The arguments of the responder have changed, for example the path of Python. The agent stops the responder
-            # and starts another process.
+            # The service manager refuses to start a running responder with other arguments, such as another path of
+            # Python. The agent then stops the responder and starts another process.
             self._services.stop(SERVICE)
             self._services.start(SERVICE, argv, inner=True)
 
@@ -111,7 +111,7 @@ class ResponderDaemon:
                 why = said[-1] if said else f"no answer within {REPLACEMENT_SECONDS:.0f} s"
                 remedy = "Without it HAProxy reports pinged members as down. See the log of the service."
                 raise ServiceError("start the responder", why, remedy)
-            # The agent polls, because the responder sends no notification when it is ready.
+            # The agent polls the responder, because the responder sends no notification when it is ready.
             time.sleep(_POLL_SECONDS)
 
 

@@ -39,7 +39,7 @@ class UdpStats:
         with self._lock:
             state = self._source.read_state()
             # The L4 daemon may end between two questions of the agent. The agent therefore asks for the final state of
-            # an ended daemon last.
+            # an ended L4 daemon after the current state.
             ended = self._source.take_final_state()
             if ended is not None:
                 self._count(ended)
