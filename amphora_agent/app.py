@@ -45,8 +45,8 @@ from amphora_agent.tls_identity import Identity
 
 _log = logging.getLogger(__name__)
 LARGEST_BODY = 32 * 1024 * 1024
-# Largest number of seconds for which the agent waits for the responder before starting HAProxy. Without the responder,
-# HAProxy reports pinged members as down.
+# The agent waits at most 3 s for the responder before starting HAProxy. Without the responder, HAProxy reports members
+# with PING monitors as down.
 RESPONDER_SECONDS = 3.0
 
 

@@ -20,8 +20,8 @@ Address = ipaddress.IPv4Interface | ipaddress.IPv6Interface
 _MAC = re.compile(r"[0-9a-f]{2}(:[0-9a-f]{2}){5}")
 _LEAST_MTU, _LARGEST_MTU = 576, 65535
 _MOST = 64
-# The cloud gives no addresses for networks of a dynamic type. systemd-networkd then uses DHCP, router advertisements,
-# or both.
+# For the following types of networks, the cloud's document has no addresses. systemd-networkd then uses DHCP, router
+# advertisements, or both.
 _DYNAMIC = {
     "ipv4_dhcp": ("ipv4", False),
     "ipv6_dhcp": ("ipv6", True),

@@ -29,8 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Python's option -I removes the agent's package from the search path. The program adds the package again, by the real
-# path of its own file.
+# Python's option -I removes the agent's package from the search path. The program finds the package next to its own
+# file, and adds the package again.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from amphora_agent import cloud_network
@@ -48,7 +48,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _HOSTNAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?)*")
 _PUBLIC_KEY = re.compile(r"(ssh|ecdsa|sk-ssh|sk-ecdsa)-[ -~]{16,8192}")
 _KEYS = "authorized_keys"
-# The program mounts the config drive with flags of mount(2) that forbid writing, set-user-id programs, device files,
+# The program mounts the config drive read-only. Further flags of mount(2) forbid set-user-id programs, device files,
 # running programs, and following symbolic links.
 _MOUNT_FLAGS = 1 | 2 | 4 | 8 | 256
 _KOBJECT_UEVENT = 15
@@ -82,7 +82,7 @@ def label(header: bytes) -> tuple[str, str] | None:
     if descriptor[:6] == b"\x01CD001":
         return "iso9660", descriptor[40:72].decode("ascii", "replace").strip()
     if header[510:512] == b"\x55\xaa":
-        # A FAT32 file system has its type and label at other offsets than FAT12 and FAT16, so the program tries both
+        # The type and label of a FAT32 file system have other offsets than in FAT12 and FAT16. The program tries both
         # offsets.
         for kind, name in ((82, 71), (54, 43)):
             if header[kind : kind + 3] == b"FAT":
@@ -94,7 +94,7 @@ def find(places: Places, seconds: float) -> tuple[Path, str]:
     """Wait up to `seconds` for the drive; return its device and file system. Raises SettingsError."""
     deadline = time.monotonic() + seconds
     with socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM, _KOBJECT_UEVENT) as events:
-        # The program subscribes to the kernel's device events before the first search for the config drive, so that no
+        # The program subscribes to the kernel's device events before first searching for the config drive, so that no
         # event is lost.
         events.bind((0, 1))
         first = True
@@ -210,8 +210,8 @@ def _document(root: int, name: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
-        # The program hides the JSON parser's error, because the error would quote a document of the config drive, which
-        # may contain keys.
+        # The program hides the JSON parser's error. The error would quote a document of the config drive, which may
+        # contain keys.
         raise SettingsError(f"read {name}", f"it is not JSON ({type(error).__name__})") from None
     if not isinstance(found, dict):
         raise SettingsError(f"read {name}", "it is not an object")
@@ -307,8 +307,8 @@ def main() -> None:
             socket.sethostname(told.hostname)
         write_files(places, told)
     except (AgentError, OSError) as error:
-        # The amphora gets a fallback network even if the config drive is not readable, so that an operator can log in
-        # with ssh.
+        # If the config drive is not readable, the amphora gets a fallback network. An operator can then log in with
+        # ssh.
         if not places.network.exists():
             _write(places.network, cloud_network.FALLBACK)
         sys.exit(f"amphora: {error}")

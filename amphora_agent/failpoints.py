@@ -29,8 +29,8 @@ class Point(Enum):
     FILES = "files"
     # At the failpoint CHECKING, the agent has written the candidate file for HAProxy.
     CHECKING = "checking"
-    # At the failpoint RESERVED, the agent has reserved all disk space for the change, and has not changed a serving
-    # process.
+    # At the failpoint RESERVED, the agent has reserved all disk space for the change. No serving process has changed
+    # yet.
     RESERVED = "reserved"
     # At the failpoint MARKED, the agent has marked the change as unfinished on the disk.
     MARKED = "marked"
@@ -42,8 +42,8 @@ class Point(Enum):
     PLUGGED = "plugged"
     # At the failpoint SWITCHED, the candidate file has replaced HAProxy's file.
     SWITCHED = "switched"
-    # At the failpoint HANDED_OVER, the agent has stored the states of members for HAProxy's next worker, and holds
-    # a connection to the present worker.
+    # At the failpoint HANDED_OVER, the agent has stored the states of members for HAProxy's next worker. The agent
+    # holds a connection to the present worker.
     HANDED_OVER = "handed-over"
     # At the failpoint RELOADING, HAProxy's master has received the command to reload.
     RELOADING = "reloading"

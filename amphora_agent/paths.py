@@ -26,12 +26,12 @@ class Paths:
         self.units = root / "run/systemd/system"
 
         self.confirmed = var / "confirmed.json"
-        # The file `unfinished` exists while HAProxy's file and the running HAProxy may differ, so the next change
+        # While the file `unfinished` exists, HAProxy's file and the running HAProxy may differ. The next change then
         # reloads HAProxy.
         self.unfinished = var / "unfinished"
         # The file `callers.json` has the CA of the controllers and the digests of replaced CAs.
         self.callers = var / "callers.json"
-        # Each set of TLS files has a directory below `files`, which is in memory.
+        # The directory `files` is in memory, and has a subdirectory for each set of TLS files.
         self.files = run / "files"
 
         # HAProxy reads two configuration files: `machine.cfg` for the amphora itself, and `haproxy.cfg` for the load
@@ -40,43 +40,44 @@ class Paths:
         self.configuration = var / "haproxy.cfg"
         self.candidate = var / "haproxy.cfg.new"
         self.previous = var / "haproxy.cfg.old"
-        # HAProxy's check may read the file `haproxy.cfg.abridged`, which lacks the servers that HAProxy has already
-        # accepted.
+        # HAProxy can check the file `haproxy.cfg.abridged` instead of a full configuration. The file lacks the servers
+        # that HAProxy has already accepted.
         self.abridged = run / "haproxy.cfg.abridged"
-        # HAProxy's new worker reads the results of health checks by the old worker from the file `server-state`.
+        # From the file `server-state`, HAProxy's new worker reads the results of the old worker's health checks.
         self.server_state = run / "server-state"
         self.stats_socket = run / "haproxy.sock"
         self.master_socket = run / "haproxy-master.sock"
         # The responder reads HAProxy's statistics from the socket `metrics.sock`, on which HAProxy accepts no changes.
         self.metrics_socket = run / "metrics.sock"
-        # keepalived reads the file `haproxy.health`: 0 while HAProxy serves or is not wanted, otherwise 1.
+        # The file `haproxy.health` has 0 while HAProxy serves or no HAProxy is wanted, and otherwise 1. keepalived
+        # reads the file.
         self.haproxy_health = run / "haproxy.health"
         # HAProxy uses the directory `empty` as its root directory. The directory always stays empty, so HAProxy cannot
         # open other files.
         self.empty = run / "empty"
 
-        # The file `earlier` has the counters of ended HAProxy workers. The responder adds them to the counters of the
-        # present worker.
+        # The file `earlier` has the counters of ended HAProxy workers. The responder adds these counters to the
+        # counters of the present worker.
         self.earlier = run / "earlier"
         self.totals = var / "totals.json"
         self.epoch = var / "epoch"
         self.pings = run / "pings"
 
-        # keepalived reads the file `vrrp.released`: 1 while the VIPs move to the partner, otherwise 0.
+        # The file `vrrp.released` has 1 while the VIPs move to the partner, and otherwise 0. keepalived reads the file.
         self.released = run / "vrrp.released"
-        # The file `handover.json` has the times at which connections end after the VIPs moved. After a boot the agent
-        # ignores the times.
+        # After the VIPs have moved to the partner, the remaining connections end at a deadline. The file
+        # `handover.json` has the deadlines, and is lost at a boot.
         self.handover = run / "handover.json"
         self.keepalived_configuration = run / "keepalived.conf"
         self.keepalived_candidate = run / "keepalived.conf.new"
-        # keepalived has a parent process and a child process for VRRP, and each process has a file with its process id.
+        # keepalived has a parent process and a child process for VRRP. Each process writes its process id into a file.
         self.keepalived_pid_files = run / "keepalived.pid", run / "keepalived-vrrp.pid"
 
-        # In a virtual machine, the checker of UDP and SCTP members may write only into the directory `checker`.
+        # In a virtual machine, the L4 daemon (for UDP and SCTP listeners) can write only into the directory `checker`.
         self.checker = run / "checker"
         self.checker_socket = self.checker / "checker.sock"
-        # The checker stores its virtual servers and the states of their members in two files, which a restarted checker
-        # reads.
+        # The L4 daemon stores its virtual servers and the states of their members in two files. After a restart, the L4
+        # daemon reads the files.
         self.virtual_servers = self.checker / "virtual-servers.json"
         self.virtual_states = self.checker / "virtual-states.json"
         # The file `virtual-totals.json` has the counters of virtual servers since their creation, over all boots of the

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 SECONDS = 30.0
-# Seconds for which the agent waits for an answer of HAProxy: 5 s until the first time-out, and 0.3 s afterwards.
+# The agent waits at most 5 s for an answer of HAProxy. After the first time-out, the agent waits only 0.3 s for each
+# answer.
 FIRST_TIMEOUT, LATER_TIMEOUT = 5.0, 0.3
 # Largest number of characters of one text in the diagnostics. The agent cuts a longer text.
 MOST = 6 << 20
@@ -19,11 +20,11 @@ HIDDEN = "***"
 _KEY_BLOCK = re.compile(
     r"-----BEGIN [A-Z0-9 ]*PRIVATE KEY-----.*?(?:-----END [A-Z0-9 ]*PRIVATE KEY-----|\Z)", re.DOTALL
 )
-# The diagnostics hide the values of directives with passwords or keys of HAProxy, keepalived and the heartbeat.
+# The diagnostics hide the values of the following directives, because the values are passwords or keys.
 _SECRET_WORDS = re.compile(
     r"\b(dynamic-cookie-key|auth_pass|password|insecure-password|heartbeat_key)([ \t]*[=:][ \t]*|[ \t]+)\S+"
 )
-# The pattern matches lines of HAProxy's `show errors` with captured bytes of clients, for example "  00000  GET /
+# The pattern matches lines with clients' bytes in HAProxy's answer to `show errors`, for example "  00000  GET /
 # HTTP/1.1\r\n".
 _CAPTURED = re.compile(r"^ +\d{5}[+ ] .*\n?", re.MULTILINE)
 _SESSION = re.compile(r"\bfe=(\S+)(?: .*?\bbe=(\S+))?(?: .*?\bsrv=(\S+))?")

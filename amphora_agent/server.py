@@ -64,13 +64,13 @@ class Server(BaseApplication):
             options["child_exit"] = _exit_with_worker
         for name, value in options.items():
             if name in self.cfg.settings:
-                # An older version of gunicorn lacks the option `control_socket_disable`, so the agent omits unknown
-                # options.
+                # Older versions of gunicorn lack the option `control_socket_disable`. The agent therefore sets only the
+                # options that gunicorn has.
                 self.cfg.set(name, value)
 
     def load(self) -> Any:
-        # Only gunicorn's worker imports the application. After an import in gunicorn's master, reference counting would
-        # make the kernel copy nearly all shared pages.
+        # Only gunicorn's worker imports the application. After an import in gunicorn's master, Python's reference
+        # counting would make the kernel copy nearly all shared memory pages.
         sys.setswitchinterval(SWITCH_SECONDS)
         # The agent disables Python's garbage collector during its imports, because imports create no garbage.
         gc.disable()
@@ -104,8 +104,8 @@ def _exit_with_worker(_arbiter: Any, _worker: Any) -> None:
 def _reduce_memory() -> None:
     """Use one heap for all threads, so that freed memory is reused (mallopt(3)); share the master's pages."""
     ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
-    # Python's garbage collector does not write to frozen objects, so gunicorn's master and worker share the memory
-    # pages of the objects.
+    # Python's garbage collector does not write to frozen objects. gunicorn's master and worker therefore share the
+    # memory pages of the objects.
     gc.collect()
     gc.freeze()
 

@@ -30,22 +30,21 @@ from amphora_agent.tls_identity import Identity
 _log = logging.getLogger(__name__)
 HANDSHAKE_SECONDS = 10.0
 SILENT_SECONDS = 75.0
-# Seconds after which a read or write of the agent within a request times out.
+# Within a request, each read from the client and each write to the client times out after 30 s.
 EXCHANGE_SECONDS = 30.0
-# Largest number of connections in a TLS handshake. The same number limits the authenticated connections that wait for a
+# At most 128 connections are in a TLS handshake at a time. At most 128 authenticated connections wait for their next
 # request.
 MOST = 128
 _MOST_REASONS = 64
-# The TLS gate limits handshakes for each address, and to 120 in 10 s for all unknown addresses. A controller can always
-# connect, because the gate allows 128 handshakes at a time.
+# The TLS gate limits the handshakes of each address. All unknown addresses together can start 120 handshakes in 10 s,
+# the time-out of a handshake. The gate has room for 128 handshakes, so a controller can always connect.
 ADDRESS_RATE, ADDRESS_BURST = 1.0, 10.0
 UNKNOWN_RATE, UNKNOWN_BURST = 8.0, 40.0
-# Seconds after a controller's handshake for which the TLS gate does not limit handshakes from the address of the
-# controller.
+# For an hour after a controller's handshake, the TLS gate does not limit handshakes from the address of the controller.
 KNOWN_SECONDS = 3600.0
 _MOST_KNOWN, _MOST_UNKNOWN = 256, 1024
-# With the option SO_LINGER and a time of 0 s, the kernel resets a refused connection and keeps no state of the
-# connection.
+# With the option SO_LINGER and a time of 0 s, closing a connection resets the connection. The kernel keeps no state
+# afterwards.
 _RESET = struct.pack("ii", 1, 0)
 
 
@@ -120,7 +119,7 @@ class TlsGate:
         self._ready: deque[tuple[Connection, Any]] = deque()
         self._wakeup, self._waker = socket.socketpair()
         self._wakeup.setblocking(False)
-        # The dictionaries `_handshakes` and `_idle` are in the order of the deadlines of their connections.
+        # In the dictionaries `_handshakes` and `_idle`, the connection with the earliest deadline is the first.
         self._handshakes: dict[int, _Peer] = {}
         self._idle: dict[int, _Peer] = {}
         self._budget = Budget(time.monotonic())
@@ -189,8 +188,8 @@ class TlsGate:
             plain, address = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return
-        # The TLS gate never limits handshakes from the agent's own address, because the agent verifies a new
-        # certificate from there.
+        # The agent connects to itself to verify a new certificate. The TLS gate therefore never limits handshakes from
+        # the agent's own address.
         if not self._budget.take(address[0], time.monotonic()) and address[0] != _local_address(plain):
             plain.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
             plain.close()

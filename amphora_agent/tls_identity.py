@@ -234,8 +234,8 @@ class Identity:
             if prove() != wanted.fingerprint:
                 raise MachineError(_WANTED, "handshakes still show another certificate")
             if (callers := contents.get(self._callers)) is not None:
-                # If the agent cannot store the controllers' CA, the installation fails, because a boot would restore
-                # the old CA.
+                # If the agent cannot store the controllers' CA, the installation of the certificate fails. Otherwise
+                # the next boot would restore the old CA.
                 self._note(callers)
         except (AgentError, OSError) as error:
             for file, old in reversed(before.items()):
@@ -264,8 +264,8 @@ def shown_by(host: str, port: int, name: str, authorities: str) -> str:
 def _server(own: Path, callers: Path | None) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    # With an empty password, OpenSSL refuses an encrypted key. Without a password, OpenSSL would ask for one on the
-    # terminal.
+    # With an empty password, OpenSSL refuses an encrypted key. If the call had no password, OpenSSL would ask for a
+    # password on the terminal.
     context.load_cert_chain(own, password=b"")
     if callers is not None:
         context.verify_mode = ssl.CERT_REQUIRED
@@ -304,8 +304,8 @@ def _shake(server: ssl.SSLContext, client: ssl.SSLContext, name: str | None) -> 
 
 
 def _describe(server: ssl.SSLContext, pem: str) -> Certificate:
-    # Python's ssl module returns the fields of verified certificates only. The agent's client therefore trusts the
-    # agent's certificate itself, instead of a CA.
+    # Python's ssl module returns the fields of verified certificates only. To read the agent's certificate, the agent's
+    # client trusts the certificate itself instead of a CA.
     client = _client(_leaf(pem), timeless=True)
     client.check_hostname = False
     end = _shake(server, client, None)

@@ -36,8 +36,8 @@ from amphora_agent.version import agent_version
 VIRTUAL_TABLE = "amphora_virtual"
 # Largest number of bytes (8 MiB) that the agent reads of one answer of HAProxy for the diagnostics.
 _MOST = 8 << 20
-# HAProxy's answers to these commands contain no private keys and no entries of stick tables, so an operator may share
-# them.
+# HAProxy's answers to the following commands contain no private keys and no entries of stick tables. An operator can
+# therefore share the answers.
 _QUESTIONS = {
     "show info": "show info",
     "show stat": "show stat -1 7 -1",

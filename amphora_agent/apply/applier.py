@@ -196,8 +196,8 @@ class Applier:
         Returns False if another attempt is necessary.
         """
         with self._lock:
-            # If a controller has pushed a bundle during the agent's start, the agent has already applied that bundle,
-            # and need not apply the confirmed one.
+            # A controller may have pushed a bundle during the agent's start. The agent then serves the pushed bundle,
+            # and need not apply the confirmed bundle of the last run.
             if self._confirmed is None or (self._has_applied and not self._parts.swap.is_interrupted):
                 return True
             try:
@@ -242,8 +242,8 @@ class Applier:
     def _verifiable(self) -> Bundle | None:
         """The confirmed bundle, if drift from that bundle has to be repaired."""
         bundle = self._served
-        # If Octavia's worker controls the amphora, the agent repairs no drift, because Octavia's worker repairs the
-        # amphora itself.
+        # Octavia's own worker repairs the amphorae that the worker controls. On such an amphora, the agent repairs no
+        # drift.
         ours = bundle is not None and bundle.load_balancer_id != OCTAVIA_API_V1_ID
         return bundle if ours and self._has_applied and not self._parts.swap.is_interrupted else None
 
@@ -283,7 +283,8 @@ class Applier:
             else:
                 change, loaded = self._update_haproxy(attempt, bundle.haproxy, network)
             change = self._update_udp(bundle, change)
-            # The agent updates keepalived last, because keepalived may announce the VIPs only when the amphora serves.
+            # keepalived announces the VIPs. The agent updates keepalived last, so that keepalived announces no VIP
+            # before the amphora serves.
             self._parts.keepalived.apply(bundle.vrrp_instance)
             self._confirm(attempt.draft)
         except (AgentError, OSError) as error:
@@ -301,8 +302,8 @@ class Applier:
         for listener in self._change_listeners:
             listener()
         if self._confirmed is not None and bundle == self._confirmed.bundle:
-            # If a controller pushes the confirmed bundle again, the agent compares the whole amphora with the bundle,
-            # and trusts no cache.
+            # If a controller pushes the confirmed bundle again, the agent compares the whole amphora with the bundle.
+            # For this comparison, the agent empties its caches.
             self._parts.plumbing.invalidate()
             self._parts.files.invalidate()
             self._parts.swap.invalidate()

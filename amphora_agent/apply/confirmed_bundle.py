@@ -94,8 +94,8 @@ class Draft:
         try:
             self._new_path.unlink()
         except FileNotFoundError:
-            # If no temporary record exists, the text file belongs to the confirmed bundle, and the agent must not
-            # delete it.
+            # Without a temporary record, the file with HAProxy's text belongs to the confirmed bundle. The agent must
+            # not delete such a file.
             return
         self._text_path.unlink(missing_ok=True)
 
@@ -123,8 +123,8 @@ def _link(file: Path, name: Path) -> None:
     temporary.unlink(missing_ok=True)
     os.link(file, temporary)
     temporary.replace(name)
-    # If both names already refer to the same inode, rename(2) does nothing. The agent therefore deletes the temporary
-    # name itself.
+    # If the temporary and the final name already refer to the same inode, rename(2) does nothing. The agent therefore
+    # deletes the temporary name itself.
     temporary.unlink(missing_ok=True)
 
 

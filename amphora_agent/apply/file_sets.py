@@ -32,7 +32,7 @@ class FileSets:
         self._root = paths.files
         self._empty = paths.empty
         self._known: set[Path] = set()
-        # `_intact` has the inode fields of each TLS file whose content was correct at the last check.
+        # `_intact` has the inode number, size and times of each TLS file whose content was correct at the last check.
         self._intact: dict[Path, tuple[int, ...]] = {}
 
     def directory(self, files: Sequence[File]) -> Path:
@@ -96,8 +96,8 @@ class FileSets:
                     os.link(source, target)
                 else:
                     _write(target, file)
-            # An existing directory with the name of this file set has missing or modified files, so the agent replaces
-            # the directory.
+            # A directory of this set of TLS files may already exist, with missing or modified files. The agent replaces
+            # such a directory.
             _remove(directory)
             incomplete.rename(directory)
         except BaseException:

@@ -33,8 +33,8 @@ class NetworkUpdate:
         if not self.is_needed:
             return
         if self._bundle.virtual_servers:
-            # The agent writes the kernel's forwarding rules before announcing the VIPs, because clients' packets arrive
-            # as soon as the VIPs are announced.
+            # Clients' packets arrive as soon as the VIPs are announced. The agent therefore writes the kernel's
+            # forwarding rules before announcing the VIPs.
             self._parts.udp_update.apply(self._bundle)
         keepalived = self._parts.keepalived
         ends_vrrp = self._bundle.vrrp_instance is None and keepalived.is_running()

@@ -40,8 +40,8 @@ class RecoveryLoop:
             links.bind((0, _GROUP_LINK))
             while not self._try():
                 select.select([links], [], [], RETRY_SECONDS)
-                # The agent reads all waiting netlink events. The kernel raises BlockingIOError after the last event,
-                # and ENOBUFS after lost events.
+                # Before the next attempt, the agent discards all waiting netlink events. The kernel raises
+                # BlockingIOError after the last event, and ENOBUFS after lost events.
                 with suppress(OSError):
                     while True:
                         links.recv(65536)

@@ -27,8 +27,8 @@ class UdpUpdate:
 
     def __init__(self, service: CheckerClient) -> None:
         self._service = service
-        # `_served` has the virtual servers that the checker has confirmed, or None if the agent does not know the
-        # checker's state.
+        # `_served` has the virtual servers (UDP and SCTP listeners) that the L4 daemon has confirmed. `_served` is None
+        # if the agent does not know the state of the L4 daemon.
         self._served: _Wanted | None = None
         self._validated: _Wanted | None = None
 
@@ -52,8 +52,8 @@ class UdpUpdate:
             return
         known, self._served = self._served, None
         if known is None:
-            # If the agent does not know the checker's rules, the agent first asks for drift. The checker then reads the
-            # kernel's rules before writing new ones.
+            # If the agent does not know the rules of the L4 daemon, the agent first asks for drift. The L4 daemon then
+            # reads the kernel's rules before writing new rules.
             self._service.find_drift(wanted[0], paired=wanted[1])
         self._serve(bundle)
 
@@ -66,8 +66,8 @@ class UdpUpdate:
         """Restore the virtual servers of the previous bundle, unless they are still served."""
         before = replace(failed, virtual_servers=(), vrrp=None) if served is None else served
         wanted = _wanted(before)
-        # If the agent has started the checker for a bundle that failed, a request without virtual servers stops the
-        # checker again.
+        # The agent may have started the L4 daemon for a bundle that failed. If the previous bundle has no virtual
+        # servers, a request without virtual servers stops the L4 daemon again.
         is_idle = bool(failed.virtual_servers) and not wanted[0]
         if not is_idle and (wanted == self._served or (self._served is None and not wanted[0])):
             return

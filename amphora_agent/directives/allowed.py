@@ -17,15 +17,16 @@ from amphora_agent.directives.expressions import CONDITION, EXPRESSION, IDENTIFI
 
 _NUMBER = r"[0-9]{1,10}"
 _TIME = rf"{_NUMBER}(?:us|ms|s|m|h|d)?"
-# The pattern refuses an IPv4 address with leading zeros, because HAProxy would look up such an address as a host name.
+# The pattern refuses an IPv4 address with leading zeros. HAProxy would look up such an address as a host name.
 _OCTET = r"(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _IPV4 = rf"(?:{_OCTET}\.){{3}}{_OCTET}"
-# The pattern of an IPv6 address requires two colons. HAProxy would look up a text without them as a host name.
+# The pattern of an IPv6 address requires two colons. HAProxy would look up a text with fewer colons as a host name.
 _IPV6 = r"[0-9A-Fa-f]*:[0-9A-Fa-f]*:[0-9A-Fa-f:.]*"
 _ADDRESS = rf"(?:{_IPV4}|{_IPV6}|\[{_IPV6}\])"
 _PORT = r"[1-9][0-9]{0,4}"
 _ENDPOINT = re.compile(rf"(?:({_IPV4})|\[({_IPV6})\]|({_IPV6})):{_PORT}")
-# The path of a TLS file is relative, and no part of the path begins with a dot.
+# The path of a TLS file is relative, and no part of the path begins with a dot. The path therefore cannot leave the
+# directory of TLS files.
 FILE = r"tls/[A-Za-z0-9_][A-Za-z0-9_.-]*/[A-Za-z0-9_][A-Za-z0-9_.-]*"
 _CIPHERS = r"[A-Za-z0-9+!:@=_.-]+"
 _PROTOCOLS = r"[A-Za-z0-9./,-]+"
@@ -84,7 +85,7 @@ _RETURN = (
 _REDIRECT = rf"(?:code 30[1-8] )?(?:(?:location|prefix) {LOG_FORMAT}|scheme https?)(?: code 30[1-8])?{_WHEN}"
 _SIZES = rf"size {_NUMBER}[kmg]?(?: expire {_TIME})?(?: peers amphora)?"
 
-# The mapping has, for each allowed HAProxy directive, a pattern of the arguments that the agent accepts.
+# For each allowed HAProxy directive, the mapping has a pattern of the arguments that the agent accepts.
 _ARGUMENTS: Mapping[str, str] = {
     "acl": rf"{IDENTIFIER} {MATCH}",
     "backend": IDENTIFIER,

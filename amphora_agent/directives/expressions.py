@@ -7,13 +7,14 @@ separated by line ends, which no word contains.
 
 from __future__ import annotations
 
-# The first value of an ACL must not begin with a dash, because HAProxy's flag `-f` would open a file.
+# A value of an ACL must not begin with a dash, except after `--`. HAProxy would read a flag, and the flag `-f` makes
+# HAProxy open a file.
 WORD = r"[^\n]+"
 _PATTERN = r"[^\n-][^\n]*"
 IDENTIFIER = r"[A-Za-z0-9][A-Za-z0-9_.:-]*"
 
-# HAProxy interprets quotes, backslashes, commas and parentheses in arguments, so an argument has such characters only
-# within double quotes.
+# HAProxy interprets quotes, backslashes, commas and parentheses in arguments. The pattern therefore accepts such
+# characters only within double quotes.
 _ARGUMENT = r"""(?:"(?:[^"\\\n]|\\[^\n])*"|[^\n"'(),\\]*)"""
 _ARGUMENTS = rf"(?:\({_ARGUMENT}(?:,{_ARGUMENT})*\))?"
 _FETCH = (
@@ -36,7 +37,8 @@ MATCH = (
     rf"{EXPRESSION}(?: -i)?(?: -m (?:str|beg|end|sub|dir|dom|reg|len|int|bool|found))?"
     rf"(?: --(?: {WORD})+|(?: {_PATTERN})*)"
 )
-# HAProxy ends an ACL in braces at the closing brace, so the pattern accepts no closing brace as a value of the ACL.
+# HAProxy ends an ACL in braces at the closing brace. The pattern therefore accepts no closing brace as a value of the
+# ACL.
 _INLINE = (
     rf"{EXPRESSION}(?: -i)?(?: -m (?:str|beg|end|sub|dir|dom|reg|len|int|bool|found))?"
     r"(?: --)?(?: (?!\}\n|\}$)[^\n-][^\n]*)*"

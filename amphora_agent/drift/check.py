@@ -28,8 +28,8 @@ class DriftChecker:
         self._applier = applier
         self._parts = parts
         self._file = parts.paths.configuration
-        # `_intact` has the inode fields of HAProxy's file at the last successful check, and the process id of HAProxy's
-        # worker at that time.
+        # `_intact` is a pair from the last successful check. The first value has the inode number, size and times of
+        # HAProxy's file. The second value is the process id of HAProxy's worker.
         self._intact: tuple[tuple[int, ...] | None, int | None] | None = None
         self._misread = False
         applier.add_change_listener(self.invalidate)
@@ -79,7 +79,8 @@ class DriftChecker:
         if not haproxy.is_wanted():
             yield Difference("haproxy", "HAProxy does not run, and the service manager does not start it")
         elif haproxy.worker_pid() is not None:
-            # HAProxy does not answer while it starts or is busy, so the agent does not count a missing answer as drift.
+            # HAProxy gives no answer during its start or when it is busy. The agent does not count a missing answer as
+            # drift.
             try:
                 haproxy.verify(wanted, directory)
             except (HaproxyError, OSError) as error:
@@ -93,8 +94,8 @@ class DriftChecker:
             if identity is None or self._file.read_bytes() != wanted.content.encode():
                 yield Difference("haproxy.cfg", "haproxy.cfg was modified")
                 return
-            # Another program has modified and restored HAProxy's file. If HAProxy's worker is new, the worker may have
-            # read the modified file.
+            # HAProxy's file has the correct content, but another program has written the file since the last check. A
+            # HAProxy worker that has started since then may have read other content.
             earlier = None if self._intact is None else self._intact[1]
             self._misread = self._misread or (None not in (earlier, worker) and earlier != worker)
         self._intact = identity, worker

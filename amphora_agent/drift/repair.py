@@ -19,10 +19,10 @@ from amphora_agent.errors import AgentError
 
 _log = logging.getLogger(__name__)
 DUTY_DIVISOR = 200
-# Seconds after which a second check has to find the same difference before the agent repairs the difference.
+# After a check has found drift, the agent checks again one second later. The agent repairs only drift that both checks
+# have found.
 _CONFIRM_SECONDS = 1.0
-# Largest number of periodic checks between two repairs of drift that returns after each repair. The agent doubles the
-# distance up to this number.
+# If drift returns after each repair, the agent repairs only at every second check, then every fourth, up to every 16th.
 _MAX_BACKOFF = 16
 # If drift returns within 10 checks after a repair, the agent repairs less often.
 _RECENT_CHECKS = 10
@@ -43,7 +43,7 @@ class DriftRepair:
         self._on_finding = on_finding
         self._min_pause = 0.0
         self._backoff, self._skip = 1, 0
-        # `_seen` has the time of the last finding of each kind of drift, measured by the monotonic clock.
+        # For each kind of drift, `_seen` has the last time at which the agent found the kind, on the monotonic clock.
         self._seen: dict[str, float] = {}
         self._generation: int | None = None
 
@@ -147,8 +147,8 @@ class DriftRepair:
             )
             unrepaired: tuple[Difference, ...] = tuple(found)
         else:
-            # During a push, the check after the repair returns None. The next periodic check then finds the remaining
-            # drift.
+            # While a change runs, the check after a repair returns None. The next periodic check then finds any
+            # remaining drift.
             unrepaired = self._check() or ()
         self._report.record(found, unrepaired)
         if unrepaired:

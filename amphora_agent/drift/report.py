@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# A report of drift has at most five sentences, and the agent cuts each sentence after 160 characters.
+# A report of drift has at most five sentences. The agent shortens each sentence to 160 characters.
 _MAX_SENTENCES, _MAX_SENTENCE_LENGTH = 5, 160
 
 

@@ -20,8 +20,8 @@ from amphora_agent.errors import AgentError, ConfigurationRefused, MachineError
 from amphora_agent.haproxy.config_file import Document
 from amphora_agent.haproxy.config_parser import Configuration, Section
 
-# The agent gives HAProxy 60 s, and 20 ms more for each server, to read a configuration. A busy machine needs up to a
-# minute for 10,000 servers.
+# The agent waits 60 s, plus 20 ms for each server, until HAProxy has read a configuration. On a busy machine, HAProxy
+# needs up to a minute for 10,000 servers.
 MIN_READ_SECONDS, READ_SECONDS_PER_SERVER = 60.0, 0.02
 ALERT = re.compile(r"^\[ALERT\]\s+\(\d+\) : (?:config : )?(?P<text>.*)$", re.MULTILINE)
 _PLACE = re.compile(r"(?:[Pp]arsing )?\[(?P<file>[^\]]*):(?P<line>\d+)\]\s*:?\s*")
@@ -29,19 +29,20 @@ _NAMES = re.compile(r"'(?:server |backend |frontend )?([^' ]+)'")
 _ACTION = "load the configuration into HAProxy"
 _REMEDY = "The configuration served before is still served."
 _KEY = "PRIVATE KEY-----"
-# The agent hides a message of HAProxy that repeats the first 12 characters of a line of a private key.
+# HAProxy's error message may repeat a part of a private key. The agent hides a message that has the first 12 characters
+# of a line of the key.
 _KEY_MATCH_LENGTH = 12
-# From 50 servers on, HAProxy checks a new configuration without the unchanged servers. With fewer servers, a check of
-# the full configuration is faster.
+# If a configuration has at least 50 servers, the agent omits the unchanged servers from the text that HAProxy checks.
+# With fewer servers, a full check is faster.
 MIN_SERVERS = 50
-# HAProxy compares the keywords `guid` and `track` with servers of all backends. A new server with either keyword
-# therefore needs a full check.
+# HAProxy compares the keywords `guid` and `track` of a server with the servers of all backends. If a new server has one
+# of the two keywords, HAProxy checks the full configuration.
 _GLOBAL_KEYWORDS = frozenset({"guid", "track"})
-# HAProxy checks all servers of a backend with a directive such as `use-server`, because the directive refers to other
-# servers.
+# A directive such as `use-server` refers to servers of its backend. The agent therefore omits no server of a backend
+# with such a directive from HAProxy's check.
 _REFERRING = frozenset({"use-server", "force-persist", "ignore-persist", "server-template"})
-# If a configuration reads the state of servers by fetches with the prefix `srv_` (HAProxy manual, 7.3.2), HAProxy
-# checks all servers.
+# Fetches with the prefix `srv_` read the state of any server (HAProxy manual, 7.3.2). If a configuration has such a
+# fetch, the agent omits no server from HAProxy's check.
 _STATE_FETCH = "srv_"
 
 

@@ -18,23 +18,23 @@ from amphora_agent.haproxy.config_parser import Configuration, Section, Server
 from amphora_agent.haproxy.features import MINIMAL_FEATURES, Features
 from amphora_agent.haproxy.tls_diff import TlsChanges
 
-# HAProxy 2.6 refuses a new server at run time with most keywords of the set, such as `cookie`. HAProxy 3.0 refuses
-# `enabled`, and the agent's tests do not cover `track`.
+# The agent does not add a server with one of the following keywords to a running HAProxy. HAProxy 2.6 refuses most of
+# the keywords, such as `cookie`, and HAProxy 3.0 refuses `enabled`. The agent's tests do not cover `track`.
 _NOT_AT_RUNTIME = {
     "cookie", "enabled", "init-addr", "log-proto", "max-reuse", "namespace", "no-check", "no-check-send-proxy",
     "no-check-ssl", "no-ssl", "non-stick", "redir", "resolve-net", "resolve-opts", "resolve-prefer", "resolvers",
     "socks4", "stick", "tcp-ut", "track",
 }  # fmt: skip
-# Computing dynamic cookies halts HAProxy 2.6 for 22 ms with 1,000 servers in a backend. The agent reloads HAProxy for
-# backends with more than 1,500 servers.
+# HAProxy 2.6 stops for 22 ms to compute the dynamic cookies of a backend with 1,000 servers. If a backend has more than
+# 1,500 servers, the agent reloads HAProxy instead.
 MAX_COOKIE_SERVERS = 1500
 # HAProxy accepts new servers at run time with the balancing methods `roundrobin`, `leastconn`, `first` and `random`.
-# Other methods need a consistent hash.
+# With another method, HAProxy accepts new servers only if the backend uses a consistent hash.
 _DYNAMIC_METHODS = {"roundrobin", "leastconn", "first", "random"}
 # If a change replaces more than 20 servers, the agent reloads HAProxy, because the reload is faster than runtime
 # commands.
 MAX_REPLACED = 20
-# HAProxy's runtime commands can change the weight and the connection limit of a server, and the address and port of its
+# For a server, HAProxy's runtime commands can change the weight, the connection limit, and the address and port of
 # health checks.
 _SETTABLE = ("weight", "maxconn", "addr", "port")
 
@@ -79,8 +79,8 @@ def compare_configurations(
     order_only = False
     for before, after in zip(old.sections, new.sections, strict=True):
         if before.servers is after.servers and before.lines is after.lines:
-            # The parser reuses the objects of unchanged lines. Identical objects therefore mean that a section has not
-            # changed.
+            # The parser of HAProxy's configuration reuses the objects of unchanged lines. If two sections have the same
+            # objects, the section has not changed.
             continue
         was, now = _changed_range(before.servers, after.servers)
         change = _section_actions(before, after, {server.name: server for server in was}, now, new, features)
@@ -181,8 +181,8 @@ def _section_actions(
     for name, server in after.items():
         was = before.get(name)
         if was is server:
-            # The parser reuses the object of an unchanged server. Identical objects therefore mean that the server has
-            # not changed.
+            # The parser of HAProxy's configuration reuses the object of an unchanged server. If the old and the new
+            # object are the same, the server has not changed.
             continue
         if was is None:
             why = _not_addable(new, server, wanted, features)
@@ -291,7 +291,8 @@ def _fixed_keywords(server: Server, other: Server) -> tuple[str, ...]:
     """Return the keywords whose values no command can change to the values of the other server."""
     words = list(server.keywords)
     for keyword in _SETTABLE:
-        # A runtime command can change the address and port of a health check, but cannot remove them from a server.
+        # A runtime command can change the address and port of a health check. No runtime command can remove the address
+        # or the port from a server.
         is_check = keyword in ("addr", "port")
         if is_check and not (keyword in other.keywords and server.checked and "agent-check" not in words):
             continue

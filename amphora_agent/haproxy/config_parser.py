@@ -26,16 +26,16 @@ _RELATED = frozenset({"cookie", "guid", "id", "track"})
 ALLOWED = frozenset({"defaults", "frontend", "backend"})
 AGENT_PREFIX = "amphora:"
 """The prefix of the names of the agent's own sections."""
-# HAProxy (up to 3.2) starts a section at a word such as `global` or `peers`, even in an indented line. The parser
-# refuses such lines.
+# HAProxy up to version 3.2 starts a new section at a word such as `global` or `peers`, even in an indented line. The
+# parser refuses a configuration with such a line.
 _AGENT_SECTIONS = {
     "acme", "cache", "crt-store", "fcgi-app", "global", "haterm", "http-errors", "listen", "log-forward", "log-profile",
     "mailers", "peers", "program", "resolvers", "ring", "traces", "userlist",
 }  # fmt: skip
 _BLANKS = " \t\r\v\f"
 _TO_SPACES = str.maketrans(_BLANKS, " " * len(_BLANKS))
-# HAProxy may interpret special characters, such as quotes, in a line or in a command. HAProxy splits a line without
-# special characters at spaces only.
+# The pattern matches characters that HAProxy may interpret in a line or in a command, such as quotes. HAProxy splits a
+# line without such characters at spaces only.
 _SPECIAL = re.compile(r"""[^ -~]|["#$';<\\]""")
 # The pattern splits a line of HAProxy's configuration into tokens: comments, blanks, quoted strings, escaped
 # characters, and other text.
@@ -350,7 +350,7 @@ def _read(text: str, before: Configuration) -> tuple[list[Row], CommonLines]:
     same = common_lines(before.text, text) if before.rows else CommonLines()
     kept = len(before.rows) - same.last
     new, old = (_lines(each, same) for each in (text, before.text))
-    # The parser finds an unchanged line by its text, even at another place, and reuses the object of the line.
+    # The parser reuses the object of an old line for a new line with the same text, even at another place.
     seen = dict(zip(old, before.rows[same.first : kept], strict=True)) if before.rows else {}
     middle: list[Row] = []
     for number, raw in enumerate(new, start=same.first + 1):

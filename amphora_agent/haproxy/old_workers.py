@@ -114,7 +114,8 @@ class OldWorker:
         while self.jobs() > 0:
             if time.monotonic() >= deadline:
                 return False
-            # The agent polls, because HAProxy sends no notification when a client's connection ends.
+            # The agent polls HAProxy's old worker, because HAProxy sends no notification when a client's connection
+            # ends.
             time.sleep(_POLL_SECONDS)
         return True
 

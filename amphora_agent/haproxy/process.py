@@ -49,14 +49,12 @@ STOP_SECONDS, OLD_WORKER_END_SECONDS = 1.0, 2.0
 PROBE_SECONDS, FROZEN_SECONDS = 0.15, 0.6
 _POLL_SECONDS = 0.002
 _SLOW_POLL_SECONDS = 0.05
-# If HAProxy's master still reports the old state two seconds after a reload command, the agent sends the command again.
-# HAProxy 2.6 may lose a command while the master executes itself again.
+# HAProxy 2.6 may lose a reload command while its master executes itself again. If the master has counted no reload
+# after two seconds, the agent sends the command again.
 _LOST_COMMAND_SECONDS = 2.0
-# Largest number of seconds for which the agent waits, after a reload, until HAProxy's old worker accepts no more
-# connections.
+# After a reload, the agent waits at most two seconds until HAProxy's old worker accepts no more connections.
 _STOPPING_SECONDS = 2.0
-# HAProxy's alerts such as "Fatal errors" give no reason. The agent quotes an earlier alert in its error message
-# instead.
+# An alert of HAProxy such as "Fatal errors" gives no reason. The agent's error message quotes an earlier alert instead.
 _EMPTY_PHRASES = ("Fatal errors", "Error(s) found", "exited with code", "failed to start their listeners")
 
 
@@ -73,7 +71,8 @@ class Haproxy:
         self._inner = inner
         self.counters = counters
         self.ended_workers: list[int] = []
-        # A restarted agent does not know HAProxy's stick tables, so the agent assumes that the tables have entries.
+        # After a restart, the agent does not know whether HAProxy's stick tables had entries. The agent then assumes
+        # that the tables had entries.
         self._had_table_entries = True
         self._features: Features | None = None
         self._read_seconds = config_check.MIN_READ_SECONDS
@@ -166,12 +165,12 @@ class Haproxy:
         if serving == wanted:
             return self._paths.configuration
         if read_if_exists(self._paths.previous) == wanted.content:
-            # An interrupted change may leave a file with the wanted text. The agent reuses that file, because the disk
-            # may be full.
+            # An interrupted change may have left a file with the wanted text. The agent renames that file instead of
+            # writing a new file, because the disk may be full.
             self._paths.previous.replace(self._paths.candidate)
         else:
-            # The old candidate file may be a hard link to the text of the confirmed bundle. The agent removes the file
-            # instead of overwriting that text.
+            # The old candidate file may be a hard link to the text of the confirmed bundle. Writing into the file would
+            # change that text, so the agent first deletes the link.
             self._paths.candidate.unlink(missing_ok=True)
             write(self._paths.candidate, wanted.content, durable=False)
         return self._paths.candidate
@@ -196,9 +195,10 @@ class Haproxy:
                 why = self._last_alert() or f"no answer within {self._read_seconds:.0f} s"
                 self._services.stop(SERVICE, missed=True)
                 raise HaproxyError("start HAProxy", why)
-            # The agent polls, because HAProxy 2.6 reports the end of its start to systemd only.
+            # The agent polls HAProxy, because HAProxy 2.6 reports only to systemd that its start has ended.
             time.sleep(_POLL_SECONDS)
-        # The responder answers a scrape of the metrics only after the agent has read HAProxy's counters once.
+        # The agent reads HAProxy's counters immediately. The responder answers no scrape of the metrics before the
+        # agent has read the counters once.
         self.counters.sample()
 
     def ensure_wanted(self) -> None:
@@ -255,22 +255,22 @@ class Haproxy:
             self._await_reload(old, reloads, starts)
         except HaproxyError:
             with suppress(HaproxyError):
-                # If HAProxy's worker has crashed, the worker's successor drains no server. The agent therefore ignores
-                # failures to end the draining.
+                # The reload has failed, so the agent ends the draining of servers. If HAProxy's worker has crashed, the
+                # next worker drains no server, and the agent ignores the error.
                 for command in drained:
                     self.worker.ask(worker_replacement.ready_command(command))
             raise
         finally:
-            # After a reload, the agent empties the server-state file. HAProxy would otherwise read outdated server
-            # states when restarting after a crash.
+            # After a reload, the agent empties the server-state file. Otherwise HAProxy would read outdated states of
+            # servers when HAProxy starts again after a crash.
             self._write_server_state(worker_replacement.NO_STATES)
             self.counters.sample()
 
     def _drain_removed_servers(self, states: str, wanted: Configuration) -> list[str]:
         """Stop requests of the old worker to removed members; return the commands."""
         sent: list[str] = []
-        # If the agent cannot drain a server, the removed member may get one more request. The agent stops at the first
-        # error, because each unanswered command takes a full time-out.
+        # The agent stops draining at the first error, because each unanswered command takes a full time-out. A removed
+        # server that does not drain may get one more request.
         with suppress(HaproxyError):
             for command in worker_replacement.drain_commands(wanted, runtime_state.parse_servers(states)):
                 # The agent records each runtime command as sent before HAProxy answers, because HAProxy may carry out a
@@ -310,8 +310,8 @@ class Haproxy:
             deadline = time.monotonic() + OLD_WORKER_END_SECONDS
             while pid in self._workers().replaced:
                 if time.monotonic() > deadline:
-                    # An old HAProxy worker stays if another process keeps a connection to the worker, or if a client's
-                    # connection does not close.
+                    # An old HAProxy worker stays while another process is connected to the worker, or while a client's
+                    # connection is open.
                     _log.warning(
                         "The agent kills HAProxy's old worker %d, because HAProxy has too many old workers and this "
                         "worker does not end",
@@ -329,7 +329,7 @@ class Haproxy:
         had = self._had_table_entries
         answer = self.worker.ask(worker_replacement.TABLES)
         while worker_replacement.would_lose_entries(answer, has_predecessor=had) and time.monotonic() < deadline:
-            # The agent polls, because HAProxy sends no notification when a stick table changes.
+            # The agent polls HAProxy's worker, because HAProxy sends no notification when a stick table changes.
             time.sleep(_SLOW_POLL_SECONDS)
             answer = self.worker.ask(worker_replacement.TABLES)
         self._had_table_entries = worker_replacement.has_entries(answer)
@@ -349,8 +349,8 @@ class Haproxy:
                     self.master.ask("reload", seconds=self._read_seconds)
                     again = time.monotonic() + _LOST_COMMAND_SECONDS
             except HaproxyError:
-                # HAProxy's master does not answer while the master executes itself again, so a missing answer is no
-                # failed reload.
+                # During a reload, HAProxy's master executes itself again and does not answer. A missing answer
+                # therefore does not mean that the reload has failed.
                 count, worker = reloads, None
                 if self._starts() > starts + 1:
                     raise HaproxyError("reload HAProxy", self._last_alert() or "it crashed twice") from None
@@ -360,7 +360,7 @@ class Haproxy:
             if worker not in (None, old) and self.worker_pid() == worker:
                 self._await_stopping(old)
                 return
-            # The agent polls, because HAProxy 2.6 answers the command `reload` before the new worker serves.
+            # The agent polls HAProxy, because HAProxy 2.6 answers the command `reload` before the new worker serves.
             time.sleep(_POLL_SECONDS)
         raise HaproxyError("reload HAProxy", f"no new worker within {self._read_seconds:.0f} s")
 
@@ -371,16 +371,16 @@ class Haproxy:
         """
         deadline = time.monotonic() + _STOPPING_SECONDS
         with suppress(HaproxyError):
-            # A frozen HAProxy worker gives no answer, but does not accept connections either, so the agent ignores the
-            # error.
+            # A frozen HAProxy worker gives no answer, and accepts no connections either. The agent therefore ignores a
+            # missing answer of the old worker.
             while old is not None and time.monotonic() < deadline:
                 if "\nStopping: 0\n" not in self.master.ask(f"@!{old} show info", seconds=_STOPPING_SECONDS):
                     return
                 time.sleep(_POLL_SECONDS)
 
     def _workers(self) -> Workers:
-        # The time-out allows HAProxy to read its whole configuration, because HAProxy's master gives no answers
-        # meanwhile.
+        # HAProxy's master does not answer while HAProxy reads its configuration. The time-out is long enough for
+        # HAProxy to read the whole configuration.
         answer = self.master.ask("show proc", seconds=self._read_seconds)
         found = workers.parse(answer)
         if found is None:
@@ -393,8 +393,8 @@ class Haproxy:
         For about 50 ms after a start (2.6, 2.8 and 3.0) the master executes itself again and refuses connections.
         """
         with suppress(HaproxyError):
-            # After a failed reload, HAProxy's master reports no present worker. The master's answer alone therefore
-            # proves that the master is up.
+            # Any answer of HAProxy's master shows that the master runs. After a failed reload, the answer names no
+            # present worker.
             self._workers()
             return self.worker_pid() is not None
         return False

@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 
 REMOVAL_SECONDS = 0.1
 _POLL_SECONDS = 0.002
-# The agent sends at most 50 commands in one line, because HAProxy reads at most 16 KiB of a line.
+# HAProxy reads lines of at most 16 KiB. A line with 50 commands is shorter.
 _MAX_BATCH = 50
-# If a change removes more than 10 servers, the agent reads the counters of all servers at once, because this is faster.
+# If a change removes more than 10 servers, the agent reads the counters of all servers with one command. One command
+# for each removed server would be slower.
 MAX_COUNTED_SEPARATELY = 10
 _ADDED = "New server registered."
 _DELETED = "Server deleted."
@@ -62,8 +63,8 @@ class ActionRunner:
             case act.AddServer():
                 self._add(action)
             case act.ComputeCookies(backend, key, names):
-                # HAProxy 2.6 computes dynamic cookies only when the cookie key is set. The agent therefore sets the key
-                # again after adding servers.
+                # HAProxy 2.6 computes the dynamic cookies of servers when a command sets the cookie key. After adding
+                # servers, the agent therefore sets the same key again.
                 self._worker.order(f"set dynamic-cookie-key backend {backend} {key}")
                 self._order_all([f"enable server {backend}/{name}" for name in names])
             case act.ReplaceServer():
@@ -83,8 +84,8 @@ class ActionRunner:
             case act.SetMaintenance(backend, name, maintenance):
                 worker.order(f"set server {backend}/{name} state {'maint' if maintenance else 'ready'}")
             case act.SetAddress(backend, name, address, port):
-                # The agent ignores HAProxy's answer to `set server addr`, which differs between versions, and verifies
-                # the address afterwards.
+                # HAProxy's answer to `set server addr` differs between versions. The agent ignores the answer, and
+                # verifies the address afterwards.
                 worker.ask(f"set server {backend}/{name} addr {address} port {port}")
             case act.SetCheck(backend, name, check_address, check_port):
                 place = f"check-addr {check_address}" if check_address is not None else ""
@@ -111,8 +112,8 @@ class ActionRunner:
             commands.append(f"enable health {name}")
         if not server.disabled and not action.awaits_cookie:
             commands.append(f"enable server {name}")
-        # If one of the commands that add a server fails, HAProxy's answer has additional text, and the agent raises an
-        # error.
+        # If all commands succeed, HAProxy's answer is one known sentence. If a command fails, the answer has more text,
+        # and the agent raises an error.
         self._worker.order("; ".join(commands), _ADDED)
 
     def _replace(self, action: act.ReplaceServer) -> None:
@@ -150,18 +151,18 @@ class ActionRunner:
         self._order_all([f"set server {backend}/{name} state drain" for name in draining])
         found = self._usage(backend, names)
         while any(found[name].used for name in draining if name in found) and time.monotonic() < deadline:
-            # The agent polls, because HAProxy's command `wait` (since 3.0) waits for one server only.
+            # The agent polls HAProxy, because HAProxy's command `wait` (since 3.0) waits for one server only.
             time.sleep(_POLL_SECONDS)
             found = self._usage(backend, names)
         self._order_all([f"set server {backend}/{action.name} state maint" for action in actions])
         deadline = max(deadline, time.monotonic() + REMOVAL_SECONDS / 2)
         if self._features.wait_command:
-            # HAProxy's command `wait` waits only for the last server to be removed. The agent deletes the other servers
-            # with retries.
+            # HAProxy's command `wait` accepts one server, so the agent names the last of the removed servers. The agent
+            # then deletes all removed servers, and retries a refused deletion.
             left = max(1, int(1000 * (deadline - time.monotonic())))
             self._worker.ask(f"wait {left}ms srv-removable {backend}/{actions[-1].name}")
-        # The agent reads the counters of servers in maintenance before deleting the servers. The counters are final,
-        # because the servers get no more requests.
+        # A server in maintenance gets no more requests, so its counters are final. The agent reads the counters before
+        # deleting the server.
         if found and len(names) <= MAX_COUNTED_SEPARATELY:
             self._counters.sample_servers([use.numbers for use in found.values()])
         else:
@@ -194,7 +195,8 @@ class ActionRunner:
         head = lines[0].split() if lines else []
         if "used_cur" not in head:
             return {}
-        # The first word of HAProxy's table head is "#", so a column's index is one less than the index of its name.
+        # In HAProxy's answer, the line of column names begins with the additional word "#". The index of a value is
+        # therefore one less than the index of the column's name.
         column = head.index("used_cur") - 1
         found = {}
         for line in lines[1:]:

@@ -20,17 +20,17 @@ _Key = tuple[str, str]
 # 9.3).
 _BACKEND, _NAME, _ADDRESS, _RUNNING, _ADMIN, _WEIGHT, _PORT = 1, 3, 4, 5, 6, 7, 18
 _CHECK_PORT, _CHECK_ADDRESS, _FIELDS = 21, 22, 25
-# HAProxy reports a server in maintenance by the bit 0x01, and a draining server by the bit 0x08. The agent ignores all
-# other bits.
+# In HAProxy's administrative state of a server, the bit 0x01 means maintenance, and the bit 0x08 means draining. The
+# agent ignores all other bits.
 _FORCED_MAINTENANCE, _FORCED_DRAIN = 0x01, 0x08
 _UP = "2"
 _PROXY, _KIND, _LIMIT, _STATUS = 0, 1, 6, 17
 _LISTENS = ("OPEN", "FULL")
-# HAProxy's answer to `show servers state` has three lines up to the first server: the version, the column names, and
-# that server.
+# In HAProxy's answer to `show servers state`, the first server is in line 3. Line 1 has the version of the format, and
+# line 2 has the column names.
 _HEAD_LINES = 3
-# For more than 20 wanted servers, parsing all lines of HAProxy's answer is faster than searching the answer for each
-# server.
+# To find more than 20 servers in HAProxy's answer, the agent parses all lines. For fewer servers, searching the answer
+# for each server is faster.
 _MAX_SEARCHED = 20
 
 
@@ -207,8 +207,8 @@ def _server_difference(server: Server, state: ServerState) -> str:
         if port.isdecimal() and int(port) != state.check_port:
             return f"is monitored on port {state.check_port}, not {port}"
     if "agent-check" in server.keywords:
-        # The member's own agent check sets the weight and maintenance of the server, so the agent does not compare them
-        # with the configuration.
+        # With the keyword `agent-check`, HAProxy gets the weight and maintenance of a server from the server itself.
+        # Both may then differ from the configuration, so the agent does not compare them.
         return ""
     if (state.weight, state.maintenance) != (server.weight, server.disabled):
         wanted = (server.weight, server.disabled)
@@ -218,12 +218,13 @@ def _server_difference(server: Server, state: ServerState) -> str:
 
 def _same_endpoint(server: Server, host: str, port: int) -> bool:
     if server.address == f"{host}:{port}":
-        # The agent compares addresses as texts first. With 10,000 servers this comparison saves time, because nearly
-        # all addresses have equal texts.
+        # The agent first compares addresses as texts, because nearly all texts are equal. With 10,000 servers,
+        # comparing texts is faster than parsing the addresses.
         return True
     wanted, number = server.endpoint
     if not (_is_address(wanted) and number.isdecimal()):
-        # No runtime command changes a host name, a socket path or a port offset, so the agent does not compare them.
+        # No runtime command changes a host name, a socket path or a port offset. The agent therefore does not compare
+        # such an address.
         return True
     return _same_address(wanted, host) and int(number) == port
 

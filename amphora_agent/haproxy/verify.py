@@ -23,8 +23,8 @@ class Verifier:
 
     def __init__(self, worker: Socket) -> None:
         self._worker = worker
-        # `_loaded` is the last state of HAProxy's worker that was equal to the configuration, or None after a
-        # difference.
+        # `_loaded` has the state that HAProxy's worker reported when the state was last equal to the configuration. If
+        # the last comparison has found a difference, `_loaded` is None.
         self._loaded: Loaded | None = None
 
     def invalidate(self) -> None:

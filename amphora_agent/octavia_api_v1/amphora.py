@@ -32,8 +32,8 @@ from amphora_agent.octavia_api_v1.uploads import Uploads
 from amphora_agent.paths import Paths
 
 _log = logging.getLogger(__name__)
-# Octavia's API defines the texts of the two error messages. Octavia's worker repeats its request after "No suitable
-# network interface found".
+# Octavia's API defines the following two error messages word for word. Octavia's worker repeats its request after "No
+# suitable network interface found".
 NO_INTERFACE = "No suitable network interface found"
 NO_LOAD_BALANCER = "Loadbalancer Not Found"
 
@@ -95,8 +95,8 @@ class OctaviaAmphora:
 
     def set_rules(self, document: Any) -> None:
         with self.changing():
-            # Octavia's worker sends an empty list of firewall rules for a new amphora. The agent ignores an empty list
-            # if the amphora has rules.
+            # For a new amphora, Octavia's worker sends an empty list of firewall rules, which the agent applies. If the
+            # amphora already has rules, the agent ignores an empty list and keeps the rules.
             read = firewall_rules.read(document)
             if read or self._state.rules is None:
                 self._apply(replace(self._state, rules=read))
@@ -146,7 +146,7 @@ class OctaviaAmphora:
             raise RequestRefused(NO_LOAD_BALANCER, "no configuration was uploaded", 404)
         found = text_of.translate(state.uploaded, owner)
         if not found.ports:
-            # If no listener is enabled, the agent stops HAProxy, because HAProxy does not run without a listener.
+            # If no listener is enabled, the agent stops HAProxy, because HAProxy cannot run without a listener.
             return self._bare(state)
         wanted = replace(
             state.wanted,
@@ -230,8 +230,8 @@ class OctaviaAmphora:
 
     def _apply(self, state: State) -> ApplyResult:
         if self._applier.lost is not None and any(file.content is None for file in state.wanted.files):
-            # After a reboot the uploaded TLS files are lost. The agent serves no listener until Octavia's worker
-            # uploads the files again.
+            # A reboot deletes the TLS files that Octavia's worker has uploaded. The agent serves no listener until
+            # Octavia's worker uploads the files again.
             state = self._bare(state)
         bundle = self._bundle(state)
         outcome = self._applier.apply_bundle(bundle, digest(json.dumps(bundle.to_document()).encode()))

@@ -30,7 +30,8 @@ from amphora_agent.responder.ping_targets import Targets
 
 def main() -> None:
     """Serve until SIGTERM; replace the program at SIGHUP."""
-    # The responder blocks SIGTERM and SIGHUP before starting a thread, and across execve(2), so that no signal is lost.
+    # The responder blocks SIGTERM and SIGHUP before starting a thread. The signals stay blocked across execve(2), so no
+    # signal is lost.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
     _, port, stats, pings, sums, *left = sys.argv
     place = stats.rpartition("/")[0]
@@ -38,8 +39,8 @@ def main() -> None:
     responder = Responder(
         lambda function, *arguments: function(*arguments),
         int(port),
-        # The responder derives the paths of two other sockets from the path of HAProxy's main socket. With additional
-        # arguments the agent could not replace an older responder without a gap.
+        # The responder derives the paths of two other sockets from the path of HAProxy's main socket. If an upgrade
+        # added arguments, the agent could not replace an older responder without an interruption.
         lambda: prometheus.scrape(_worker(place, stats), sums, f"{place}/checker/rows.sock"),
         Targets(pings),
         version=version(),

@@ -22,12 +22,12 @@ from amphora_agent.network.icmp_echo import Pinger
 from amphora_agent.responder.prometheus import CONTENT_TYPE
 
 ADDRESS = "127.0.0.1"
-# Seconds after which the responder ends an unanswered request or a scrape. HAProxy itself closes the connection of a
+# After 30 s, the responder ends an unanswered request or a scrape. HAProxy closes the connection of an unanswered
 # health check earlier.
 LONGEST_SECONDS = 30.0
 SEND_SECONDS = 10.0
-# Largest number of simultaneous scrapes of the metrics. One HAProxy worker allows fewer, but two workers exist during a
-# reload.
+# The responder allows at most 8 simultaneous scrapes of the metrics. One HAProxy worker allows fewer, but two workers
+# forward scrapes during a reload.
 MOST_SCRAPES = 8
 MOST_OPEN = 4096
 _BACKLOG = 4096
@@ -35,9 +35,10 @@ _RETRY_SECONDS = 1.0
 _LARGEST_REQUEST = 8192
 _WANTED_FILES = 4 * MOST_OPEN
 _PING = "/ping/"
-# The responder sends this text to a browser that opens the path `/`. Prometheus never requests the path.
+# The responder sends the following text to a browser that opens the path `/`. Prometheus never requests the path.
 _FRONT = "The metrics of this load balancer are at /metrics"
-# The type is a connection that a former responder hands over, with the bytes that the former responder has received.
+# The type is a pair: an open connection of a former responder, and the bytes that have already arrived on the
+# connection.
 Waiting = tuple[socket.socket, bytes]
 # A function of the type `Opener` calls another function in HAProxy's network namespace to open the responder's sockets.
 Opener = Callable[..., tuple[Pinger, socket.socket]]
@@ -189,7 +190,8 @@ class _Session:
         self._targets = targets
         self._version = version
         self._most = _room()
-        # The dictionary maps file descriptors to open connections, and is in the order of the connections' deadlines.
+        # The dictionary maps file descriptors to open connections. The connection with the earliest deadline is the
+        # first.
         self._open: dict[int, Exchange] = {}
         self._pinger, self._listener = pinger, listener
         self._selector = selectors.DefaultSelector()
@@ -202,8 +204,8 @@ class _Session:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # After `leave`, the new responder program has a duplicate of the listening socket, so connections still arrive
-        # there.
+        # After a call of `leave`, the new responder program has a duplicate of the listening socket. Closing the old
+        # program's socket therefore loses no new connection.
         self._listener.close()
         for exchange in list(self._open.values()):
             self._drop(exchange).close()
@@ -227,8 +229,8 @@ class _Session:
         for key, _ in self._selector.select(self._expire()):
             if isinstance(key.data, Exchange):
                 if self._open.get(key.fd) is key.data:
-                    # The responder reads a connection only if an earlier event of the same round has not closed the
-                    # connection.
+                    # An earlier event of the same round may have closed the connection. The responder reads only a
+                    # connection that is still open.
                     self._read(key.data)
             else:
                 key.data()
@@ -270,8 +272,7 @@ class _Session:
             self._drop(exchange).close()
             return
         if exchange.mark is not None:
-            # The responder has already sent a ping for the request of the connection, and ignores further data from the
-            # client.
+            # After sending a ping for a request, the responder ignores further data on the connection of the request.
             return
         exchange.received += data
         if b"\r\n\r\n" in exchange.received:
@@ -341,7 +342,8 @@ def _listen(port: int) -> socket.socket:
     opened = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # The kernel reports a new connection only when data of the request arrive, which saves the responder one event.
+        # The option TCP_DEFER_ACCEPT makes the kernel report a connection only after data have arrived. The responder
+        # then handles one event less for each request.
         opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, int(LONGEST_SECONDS))
         opened.bind((ADDRESS, port))
         opened.listen(_BACKLOG)

@@ -21,8 +21,8 @@ from amphora_agent.responder.metric_families import RESPONSES, STATUS, Family, S
 from amphora_agent.stats.former_workers import FormerWorkers, read
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-# The responder has copies of two constants of the agent, because importing the original modules would double the memory
-# of the responder. A unit test compares the copies with the originals.
+# The responder has copies of two constants of the agent's modules. Importing the modules would double the memory of the
+# responder. A unit test compares the copies with the originals.
 OWN = "amphora:"
 QUESTION = "show info;show stat -1 7 -1;show info"
 _UNKNOWN = "NaN"
@@ -32,8 +32,8 @@ _OTHERS_SECONDS = 1.0
 _POLL_SECONDS = 0.02
 _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 _SPECIAL = re.compile(r'[\\"\n]')
-# The mapping gives the metric's state for the first word of HAProxy's status. All other words ("OPEN", "FULL", "no
-# check" …) mean UP.
+# The mapping translates the first word of HAProxy's status to a state in the metrics. All other words, such as "OPEN"
+# and "FULL", mean UP.
 _STATE_OF = {"DOWN": "DOWN", "STOP": "DOWN", "MAINT": "MAINT", "DRAIN": "DRAIN", "NOLB": "NOLB"}
 _Row = list[str]
 

@@ -23,8 +23,7 @@ from amphora_agent.services.control import ServiceManager
 _log = logging.getLogger(__name__)
 SERVICE = "amphora-responder"
 ANSWER_SECONDS = 1.0
-# Largest number of seconds for which the agent waits for a replaced responder, because the former responder first
-# finishes the open scrapes.
+# The agent waits at most 15 s until a new responder answers. The former responder first finishes its open scrapes.
 REPLACEMENT_SECONDS = 15.0
 _RETRY_SECONDS = 5.0
 _POLL_SECONDS = 0.02
@@ -95,8 +94,8 @@ class ResponderDaemon:
         try:
             self._services.start(SERVICE, argv, inner=True)
         except ServiceError:
-            # If the arguments of the responder have changed, for example the path of Python, the agent stops the
-            # responder and starts another process.
+            # The service manager refuses to start a running responder with other arguments, such as another path of
+            # Python. The agent then stops the responder and starts another process.
             self._services.stop(SERVICE)
             self._services.start(SERVICE, argv, inner=True)
 
@@ -112,7 +111,7 @@ class ResponderDaemon:
                 why = said[-1] if said else f"no answer within {REPLACEMENT_SECONDS:.0f} s"
                 remedy = "Without it HAProxy reports pinged members as down. See the log of the service."
                 raise ServiceError("start the responder", why, remedy)
-            # The agent polls, because the responder sends no notification when it is ready.
+            # The agent polls the responder, because the responder sends no notification when it is ready.
             time.sleep(_POLL_SECONDS)
 
 

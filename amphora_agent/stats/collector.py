@@ -30,11 +30,11 @@ from amphora_agent.stats.monotonic_counters import MonotonicCounters
 from amphora_agent.stats.udp_stats import UdpStats
 
 _log = logging.getLogger(__name__)
-# With more than 100 rows of counters, the agent reads or writes all rows only every 10 s, because each time takes many
-# milliseconds.
+# Reading or writing more than 100 rows of counters takes many milliseconds. With more rows, the agent reads or writes
+# all rows only every 10 s.
 FEW_ROWS, WRITE_SECONDS = 100, 10.0
-# The collector ends an old HAProxy worker two seconds before HAProxy's `hard-stop-after`. HAProxy would end the worker
-# without a last reading of the counters.
+# HAProxy ends an old worker after the time `hard-stop-after`. The collector ends the worker two seconds earlier, so
+# that the collector can read the final counters.
 MARGIN_SECONDS = 2.0
 CUT_SECONDS = 1.0
 
@@ -109,8 +109,8 @@ class Collector:
             identity = _identity(self._latest.pid) if self._latest is not None else ""
             if not identity:
                 return
-            # If HAProxy failed to reload before, the collector already holds a connection to HAProxy's worker, and only
-            # changes the end of the drain time.
+            # If an earlier reload has failed, the collector still holds a connection to HAProxy's worker. The collector
+            # then changes only the end of the drain time.
             if (known := next((held for held in self._held if held.identity == identity), None)) is not None:
                 known.until = until
                 return
@@ -193,15 +193,15 @@ class Collector:
                 return
             sample = self._read_held(held)
         except HaproxyError:
-            # The old HAProxy worker does not answer, because HAProxy's `hard-stop-after` or a crash has ended the
-            # worker.
+            # The old HAProxy worker does not answer, because the worker has crashed or has reached the time
+            # `hard-stop-after`.
             self._release(held)
             return
         if present:
             self._leaving.pop(held.identity, None)
             return
-        # The collector treats an old HAProxy worker as idle after two idle samples. HAProxy does not count a connection
-        # that moves between threads.
+        # The collector releases an old HAProxy worker only after two idle samples, because one sample may miss a
+        # connection. HAProxy does not count a connection that moves between threads.
         idle = sample.stopping and sample.other_jobs <= 0
         if idle and held.was_idle:
             self._release(held)

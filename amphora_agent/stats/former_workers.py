@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-# The agent adds up the following columns of HAProxy's statistics over all workers, because HAProxy only increases them.
+# The values of the following columns of HAProxy's statistics only increase, so the agent adds them up over all workers.
 # The list has no counters of health checks, because each worker counts the same checks.
 _TRAFFIC = ("stot", "bin", "bout")
 _ERRORS = ("ereq", "dreq", "dresp", "econ", "eresp", "wretr", "wredis", "wrew", "cli_abrt", "srv_abrt")

@@ -10,8 +10,8 @@ from operator import itemgetter
 from amphora_agent.haproxy.config_parser import AGENT_PREFIX
 from amphora_agent.stats.former_workers import COUNTED
 
-# A stopping HAProxy worker reports its listeners as stopped. The second `show info` reveals a worker that began to stop
-# after the first `show info`.
+# A stopping HAProxy worker reports its listeners as stopped. The agent asks `show info` a second time, because the
+# worker may begin to stop after the first answer.
 QUESTION = "show info;show stat -1 7 -1;show info"
 # In interactive mode HAProxy writes a prompt after each answer, so the agent sends one command at a time.
 HELD_QUESTIONS = ("show info", "show stat -1 7 -1", "show info")
@@ -75,8 +75,8 @@ def parse(answer: str, before: Sample | None = None) -> Sample | None:
         return None
     lines = table.split("\n")
     columns = {name: place for place, name in enumerate(("pxname", *lines[0].split(",")))}
-    # For a column that this version of HAProxy lacks, the agent reads the first column, which the agent empties in each
-    # row.
+    # If this version of HAProxy lacks a column, the agent reads the first column instead. The agent has emptied the
+    # first column, so the counter is 0.
     counted = itemgetter(*(columns.get(name, 0) for name in COUNTED))
     former = before.known if before is not None else {}
     known: dict[tuple[str, ...], Counts] = {}

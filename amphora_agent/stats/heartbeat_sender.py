@@ -26,8 +26,8 @@ def next_epoch(paths: Paths) -> int:
     try:
         write_atomically(paths.epoch, str(epoch))
     except OSError:
-        # If the disk is full, the agent overwrites the stored epoch in place, because the new epoch has as many digits
-        # as the former one.
+        # On a full disk, the agent overwrites the stored epoch in its file. The new epoch has as many digits as the old
+        # epoch, and needs no more space.
         with paths.epoch.open("r+", encoding="ascii") as file:
             file.write(str(epoch))
             file.flush()

@@ -14,8 +14,8 @@ from amphora_agent.stats.former_workers import COUNTED
 from amphora_agent.stats.haproxy_stats import NONE, Counts
 
 _log = logging.getLogger(__name__)
-# Largest number of rows of counters that the agent keeps for objects that no HAProxy worker serves. A removed object
-# may return later.
+# The agent keeps at most 2,000 rows of counters of objects that no HAProxy worker serves. The agent keeps the rows,
+# because a removed object may return later.
 MOST_ABSENT = 2000
 
 
@@ -34,7 +34,7 @@ class MonotonicCounters:
     def read(self, identity: str, readings: Mapping[str, Counts]) -> None:
         known = self._running.setdefault(identity, {})
         for row in [row for row in known if row not in readings]:
-            # HAProxy has removed the member at run time, so the agent adds the last counters of the member to the
+            # HAProxy has removed the member at run time. The agent adds the last counters of the member to the
             # permanent sum.
             self._settle(row, known.pop(row))
         self.read_some(identity, readings)
@@ -48,8 +48,8 @@ class MonotonicCounters:
                 continue
             if before is not None and before != counts and any(map(lt, counts, before)):
                 self._settle(row, before)
-                # HAProxy has cleared or recreated a row of counters, so the agent adds the former counters of the row
-                # to the permanent sum.
+                # HAProxy has cleared or recreated a row of counters. The agent adds the former counters of the row to
+                # the permanent sum.
             known[row] = counts
 
     @property
@@ -81,8 +81,8 @@ class MonotonicCounters:
 
     def _settle(self, row: str, counts: Counts) -> None:
         self.settlements += 1
-        # The agent moves the changed row to the end of the dictionary by `pop`, so the first key is always the oldest
-        # row.
+        # The call of `pop` moves the changed row to the end of the dictionary. The first row is therefore always the
+        # oldest.
         self._settled[row] = tuple(map(add, self._settled.pop(row, NONE), counts))
 
     def document(self) -> dict[str, Any]:

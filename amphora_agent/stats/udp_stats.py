@@ -17,8 +17,8 @@ from amphora_agent.stats import haproxy_stats
 from amphora_agent.stats.former_workers import COUNTED
 from amphora_agent.stats.monotonic_counters import MonotonicCounters
 
-# Seconds for which the agent reports the last state of a failed L4 daemon. The kernel forwards traffic while the L4
-# daemon restarts.
+# If the L4 daemon does not answer, the agent reports the last known state for at most 10 s. The kernel forwards traffic
+# while the L4 daemon restarts.
 STALE_SECONDS = 10.0
 
 
@@ -38,8 +38,8 @@ class UdpStats:
         """Read the state of the daemon. Without an answer the last state is valid for `STALE_SECONDS`."""
         with self._lock:
             state = self._source.read_state()
-            # The agent asks for the final state of an ended L4 daemon after the current state, because the daemon may
-            # end between the two questions.
+            # The L4 daemon may end between two questions of the agent. The agent therefore asks for the final state of
+            # an ended L4 daemon after the current state.
             ended = self._source.take_final_state()
             if ended is not None:
                 self._count(ended)
