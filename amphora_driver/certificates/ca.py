@@ -23,7 +23,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from amphora_driver.errors import CertificateError
 from amphora_driver.secret import Secret
 
-# Seconds by which the validity of a certificate starts before its issue, because the clocks of amphorae and hosts
+# The validity of a certificate starts this number of seconds before its issue, because the clocks of amphorae and hosts
 # differ.
 CLOCK_SKEW = 86400.0
 _DAY = 86400.0
@@ -63,7 +63,7 @@ def create_authority(common_name: str, days: int = 3650) -> tuple[bytes, Secret]
     identifier = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
     builder = (
         _builder(name, name, key.public_key(), _moment(now - CLOCK_SKEW), _moment(now + days * _DAY))
-        # Path length 0 in the certificate of the authority means that the authority cannot create further authorities.
+        # Path length 0 forbids the authority to create further authorities.
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(_key_usage(sign_certificates=True), critical=True)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(identifier), critical=False)
@@ -153,8 +153,8 @@ class Authority:
         if self.expires_at <= now:
             happened = f"the authority expired on {self._certificate.not_valid_after_utc:%Y-%m-%d}"
             raise CertificateError(wanted, happened, "Replace the authority: see docs/how-to/rotate-certificates.md.")
-        # A certificate is valid only within the validity of its authority, because its verification would otherwise
-        # fail at an unexpected time.
+        # A certificate must not be valid before or after its authority. Otherwise, its verification would fail at an
+        # unexpected time.
         begin = max(_moment(now - CLOCK_SKEW), self._certificate.not_valid_before_utc)
         end = min(_moment(now + days * _DAY), self._certificate.not_valid_after_utc)
         if end <= begin:
@@ -217,8 +217,8 @@ def _key_usage(*, sign_certificates: bool) -> x509.KeyUsage:
 
 
 def _authority_identifier(certificate: x509.Certificate) -> x509.AuthorityKeyIdentifier:
-    # The identifier must equal the one in the authority's certificate, which another tool may have derived from the key
-    # in another way.
+    # The identifier must equal the one in the authority's certificate. Another tool may have derived that one from the
+    # key by another method.
     try:
         own = certificate.extensions.get_extension_for_class(x509.SubjectKeyIdentifier)
     except x509.ExtensionNotFound:
@@ -276,8 +276,7 @@ def _read_key(secret: Secret) -> _IssuerKey:
         happened = "its private key is encrypted with a passphrase"
         raise CertificateError(wanted, happened, "Store it unencrypted, readable by the controller only.") from error
     except (ValueError, UnsupportedAlgorithm):
-        # The new error does not contain the original error, because the message of the original could quote the key
-        # file.
+        # The original error is not part of the new error, because its message could quote the content of the key file.
         raise CertificateError(wanted, "its private key is no PEM private key", remedy) from None
     if not isinstance(key, _ISSUER_KEYS):
         raise CertificateError(wanted, "its private key is of a kind that cannot sign certificates", remedy)

@@ -21,8 +21,8 @@ from amphora_driver.store.ca_records import AmphoraCertificate, CaKind, CaRecord
 
 DAY = 86400.0
 _DIGITS = 12
-# Fraction of the due time by which a certificate renewal may be earlier or later, so that certificates of one day are
-# not renewed at once.
+# Renewals are spread by this fraction of the time until the renewal, earlier or later. Certificates that were issued on
+# one day are then not all renewed at once.
 _SPREAD = 0.1
 
 
@@ -104,8 +104,8 @@ def renewal_reason(one: AmphoraCertificate, desired: DesiredTrust, lifetime: Cer
 def trust_differs(text: str | None, desired: DesiredTrust) -> bool:
     """Return whether the trust list of an amphora differs from the desired one."""
     if text is None:
-        # An amphora without a recorded trust list is older than the column for it. Such an amphora trusts the CAs from
-        # the files.
+        # The row of the amphora was written before the column for trust lists existed. Such an amphora trusts the CAs
+        # of the configured files.
         return not desired.trusts.startswith("files-")
     named, _, signer = text.partition("/")
     to_name, _, to_sign = desired.trusts.partition("/")

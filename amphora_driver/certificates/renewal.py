@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     from amphora_driver.reconcile.job import Job
 
 LOG = logging.getLogger(__name__)
-# Time-out in seconds of the renewal of one certificate. It is short, because users may wait for other changes of the
-# same job.
+# Time-out in seconds of the renewal of one certificate. The time-out is short, because users may wait for other changes
+# of the same job.
 _RENEWAL_TIMEOUT = 10.0
-# Seconds between a failed renewal and the next attempt, and the time of each failure by amphora id, on the clock of
-# `time.monotonic()`.
+# Seconds between a failed renewal and the next attempt.
 _RETRY_AFTER = 60.0
+# By amphora id: the time of the last failed renewal, on the clock of `time.monotonic()`.
 _FAILED: dict[str, float] = {}
 # Number of load balancers that become due for renewals in one round. Without a limit, all amphorae could renew their
 # certificates at once.
@@ -83,8 +83,8 @@ class CertificateRenewer:
         self._agents = agents
         self._trust = trust
         self._job = job
-        # The CAs that amphorae should trust. While the controller cannot read them (None), no renewal of a certificate
-        # is due.
+        # CAs that the amphorae should trust; None if the controller cannot read them. Without them, no certificate
+        # renewal is due.
         self._desired: ca_rotation.DesiredTrust | None = None
         try:
             self._desired = None if trust is None else trust.credentials().desired
@@ -106,8 +106,8 @@ class CertificateRenewer:
         failed_at = _FAILED.get(one.id)
         if one.id in self.tried or (failed_at is not None and time.monotonic() - failed_at < _RETRY_AFTER):
             return False
-        # The controller also renews certificates of retiring amphorae, but a retiring amphora without a confirmed
-        # generation may have no machine.
+        # Certificates of retiring amphorae are renewed too. A retiring amphora that has confirmed no generation may
+        # have no machine, so it is excluded.
         exists = one.state is AmphoraState.READY or (one.state is AmphoraState.RETIRING and one.confirmed > 0)
         return exists and one.management_address is not None and not one.dead
 
@@ -125,8 +125,8 @@ class CertificateRenewer:
         if amphora.certificate_issued_at is not None and exists():
             by = by if by == amphora.certificate_authority else None
             trusts = ca_rotation.common_trust(amphora.trusts, trusts)
-        # The record of a certificate does not count as progress of the job, because the boot that follows may crash
-        # each controller.
+        # The record of a certificate is no progress of the job. Otherwise, a boot that crashes every controller would
+        # look like progress each time.
         self._record(amphora.id, by, trusts, issued.expires_at, is_progress=False)
         return credentials, issued
 
@@ -156,8 +156,7 @@ class CertificateRenewer:
             self._agents.renew(amphora.id, address, issued.bundle(), **cas, deadline=deadline)
             self._agents.verify_certificate(amphora.id, address, fingerprint(issued.certificate), deadline=deadline)
         except (AgentError, CertificateError) as error:
-            # `ensure_may_act` ends a preempted job here, because the preemption may have caused the error of the
-            # renewal.
+            # If the job is preempted, the preemption may have caused the error. `ensure_may_act` then ends the job.
             self._job.ensure_may_act()
             _FAILED[amphora.id] = time.monotonic()
             LOG.warning(
@@ -241,16 +240,15 @@ class CertificateMaintenance:
             return ca_rotation.rotation_phase(kind, recorded, held, now, self._settle)
 
         def write(connection: sa.Connection) -> ca_rotation.RotationPhase:
-            # Another controller may have changed the rows of the CAs since the last read, so the transaction reads them
-            # again.
+            # Another controller may have changed the CAs since the last read, so the transaction reads them again.
             found = read(connection)
             changed = found.moves and ca_records.change_ca_states(connection, found.moves, now)
             return found if changed else ca_rotation.RotationPhase()
 
         found = self._database.read(read)
         if found.moves:
-            # After a jump of the database clock, the age of a rotation step is not reliable: the step may have just
-            # begun.
+            # After a jump of the database clock, the age of the current rotation step is not reliable. The rotation
+            # then waits.
             reliable = self._database.seconds_since_clock_jump() >= self._settle
             found = self._database.write(write) if reliable else ca_rotation.RotationPhase()
         if found.moves:
@@ -279,8 +277,8 @@ class CertificateMaintenance:
         }
         if not outdated:
             return 0
-        # The controller chooses load balancers at random, so that unreachable amphorae do not block the renewals of
-        # others in each round.
+        # The choice is random. Otherwise, the same unreachable amphorae could block the renewals of all others in each
+        # round.
         chosen = random.sample(sorted(outdated), min(_MOST, len(outdated)))
         return self._database.write(lambda c: ca_records.make_load_balancers_due(c, chosen, fleet.now))
 

@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     from amphora_driver.database.vault import Vault
 
 LOG = logging.getLogger(__name__)
-# Maximum age in seconds of the CAs in memory, and the maximum age as a fraction of a rotation's shortest step.
+# Maximum age of the CAs in memory: this number of seconds, or this fraction of the shortest step of a CA rotation if
+# that is less.
 _MAX_AGE, _OF_A_STEP = 5.0, 0.25
-# While one thread reads the CAs from the database, other threads accept CAs in memory of up to this multiple of the
-# maximum age.
+# While one thread reads the CAs, other threads may use CAs in memory of up to this multiple of the maximum age.
 _MEANWHILE = 3
-# If a read of the CAs takes more than this number of seconds, the trust store assumes that the process was paused.
+# If a read of the CAs takes more than this number of seconds, the process was probably paused.
 _LONGEST_READ = 40.0
 _LONGEST_HOST = 40
 
@@ -71,12 +71,11 @@ class TrustStore:
         self._recorded: tuple[CaRecord, ...] | None = None
         # Time at which the CAs were read from the database, on the clock of `time.monotonic()`.
         self._known_at = 0.0
-        # Time of the next attempt after a failed first read of the CAs, and the error of the failed read.
+        # After a failed first read of the CAs: the time of the next attempt, and the error.
         self._unavailable: tuple[float, StoreError] | None = None
         self._issuers: dict[int, Authority] = {}
         self._file_issuer: tuple[object, Authority] | None = None
-        # Client certificate of this process: the id of its CA, the certificate, and the time of its renewal by the wall
-        # clock.
+        # Client certificate of this process: the id of its CA, the certificate, and its renewal time on the wall clock.
         self._client: tuple[int, Issued, float] | None = None
 
     def tls_override(self) -> TlsOverride:
@@ -141,9 +140,9 @@ class TrustStore:
                 if self._recorded is None:
                     self._unavailable = time.monotonic() + self._max_age, error
                     raise
-                # After a failed read of the CAs, the CAs in memory remain safe, because no rotation can proceed without
-                # the database. Their age counts from the end of the failed read, so that not every thread waits for a
-                # database that fails slowly.
+                # The read failed, but the CAs in memory remain safe: no rotation can proceed without the database.
+                # Their age counts from the end of the failed read. Otherwise, every thread would wait for a database
+                # that fails slowly.
                 ended = time.monotonic()
                 self._known_at = ended if ended - begun < _LONGEST_READ else begun
             LOG.warning(
@@ -153,8 +152,7 @@ class TrustStore:
             )
             return
         with self._lock:
-            # The age of the CAs in memory counts from the start of the read, because the rows may change during the
-            # read.
+            # The rows may change during the read, so the age of the CAs in memory counts from the start of the read.
             self._recorded, self._known_at, self._unavailable = found, begun, None
             in_use = {one.id for one in found if one.state is not CaState.GONE}
             self._issuers = {number: issuer for number, issuer in self._issuers.items() if number in in_use}
@@ -182,8 +180,8 @@ class TrustStore:
             except CertificateError as error:
                 if self._file_issuer is None:
                     raise
-                # The file of the CA may be incomplete, because somebody is writing it; the next change of the file
-                # causes another attempt.
+                # Somebody may be writing the CA file at this moment, so that it is incomplete. The next change of the
+                # file causes another attempt.
                 LOG.warning(
                     "this process cannot read the file of the certificate authority and continues with "
                     "the present authority: %s",

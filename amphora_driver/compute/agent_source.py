@@ -20,7 +20,7 @@ _TIMEOUT = 20.0
 _WHERE = (
     "import importlib.util as u; print(*(u.find_spec('amphora_agent').submodule_search_locations or ()), sep='\\n')"
 )
-# Number of hexadecimal digits in the digest of the agent's package, which is enough to distinguish all versions on one
+# Number of hexadecimal digits in the digest of the agent's package. They suffice to distinguish all versions on one
 # machine.
 _DIGITS = 16
 

@@ -33,10 +33,10 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     generation: bool = True
 
 
-# The emulated processor model was chosen by measurement. A model with fewer features is cheaper to emulate: the kernel
-# boots in two thirds of the time that it needs with the model `max`. A model with fewer known faults needs fewer
-# mitigations. On Debian 13, an amphora needs 33 s of processor time from power-on to the agent, and 42 s with the model
-# Nehalem-v1. On Debian 12, an amphora needs 27 s, and 30 s with Nehalem-v1.
+# Measurements determined the emulated processor model. A model with fewer features is cheaper to emulate: the kernel
+# boots in two thirds of the time of model `max`. A model with fewer known faults needs fewer mitigations. From power-on
+# to the agent, an amphora needs 33 s of processor time on Debian 13, and 27 s on Debian 12. With model Nehalem-v1, it
+# needs 42 s and 30 s.
 AMD64 = Architecture(
     name="amd64", program="qemu-system-x86_64", package="qemu-system-x86", machine="pc", emulated="Opteron_G3-v1"
 )

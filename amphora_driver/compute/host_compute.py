@@ -102,7 +102,7 @@ class HostCompute(ABC):
         """Start an existing machine with its ports; return False if it runs or its boot is incomplete."""
         with self._state_dirs.locked(amphora_id) as folder, compute_errors(f"power amphora {amphora_id} on"):
             machine = self._machine(amphora_id)
-            # `power_on` starts no machine with an incomplete boot, because the controller repeats an incomplete boot.
+            # The controller itself repeats an incomplete boot, so `power_on` does not start such a machine.
             if machine is None or machine.state is MachineState.RUNNING or not (folder / self.boot_file).exists():
                 return False
             self._power_on(amphora_id, folder)
@@ -167,7 +167,7 @@ class HostCompute(ABC):
         try:
             return msgspec.json.decode((folder / PROCESS_FILE).read_bytes(), type=Process)
         except FileNotFoundError:
-            # A boot in progress may not have written the record of its process yet. Of the found processes, the oldest
-            # one is the outermost process.
+            # A boot in progress may not have recorded its process yet. The oldest of the found processes is then the
+            # outermost process.
             found = find_by_last_argument(str(folder / self.last_argument))
             return min(found, key=lambda process: process.started, default=None)

@@ -13,7 +13,7 @@ import tempfile
 from functools import lru_cache
 from pathlib import Path
 
-# The boot sector counts down from 2^26, writes to the port that ends QEMU, and halts (Intel SDM, volume 2).
+# This boot sector counts down from 2^26. It then writes to the port that ends QEMU, and halts (Intel SDM, volume 2).
 _PROGRAM = bytes.fromhex(
     "66b900000004"  # mov ecx, 0x04000000
     "6649"  # again: dec ecx
@@ -27,7 +27,7 @@ _PROGRAM = bytes.fromhex(
 _SECTOR = _PROGRAM.ljust(510, b"\0") + b"\x55\xaa"
 # With the device isa-debug-exit, the exit status of QEMU is twice the value that the boot sector writes, plus one.
 _COUNTED = 2 * 0x10 + 1
-# Time-out of the KVM probe in seconds: the start of QEMU and its BIOS takes about one second, the loop 0.1 s with KVM.
+# Time-out of the KVM probe in seconds. QEMU and its BIOS start in about one second. The loop then takes 0.1 s with KVM.
 _SECONDS = 5.0
 _HELP_SECONDS = 30.0
 

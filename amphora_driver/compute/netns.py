@@ -31,8 +31,8 @@ _SPEC_FILE = "spec.json"
 class NetnsCompute(HostCompute):
     """Runs amphorae in namespaces of this machine. The backend creates and deletes the management ports."""
 
-    # Compute flavors and zones have no effect on a single machine. The backend accepts them, so that flavors of load
-    # balancers can be tested.
+    # Compute flavors and zones have no effect on a single machine. The backend still accepts them, so that flavors of
+    # load balancers can be tested.
     supports: ClassVar[frozenset[str]] = frozenset({"compute_flavor", "compute_zone"})
     group: ClassVar[str] = "amp_compute_netns"
     boot_file: ClassVar[str] = _SPEC_FILE
@@ -111,8 +111,8 @@ class NetnsCompute(HostCompute):
         # If the first process of a PID namespace ends, the kernel ends all other processes of the namespace and waits
         # for them.
         known = [] if process is None else [*process.children(), process]
-        # An outermost process that has just started may have no child yet, or a child without the parent-death signal.
-        # The backend therefore kills all processes of the namespace afterwards.
+        # If the outermost process has just started, its child may be missing or may lack the parent-death signal. The
+        # backend therefore also kills all processes of the network namespace.
         if not signal_and_wait(known, signal.SIGKILL, limit_wait(KILL_SECONDS)) or not signal_and_wait(
             namespaces.processes(self.namespace(amphora_id)), signal.SIGKILL, limit_wait(KILL_SECONDS)
         ):
@@ -131,8 +131,8 @@ class NetnsCompute(HostCompute):
         self._switch.connect(port, segment, amphora_id, namespaces.path(self.namespace(amphora_id)), None)
 
     def _has_interface(self, amphora_id: str, process: Process, mac: str) -> bool:
-        # The agent moves the interface from the outer namespace to the inner one, so the backend searches the outer
-        # namespace first.
+        # The agent moves an interface from the outer namespace to the inner one. A search that begins in the outer
+        # namespace cannot miss the interface.
         if bridges.has_mac(namespaces.path(self.namespace(amphora_id)), mac):
             return True
         return any(bridges.has_mac(f"/proc/{child.pid}/root/{INNER_NAMESPACE}", mac) for child in process.children())

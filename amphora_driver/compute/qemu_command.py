@@ -21,12 +21,12 @@ from amphora_driver.model.network import Port
 from amphora_driver.network.bridges import peer_interface_name, switch_interface_name
 
 DISK, DRIVE, CONSOLE, KERNEL, INITRD, PID = "disk.qcow2", "config.iso", "console.log", "kernel", "initrd", "qemu.pid"
-# MiB of memory in which QEMU caches translated code of the guest.
+# Size in MiB of QEMU's cache for translated code of the guest.
 _TCG_CACHE_MIB = 128
-# MiB of address space that QEMU may use besides the memory of the guest. A measured QEMU used 0.7 GiB.
+# Address space in MiB that QEMU may use in addition to the memory of the guest. A measured QEMU used 0.7 GiB.
 _QEMU_OVERHEAD_MIB = 2048
 _MIB = 2**20
-# The shell replaces itself with QEMU, and its only child process copies the output of QEMU to the console file.
+# The shell replaces itself with QEMU (`exec`). A child process copies the output of QEMU to the console file.
 _BOUNDED_CONSOLE = 'python=$0 writer=$1; shift; exec "$@" > >(exec "$python" -I -S "$writer") 2>&1'
 
 

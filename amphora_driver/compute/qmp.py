@@ -32,7 +32,7 @@ class Monitor:
         self._connection = connection
         self._lines = connection.makefile("rb")
         self._wanted = wanted
-        # QEMU sends a greeting as its first message, which the client skips.
+        # The first message of QEMU is a greeting, which the client skips.
         self._read_message()
         self.execute("qmp_capabilities")
 
@@ -61,7 +61,7 @@ class Monitor:
                 raise ComputeError(self._wanted, f"QEMU refuses {command}: {answer['error'].get('desc', 'no reason')}")
             if "return" in answer:
                 return answer["return"]
-            # Any other message is an event of QEMU, which the callers ignore because they poll for a state.
+            # All other messages are events of QEMU. The callers need no events, because they poll for a state.
 
     def device_ids(self) -> frozenset[str]:
         found = self.execute("qom-list", path="/machine/peripheral")

@@ -24,10 +24,10 @@ from amphora_driver.errors import ComputeError
 _ID = re.compile(r"[0-9a-f][0-9a-f-]{7,35}")
 # Time-out in seconds of the lock on an amphora's directory, and seconds between two attempts to take the lock.
 _LOCK_SECONDS, _LOCK_PAUSE = 60.0, 0.02
-# Number of characters of a log to show, and number of bytes to read at its end, because white space may follow the last
-# text.
+# Number of characters that are shown from the end of a log. The second value is the number of bytes that are read,
+# because white space may follow the last text.
 _LOG_TAIL, _MOST_READ = 400, 64 * 1024
-# Name of the file that contains the prefix of the deployment that booted the amphora.
+# This file names the deployment that booted the amphora: it contains the prefix of the deployment.
 _OWNER_FILE = "deployment"
 _IMAGE_FILE = "image"
 
@@ -93,8 +93,8 @@ def _lock(folder: Path, *, make: bool) -> int | None:
         except BaseException:
             os.close(descriptor)
             raise
-        # The previous holder of the lock may have removed the locked directory, so that another directory has its name
-        # now.
+        # The directory may have been removed while this process waited for the lock. A new directory may have the same
+        # name now.
         if folder.exists() and os.path.samestat(os.fstat(descriptor), folder.stat()):
             return descriptor
         os.close(descriptor)

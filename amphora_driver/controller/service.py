@@ -48,18 +48,20 @@ from amphora_driver.telemetry.http_server import Telemetry
 LOG = logging.getLogger(__name__)
 # Seconds for which a stopping controller waits for its running jobs.
 _STOP_TIMEOUT = 20.0
-# Seconds for which a hint about a due load balancer waits for a free worker slot before the controller drops the hint.
+# A hint says that a load balancer is due. The controller drops a hint if no worker slot becomes free within this number
+# of seconds.
 _HINT_TIMEOUT = 5.0
-# Time-out in seconds of the pending calls of a job after the controller has begun to stop.
+# After the controller has begun to stop, the pending calls of its jobs time out after this number of seconds.
 _STOP_GRACE = 3.0
-# Seconds between two checks of running jobs for preemption, and seconds between two searches for dead controllers of
-# the same host.
+# Seconds after which the controller checks again whether its running jobs are preempted.
 _CHECK_JOBS_EVERY = 0.25
+# Seconds between two searches for dead controllers on the same host.
 _REAP_EVERY = 1.0
-# Longest plausible pause of a job, as a multiple of the longest retry back-off; and the minimum of this longest pause
-# in seconds.
+# A longer pause of a job is not plausible. The limit is this multiple of the longest retry back-off, but at least the
+# second value in seconds.
 _PAUSE_FACTOR, _LEAST_PAUSE = 2, 30.0
-# Seconds between two claims while the controller may claim only jobs without a failed attempt.
+# While many jobs with failed attempts are running, the controller claims only jobs without a failed attempt. Seconds
+# between two such claims.
 _CLAIM_FRESH_EVERY = 0.1
 # Seconds for which a thread of the controller pauses after an unexpected error or a failed renewal of leases.
 _ERROR_BACKOFF = 1.0
@@ -79,8 +81,8 @@ class Controller:
         vault = Vault.load(conf.amp_database.encryption_key_file)
         trust = TrustStore(conf, self._database, vault)
         try:
-            # The controller reads the CAs at its start, so that wrong files or keys prevent the start instead of
-            # failing each job.
+            # The controller reads the CAs at its start. Wrong files or keys then prevent the start; otherwise, each job
+            # would fail.
             trust.credentials()
         except StoreError as error:
             LOG.warning(
@@ -104,8 +106,8 @@ class Controller:
         self._reconciler = Reconciler(context, self._jobs, on_status, self._boot_wait)
         self._stopping = threading.Event()
         self._ended = threading.Event()
-        # Jobs that have exceeded their deadline by the length of a lease, so that the controller no longer renews their
-        # leases.
+        # Jobs that have exceeded their deadline by the length of a lease. The controller no longer renews the leases of
+        # these jobs.
         self._hung: set[Job] = set()
         self._slots = WorkerSlots(conf.amp_controller.threads)
         self._liveness = ControllerLiveness(self._database, name, lambda: len(self._slots.jobs()))
@@ -130,7 +132,8 @@ class Controller:
             threading.Thread(target=self._check_jobs, name="watch", daemon=True),
             *(threading.Thread(target=run, args=events, name=name) for name, run in self._duties.items()),
         ]
-        # The liveness thread is a daemon thread, because it may block for as long as the database does not answer.
+        # The liveness thread blocks while the database does not answer. As a daemon thread, it does not delay the end
+        # of the process.
         liveness = threading.Thread(target=self._liveness.run, args=(self._stopping,), name="liveness", daemon=True)
         with ProcessLock(f"{conf.amp_queue.socket_dir}/alive", self._name) as process_lock:
             self._process_lock = process_lock
@@ -172,8 +175,7 @@ class Controller:
             pause = float(self._conf.amp_queue.poll_interval)
             LOG.warning("the controller cannot claim jobs, trying again in %g s: %s", pause, error)
         except Exception:
-            # If the thread that claims jobs ended, the controller would start no job, although its process seems to
-            # run.
+            # If this thread ended, the controller would start no more jobs although its process still runs.
             LOG.exception(
                 "the controller failed unexpectedly while it claimed jobs, trying again in %g s", _ERROR_BACKOFF
             )
@@ -193,7 +195,8 @@ class Controller:
         if load_balancer_id is None:
             self._wakeup.wake()
             return
-        # `stop` may have been called while the hint waited for a worker slot, and a stopping controller claims no job.
+        # The controller may have begun to stop or to drain while the hint waited for a worker slot. It then claims no
+        # job.
         if self._stopping.is_set() or self._draining.is_set():
             return
         try:
@@ -215,8 +218,8 @@ class Controller:
         try:
             pool.submit(self._run_job, job)
         except RuntimeError as error:
-            # The thread pool is shutting down and never runs the job, so the shutdown would wait forever for the job's
-            # worker slot.
+            # The thread pool is shutting down and will never run this job. The job's worker slot is released, because
+            # the shutdown waits for it.
             self._slots.release(job)
             LOG.info(
                 "load balancer %s: the stopping controller returns the lease of a job that it has not started: %s",
@@ -247,14 +250,14 @@ class Controller:
                 break
             self._start_job(pool, lease)
         else:
-            # No worker slot is free, so the thread that claims jobs sleeps until the end of a job wakes it.
+            # No worker slot is free, so the thread sleeps until a job ends and wakes it.
             return poll
         due = self._jobs.next_due()
         soonest = _CLAIM_FRESH_EVERY if fresh else 0.02
         return poll if due is None else min(max(due - self._database.now(), soonest), poll)
 
     def _run_job(self, job: Job) -> None:
-        # The job may have waited in the queue of the thread pool, so the time of its first step begins only now.
+        # The job may have waited in the queue of the thread pool. This wait does not count as part of its first step.
         job.begin_step()
         try:
             self._boot_wait.remove_load_balancer(job.lease.load_balancer_id)
@@ -368,7 +371,7 @@ class ControllerService(cotyledon.Service):
 
     def terminate(self) -> None:
         self._controller.stop()
-        # The process ends after `terminate`, and another controller continues the running jobs.
+        # The process ends after this method. Another controller then continues the jobs that still run here.
         if not self._controller.wait(_STOP_TIMEOUT):
             LOG.warning(
                 "the controller stops with running jobs, and another controller continues them after "

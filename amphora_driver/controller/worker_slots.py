@@ -14,10 +14,10 @@ import time
 
 from amphora_driver.reconcile.job import Job
 
-# Seconds after which a step of a job counts as waiting and frees its worker slot. Most steps take 20 ms, a boot takes
-# hundreds of milliseconds.
+# A step that takes longer than this number of seconds counts as waiting, and its job frees the worker slot. Most steps
+# take 20 ms, and a boot takes hundreds of milliseconds.
 STALL_SECONDS = 1.0
-# Maximum number of jobs for each worker slot of a controller, including jobs that wait.
+# Maximum number of jobs per worker slot of a controller, including jobs that wait.
 JOBS_PER_SLOT = 4
 
 

@@ -21,15 +21,15 @@ from amphora_driver.store.silent_amphorae import SilentAmphora
 if TYPE_CHECKING:
     from amphora_driver.database.engine import Database
 
-# Seconds between two writes of the failure detector if only numbers have changed, and seconds between two of its
-# verdicts on unknown amphorae.
+# Seconds between two writes of the failure detector if only numbers have changed.
 _NUMBERS_EVERY = 5.0
+# Seconds between two verdicts of the failure detector on unknown amphorae.
 _UNKNOWN_EVERY = 10.0
-# Number of rows of silent amphorae in one write. The number is limited, because the failure detector reads no
-# heartbeats during a write.
+# Maximum number of rows of silent amphorae in one write, because the failure detector reads no heartbeats during a
+# write.
 _MOST_WRITTEN = 200
-# The failure detector computes the start of a silent period again in each turn. Starts that differ by fewer seconds
-# count as equal.
+# Each turn of the failure detector computes the starts of silent periods again. Two starts count as equal if they
+# differ by less than this number of seconds.
 _SAME = 2.0
 
 
@@ -43,8 +43,8 @@ class DetectorRecords:
         self._known: set[str] = set()
         self._rows: dict[str, BreakerRow] = {}
         self._numbers_at = self._unknown_at = float("-inf")
-        # Last heartbeat (epoch, sequence) of each amphora at the moment when the detector set the load balancer's
-        # status to ERROR, by load balancer id.
+        # By load balancer id: the last heartbeat (epoch, sequence) of each amphora when the failure detector set the
+        # load balancer to ERROR.
         self._reported: dict[str, dict[str, tuple[int, int] | None]] = {}
 
     def load(self, rows: dict[str, BreakerRow] | None) -> None:

@@ -46,16 +46,17 @@ if TYPE_CHECKING:
     from amphora_driver.database.engine import Database
 
 LOG = logging.getLogger(__name__)
-# Longest time in seconds between two reads of heartbeats by the failure detector, which reads at least eight times
-# within `silent_after`.
+# Longest time in seconds between two reads of heartbeats. The failure detector reads at least eight times within
+# `silent_after`.
 _READ_EVERY = 0.5
-# Seconds for which a controller holds the duty of failure detection, and seconds between two renewals of the duty.
+# Seconds for which a controller holds the duty of failure detection.
 _DUTY_LEASE = 6.0
+# Seconds between two renewals of the duty of failure detection.
 _RENEW_EVERY = 1.5
 # Seconds for which the failure detector pauses after an unexpected error.
 _ERROR_BACKOFF = 1.0
-# Number of load balancers that the failure detector sets to ERROR in one turn, because it reads no heartbeats during
-# each of the transactions.
+# Maximum number of load balancers that the failure detector sets to ERROR in one turn. During each of these
+# transactions, it reads no heartbeats.
 _MOST_STATUSES = 20
 
 
@@ -92,15 +93,15 @@ class FailureDetector:
         self._records = DetectorRecords(database, conf.amp_controller.orphan_grace)
         self._renew_at = 0.0
         self._holds_duty = False
-        # Epoch of the detection duty when this process last held the duty. The epoch changes when another process takes
-        # the duty.
+        # Epoch of the duty of failure detection when this process last held the duty. Whenever another process takes
+        # the duty, the epoch changes.
         self._epoch: int | None = None
-        # Reason for which an amphora with an unanswered probe does not count as dead at the moment; empty if the
-        # amphora counts as dead.
+        # Reason why an amphora does not count as dead although its agent does not answer the probe; empty if there is
+        # no such reason.
         self._suspicion = ""
-        # Time at which this process first read each unfinished fail-over, by fail-over id; load balancer and start of
-        # the circuit breaker's trial fail-over.
+        # By fail-over id: the time at which this process first read the unfinished fail-over.
         self._in_progress: dict[int, float] = {}
+        # Trial fail-over of the circuit breaker: its load balancer, and the time of its start.
         self._trial: tuple[str, float] | None = None
 
     def run(self, stopping: threading.Event, draining: threading.Event) -> None:
@@ -197,8 +198,8 @@ class FailureDetector:
         state = BreakerState(row.state)
         self._breaker = breaker_rules.restore_breaker(state, row.reason or "", self._breaker_limits, now, remaining)
         if state is BreakerState.TRIAL and snapshot.unserved:
-            # In its TRIAL state, the circuit breaker permits one fail-over at a time: the newest fail-over is running,
-            # and the next fail-over waits for its end.
+            # The TRIAL state of the circuit breaker permits one fail-over at a time. The newest fail-over counts as the
+            # running one, and the next one waits for its end.
             self._trial = max(snapshot.unserved, key=lambda one: one.id).load_balancer_id, now
 
     def _decide(self, snapshot: LivenessSnapshot, rows: dict[str, BreakerRow], now: float) -> None:
@@ -254,8 +255,8 @@ class FailureDetector:
         self, rows: dict[str, BreakerRow], watched: set[str], silent: set[str], found: list[JudgedAmphora], now: float
     ) -> None:
         if not self._observed_long_enough(now):
-            # The failure detector has not observed the amphorae for long enough, so the circuit breaker and the
-            # operator's acknowledgements do not change.
+            # The failure detector has not observed the amphorae long enough for a decision. The circuit breaker and the
+            # operator's acknowledgements stay unchanged.
             return
         if self._records.closed_by_operator(rows):
             LOG.warning(
@@ -310,7 +311,8 @@ class FailureDetector:
         self, snapshot: LivenessSnapshot, rows: dict[str, BreakerRow], watched: int, overdue: int, now: float
     ) -> FailoverPermit:
         self._in_progress = {one.id: self._in_progress.get(one.id, now) for one in snapshot.unserved}
-        # A fail-over that does not end blocks other fail-overs only for the boot time-out of an amphora.
+        # A fail-over that never ends must not block other fail-overs forever. It therefore blocks them at most for the
+        # boot time-out of an amphora.
         recent = {
             one.load_balancer_id for one in snapshot.unserved if now - self._in_progress[one.id] < self._boot_timeout
         }
@@ -338,8 +340,8 @@ class FailureDetector:
     ) -> list[SilentAmphora]:
         """Request every fail-over that may begin; return the rows of all silent amphorae that remain."""
         shown, reported = [], 0
-        # If many amphorae are silent, they are probably behind a failed network and not dead, so the failure detector
-        # reports no ERROR.
+        # If many amphorae are silent, the network has probably failed, and the amphorae still run. The failure detector
+        # then reports no ERROR.
         plausible = self._breaker.state is BreakerState.CLOSED and not permit.late
         by_load_balancer: dict[str, list[JudgedAmphora]] = {}
         for one in found:
@@ -406,8 +408,7 @@ class FailureDetector:
         load_balancer_id, amphora_id = one.liveness.load_balancer_id, one.liveness.amphora_id
         detail = rules.finding(one, now)
         if self._backoff.is_replacement(load_balancer_id, amphora_id):
-            # A silent amphora that replaced another one shows that the previous fail-over of the load balancer has
-            # failed.
+            # The silent amphora was itself a replacement, so the previous fail-over of the load balancer has failed.
             failovers.record_event(connection, load_balancer_id, Event.FAILED, at, amphora_id, detail)
         if not failovers.open_failovers(connection, load_balancer_id, [amphora_id], rules.failover_cause(one), at):
             return False

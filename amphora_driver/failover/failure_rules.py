@@ -24,25 +24,25 @@ from amphora_driver.store.silent_amphorae import AmphoraLiveness, LivenessSnapsh
 # Epoch and sequence of the last recorded heartbeat of an amphora; None before its first heartbeat.
 Order = tuple[int, int] | None
 
-# The failure detector multiplies `silent_after` by these fractions. After `_LATE`, it probes a silent amphora, early
-# enough for a result. After a gap `_GAP` between two reads, it restarts its timers. After `_DEAF` without a proof of
-# reception, it trusts no health manager.
+# Fractions of `silent_after`. After `_LATE`, a silent amphora is probed, so that the result arrives in time. A gap of
+# `_GAP` between two reads restarts the timers. After `_DEAF` without proof that heartbeats are received, the failure
+# detector trusts no health manager.
 _LATE = 0.65
 _GAP = 0.25
 _DEAF = 0.4
-# Shortest gap in seconds between two reads that restarts the timers of the failure detector; shorter gaps are
-# scheduling delays. The second value is the shortest time in seconds until it trusts no health manager without a proof
-# of reception.
+# Shortest gap in seconds between two reads that restarts the timers. Shorter gaps are normal scheduling delays.
 _LEAST_GAP = 1.0
+# The failure detector trusts the health managers for at least this number of seconds without proof of reception.
 _LEAST_DEAF = 1.5
-# Seconds for which the result of a probe stays valid; twice the time-out of a probe if that is longer.
+# Seconds for which the result of a probe stays valid. If twice the time-out of a probe is longer, that time counts
+# instead.
 _FRESH = 8.0
-# Seconds after the health manager's flush until the failure detector sees a heartbeat: a health manager writes once a
-# second, and the detector reads every half second.
+# Longest time in seconds from the flush of a heartbeat until the failure detector sees it. A health manager writes once
+# a second, and the failure detector reads every half second.
 _SEEN_LATE = 1.5
-# Fractions of a heartbeat interval: latest time of a punctual heartbeat, and time after which the detector takes a
-# heartbeat as not sent or lost.
+# A heartbeat is punctual if it arrives within this multiple of the heartbeat interval.
 _JITTER = 1.25
+# After this multiple of the heartbeat interval, the heartbeat counts as not sent or lost.
 _MISSED = 1.5
 
 
@@ -145,8 +145,8 @@ class HeartbeatWatch:
             self._reception_at = now
         self._beats = dict(beats)
         if self._reception_at is None or now - self._reception_at > self._limits.deaf_after:
-            # If no health manager proves that it receives heartbeats, the silent periods of all amphorae restart, even
-            # of an amphora with a new heartbeat.
+            # No health manager proves that it receives heartbeats. The silent periods of all amphorae therefore
+            # restart, even those of amphorae with new heartbeats.
             self._periods.clear()
             self._sees_since = None
             blind = "no health manager proves that it receives heartbeats" if beats else "there is no health manager"
@@ -245,8 +245,8 @@ def network_suspected(period: SilentPeriod, evidence: PathEvidence, now: float, 
     works = any(at is not None and at >= since for at in (evidence.heard_at, evidence.answered_at))
     if works or evidence.has_witnesses:
         return ""
-    # A single amphora has no peer that shows whether the management network works, so a shorter wait must suffice. The
-    # replacement serves before the controller deletes the silent amphora.
+    # A single amphora has no peers that show whether the management network works, so a shorter wait must suffice. The
+    # silent amphora is deleted only after its replacement serves.
     wait = 2 * limits.silent_after
     if evidence.watched > 1:
         wait = max(limits.mute_after, wait)
@@ -281,12 +281,12 @@ def judge_silence(
         over = now - period.since >= limits.mute_after
         answers = f"its agent answers ({result.detail})" if result.detail else "its agent answers"
         text = f"{answers}; it is replaced after {limits.mute_after:g} s of silence"
-        # An amphora whose agent answers may serve traffic, so it counts as mute and not as dead, even if it never sent
-        # a heartbeat.
+        # An amphora whose agent answers may still serve traffic. It counts as mute and not as dead, even if it never
+        # sent a heartbeat.
         return Verdict(kind=kind, text=text, cause=Cause.MUTE if over else None, stale=stale)
     if result.inconclusive_at is not None and now - result.inconclusive_at < limits.silent_after:
-        # After a failure of the network of the controller's host, heartbeats and probe answers need some time to arrive
-        # again.
+        # A moment ago, the host of the controller could not send the probe. Heartbeats and answers need some time to
+        # arrive again.
         return Verdict(kind=kind, text="no fail-over yet: a moment ago the controller could not probe its agent")
     if suspicion:
         return Verdict(kind=kind, text=f"no fail-over yet: its agent does not answer, but {suspicion}")

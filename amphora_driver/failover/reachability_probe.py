@@ -26,13 +26,13 @@ from amphora_driver.failover.failure_rules import ProbeOutcome, ProbeResult
 if TYPE_CHECKING:
     from amphora_driver.agent.client import AgentClient
 
-# Number of probes that run at the same time. With the default time-out of two seconds, they find eight dead amphorae a
-# second.
+# Maximum number of probes at the same time. With the default time-out of two seconds, they detect eight dead amphorae
+# per second.
 _MOST_AT_ONCE = 16
 # Seconds for which the result of a check of the management network stays valid.
 _NETWORK_FRESH = 1.0
-# Error numbers with which the kernel reports a fault of the controller's own host. EHOSTUNREACH is not among them,
-# because a machine that is switched off causes it: nobody answers ARP.
+# With these error numbers, the kernel reports a fault of the controller's own host. EHOSTUNREACH is not among them: it
+# can also mean that the probed machine is switched off and answers no ARP request.
 _LOCAL_ERRORS = frozenset(
     {
         *(errno.ENETUNREACH, errno.ENETDOWN, errno.EADDRNOTAVAIL, errno.EMFILE, errno.ENFILE, errno.ENOBUFS),
@@ -95,8 +95,8 @@ class ReachabilityProbe:
             self._results[amphora_id] = ProbeResult(outcome=outcome, at=at, detail=detail, inconclusive_at=inconclusive)
 
     def _probe(self, amphora_id: str, address: str) -> tuple[ProbeOutcome, str]:
-        # The probe opens a new connection, because an old connection over a failed network looks like an agent that
-        # does not answer.
+        # The probe opens a new connection. After a network failure, an old connection may hang although the agent
+        # answers.
         self._agents.forget(amphora_id)
         begun = time.monotonic()
         try:
@@ -138,7 +138,7 @@ def local_fault(error: AmphoraDriverError) -> str:
     if not isinstance(error, (AgentUnreachable, AgentUntrusted)):
         return str(error).rstrip(".")
     for one in _causes(error):
-        # The attribute `errno` of an SSLError contains an error number of OpenSSL, not of the operating system.
+        # The `errno` of an SSLError is an error number of OpenSSL and not of the operating system.
         if isinstance(one, OSError) and not isinstance(one, ssl.SSLError) and one.errno in _LOCAL_ERRORS:
             return (one.strerror or str(one)).lower()
     return ""
@@ -146,7 +146,7 @@ def local_fault(error: AmphoraDriverError) -> str:
 
 def is_tls_alert(error: AmphoraDriverError) -> bool:
     """Return whether the agent refused the connection with a TLS alert (RFC 8446, section 6.2)."""
-    # urllib3 passes the error of OpenSSL as an argument of its own error, so the search includes the arguments.
+    # urllib3 hides the error of OpenSSL in the arguments of its own error, so the search includes the arguments.
     found = (one for seen in _causes(error) for one in (seen, *seen.args))
     return any(isinstance(one, ssl.SSLError) and "_ALERT_" in (one.reason or "") for one in found)
 

@@ -46,28 +46,27 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 DUTY = "audit"
-# Longest and shortest time in seconds between two rounds of the drift audit, and the number of rounds in one audit
-# interval.
+# Longest and shortest time in seconds between two rounds of the drift audit.
 _LONGEST_ROUND, _SHORTEST_ROUND = 5.0, 0.2
+# Number of rounds of the drift audit in one audit interval.
 _ROUNDS = 10
-# Factor by which a round of the drift audit may query more amphorae than its interval requires, because the audit
-# repeats failed queries.
+# A round of the drift audit may query more amphorae than the audit interval requires, by this factor. The surplus
+# serves to repeat failed queries.
 _RESERVE = 1.5
-# Seconds within which an agent must answer the drift audit, and seconds until the audit queries an amphora without an
-# answer again.
+# Seconds within which an agent must answer the drift audit.
 _AGENT_TIMEOUT = 5.0
+# An amphora that has not answered is queried again after this number of seconds.
 _RETRY_AFTER = 60.0
 _MOST_REMEMBERED = 10_000
-# Time-out of a round of the drift audit in seconds, and seconds between two checks whether the round must end.
+# Longest time of an audit round in seconds, and seconds after which the audit checks again whether the round must end.
 _ROUND_TIMEOUT, _CHECK_EVERY = 20.0, 0.2
 # Seconds for which a controller holds the duty of the drift audit, and seconds between two renewals of the duty.
 _DUTY_LEASE, _RENEW_EVERY = 60.0, 10.0
-# Number of queries of the drift audit for each of its threads, including queries that wait for a thread.
+# Number of queries for each thread of the drift audit: one query runs, and one waits for the thread.
 _QUEUED = 2
-# If an agent reports a generation that exceeds the recorded one by more than this number, the drift audit takes the
-# report as false.
+# The drift audit takes a reported generation as false if it exceeds the recorded generation by more than this number.
 _IMPLAUSIBLE = 2**31
-# Value by which the drift audit recognizes that no further amphora is due for an audit.
+# Marks the end of the amphorae that are due for an audit.
 _END = object()
 
 
@@ -159,15 +158,14 @@ class DriftAuditor:
         self._most: int = audit.most_at_once
         self._pause: float = audit.renderer_pause
         self._round = min(max(self._interval / _ROUNDS, _SHORTEST_ROUND), _LONGEST_ROUND)
-        # Time at which the drift audit queries an amphora again after a failure, by amphora id, on the clock of
-        # `time.monotonic()`.
+        # By amphora id: the time at which the drift audit repeats a failed query, on the clock of `time.monotonic()`.
         self._retry_at: dict[str, float] = {}
-        # Load balancers that this version of the driver renders in another way (drift RENDERER), in the order of
-        # detection.
+        # Load balancers whose configuration this version of the driver renders differently (drift RENDERER). The first
+        # one was detected first.
         self._outdated: dict[str, None] = {}
         self._pushed_at = time.monotonic()
-        # Fingerprint of each load balancer's content at its last push because of drift RENDERER: the drift audit pushes
-        # the same content only once.
+        # Drift RENDERER causes only one push of the same content. By load balancer id: the fingerprint of the content
+        # at the last such push.
         self._pushed: dict[str, str] = {}
         self._renewed_at = 0.0
 
@@ -243,8 +241,8 @@ class DriftAuditor:
                     done += self._handle_answer(asked.pop(answer), answer)
         finally:
             for answer, target in asked.items():
-                # A query that is still running may hang, so the drift audit postpones its amphora and audits the others
-                # first.
+                # A query that is still running may never end. The drift audit therefore postpones this amphora and
+                # audits the others first.
                 if answer.done():
                     done += self._handle_answer(target, answer)
                 elif not answer.cancel():
@@ -265,8 +263,8 @@ class DriftAuditor:
         load_balancer_id, ids = due[0].load_balancer_id, {one.amphora_id for one in due}
         recorded = self._database.read(lambda c: load_record(c, load_balancer_id, self._context.catalogue))
         if recorded is None or recorded.generation != due[0].generation:
-            # The load balancer has changed since the drift audit chose its amphorae, or its addresses are not known
-            # yet, so their audit is postponed.
+            # The audit is postponed in two cases: the load balancer has changed since its amphorae were chosen, or its
+            # addresses are not known yet.
             self._put_off(ids)
             return
         expected = self._expected_digests(recorded)
@@ -344,14 +342,13 @@ class DriftAuditor:
         recorded = self._database.read(lambda c: load_record(c, of, self._context.catalogue))
         if recorded is None:
             return
-        # A push since the audit may have repaired the drift, so the controller queries the agents again before it makes
-        # the load balancer due.
+        # A push may have repaired the drift after the audit. The controller therefore queries the agents again before
+        # it makes the load balancer due.
         expected = self._expected_digests(recorded)
         ready = [one for one in recorded.amphorae if one.confirmed == recorded.generation]
         different = []
         for one, answer in [(one, pool.submit(self._get_state, one)) for one in ready]:
-            # An amphora whose agent does not answer causes no push, because a later round of the drift audit queries it
-            # again.
+            # An amphora that does not answer causes no push. A later round of the drift audit queries it again.
             if not isinstance(answer.exception(), AmphoraDriverError):
                 drift = classify_drift(recorded.generation, expected[one.id], answer.result())
                 if drift is Drift.RENDERER:
@@ -362,8 +359,7 @@ class DriftAuditor:
         if len(self._pushed) >= _MOST_REMEMBERED:
             self._pushed.clear()
         self._pushed[of] = _fingerprint(recorded)
-        # The drift audit revokes the confirmation of one amphora only, because the resulting push sends a new
-        # generation to all amphorae.
+        # One revoked confirmation is enough, because the resulting push sends a new generation to all amphorae.
         first = different[0]
         why = "renderer: this version renders the load balancer in another way"
         if self._database.write(lambda c: config_drift.revoke_confirmation(c, first.id, recorded.generation, why)):

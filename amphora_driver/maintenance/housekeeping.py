@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 _DUTY = "housekeeping"
-# Number of load balancers that get new TLS ticket keys in one round. The number is limited, because the controller
-# pushes each of them.
+# Maximum number of load balancers that get new TLS ticket keys in one round, because each of them needs a push.
 _MOST_ROTATED = 200
-# Number of transactions in which one round of housekeeping purges old fail-overs. The next round purges the rest.
+# Maximum number of transactions in which one round purges old fail-overs from the database. The next round purges the
+# rest.
 _MOST_CHUNKS = 100
 
 
@@ -64,8 +64,7 @@ class Housekeeping:
             if not acquire_duty(self._database, _DUTY, self._owner, 2 * every):
                 return
             if self._certificates is not None:
-                # Housekeeping renews certificates first, so that no certificate expires because a backend fails in a
-                # later task.
+                # Certificates come first, so that a backend that fails in a later task cannot prevent their renewal.
                 renew_certificates(self._certificates)
             self.release_unused_vips()
             self._orphans.clean_up()
@@ -81,8 +80,8 @@ class Housekeeping:
         """Release VIPs of load balancers that were not created within [amp_controller] forget_vip_after."""
         grace: float = self._conf.amp_controller.forget_vip_after
         before = self._database.now() - grace
-        # After a jump of the database clock, the ages of VIP claims are not reliable, so housekeeping releases no VIPs
-        # for a while.
+        # After a jump of the database clock, the ages of VIP claims are not reliable. Housekeeping then releases no
+        # VIPs until `grace` seconds have passed.
         if self._database.seconds_since_clock_jump() < grace:
             return
         orphans, served = self._database.read(lambda c: vip_claims.list_settled_claims(c, before))

@@ -38,17 +38,17 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 DUTY = "rotation"
-# Seconds between two rounds of the image rotation, and seconds for which a controller holds the duty of the image
-# rotation.
+# Seconds between two rounds of the image rotation.
 _EVERY = 1.0
+# Seconds for which a controller holds the duty of the image rotation.
 _DUTY_SECONDS = 10.0
-# Maximum number of seconds that the image rotation counts between two rounds. During a longer gap, the process or the
-# database was paused.
+# A gap between two rounds counts as this number of seconds at most. During a longer gap, the process or the database
+# was paused.
 _LONGEST_GAP = 3.0
-# Number of waiting load balancers that one round of the image rotation reads, because the first ones may be busy.
+# One round of the image rotation considers this number of waiting load balancers, because the first ones may be busy.
 _CANDIDATES = 100
-# Number of consecutive heartbeats that an amphora may miss, and seconds until a heartbeat is recorded, before the
-# amphora counts as silent.
+# An amphora counts as silent after this number of missed heartbeats. The second value is the time in seconds until a
+# heartbeat is recorded.
 _MISSED, _WRITING = 3, 2.0
 
 
@@ -69,13 +69,13 @@ class RotationWatch:
 
     def __init__(self, silence: float) -> None:
         self._silence = silence
-        # For each amphora id: the last heartbeat, whether a newer heartbeat has arrived, and the seconds since the
-        # newest heartbeat.
+        # By amphora id: the newest heartbeat, whether it arrived during the observation, and the seconds for which it
+        # has been the newest.
         self._heartbeats: dict[str, tuple[tuple[int, int], bool, float]] = {}
         self._watched: dict[str, float] = {}
         self._well: dict[str, float] = {}
-        # For each load balancer in replacement: the number of attempts of its job, and whether ERROR was reported, when
-        # the rotation observed it first.
+        # For each load balancer that is being replaced, at its first observation: the number of attempts of its job,
+        # and whether its status was ERROR.
         self._first: dict[str, tuple[int, bool]] = {}
 
     def reset(self) -> None:
@@ -106,8 +106,8 @@ class RotationWatch:
             if item.state is ItemState.RUNNING:
                 watched[of] = self._watched.get(of, 0.0) + gap
                 before = self._first.get(of, (facts.attempts, facts.provisioning == "ERROR"))
-                # A successful job resets the attempts in the row of the load balancer, so the image rotation lowers its
-                # remembered number as well.
+                # A successful job resets the number of attempts in the row of the load balancer. The remembered number
+                # must then decrease too.
                 first[of] = (min(before[0], facts.attempts), before[1] and facts.provisioning == "ERROR")
                 if plan.missing_condition(snapshot.rotation, item, facts) is None:
                     well[of] = self._well[of] + gap if of in self._well else 0.0
@@ -201,8 +201,8 @@ class ImageRotator:
         rotations.lock_work(connection, locked)
         snapshot = self._watch.add_durations(self._add_heard(self._read(connection, found)))
         now = connection.execute(sa.select(clock.now(connection))).scalar_one()
-        # A load balancer that became ready meanwhile is not locked in this transaction, so only the next round starts
-        # its replacement.
+        # This transaction has not locked load balancers that became ready meanwhile. Their replacement starts only in
+        # the next round.
         moves = []
         for move in self._next_moves(snapshot):
             if not isinstance(move, StartItem) or move.item.load_balancer_id in locked:
@@ -251,7 +251,7 @@ class ImageRotator:
     def _read_facts(self, connection: sa.Connection, load_balancer_ids: Sequence[str]) -> dict[str, LoadBalancerFacts]:
         works = connection.execute(sa.select(job).where(job.c.load_balancer_id.in_(load_balancer_ids))).all()
         live: defaultdict[str, list[plan.AmphoraFacts]] = defaultdict(list)
-        # Whether each retiring amphora drains, by load balancer id and amphora id.
+        # By load balancer id and amphora id: whether the retiring amphora drains.
         retiring: defaultdict[str, dict[str, bool]] = defaultdict(dict)
         query = sa.select(amphora).where(amphora.c.load_balancer_id.in_(load_balancer_ids))
         for row in connection.execute(query.order_by(amphora.c.created_at, amphora.c.id)):

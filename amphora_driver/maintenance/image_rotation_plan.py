@@ -15,7 +15,8 @@ import msgspec
 
 from amphora_driver.store.rotations import ItemState, Rotation, RotationItem, RotationState
 
-# Severity of each operating status of a load balancer. OFFLINE has no severity, because an administrator has set it.
+# Severity of the operating statuses of a load balancer. OFFLINE has no severity, because an administrator sets this
+# status on purpose.
 _SEVERITY = {"DRAINING": 1, "DEGRADED": 2, "ERROR": 3}
 
 
@@ -136,8 +137,8 @@ def next_moves(
     if rotation.state is RotationState.RUNNING:
         moves += _start_items(rotation, waiting, facts, limits, rotation.max_unavailable - busy, breaker)
     if not items:
-        # `items` may contain only the first of the waiting load balancers, so the rotation ends only when `items` is
-        # empty.
+        # `items` may contain only some of the waiting load balancers. The rotation has therefore ended only if `items`
+        # is empty.
         aborted = rotation.state is RotationState.ABORTED
         moves.append(FinishRotation(state=RotationState.ABORTED if aborted else RotationState.DONE))
     return moves

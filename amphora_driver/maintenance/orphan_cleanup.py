@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from amphora_driver.plugins import Catalogue
 
 LOG = logging.getLogger(__name__)
-# Number of orphans of one kind that crashes can explain. The cleanup removes more orphans only if they are at most a
-# tenth of all objects.
+# Crashes alone can leave this number of orphans of each kind of object. The cleanup removes more orphans only if they
+# are at most a tenth of the objects of this kind.
 _MOST = 2
 _FAILED = "orphan cleanup of backend %s failed, the next run repeats it: %s"
 
@@ -103,8 +103,7 @@ class OrphanCleaner:
             )
         )
         if not (found or noted):
-            # Without orphans, the usual case, the cleanup only reads from the database, because a read costs less than
-            # a lock.
+            # There are usually no orphans. The cleanup then only reads, because a write transaction locks the database.
             return []
         for one in sorted(found - noted.keys()):
             LOG.warning(
@@ -119,8 +118,8 @@ class OrphanCleaner:
             lambda connection: orphans.update_orphans(connection, kind, backend, found, now, self._grace)
         )
         if self._database.seconds_since_clock_jump() < self._grace:
-            # After a jump of the database clock, the ages of orphans are not reliable, so the cleanup removes no orphan
-            # for a while.
+            # After a jump of the database clock, the ages of orphans are not reliable. The cleanup then removes no
+            # orphan until the grace period has passed.
             return []
         if _is_plausible(len(due), len(existing)):
             return due

@@ -25,8 +25,8 @@ from amphora_driver.model.secret_refs import Purpose, SecretName
 from amphora_driver.store import amphorae, ca_records, sealed_secrets
 
 LOG = logging.getLogger(__name__)
-# For each sealed column: the columns besides the primary key that determine the location of a value, and the function
-# that computes the location.
+# By sealed column: the location of a value depends on the primary key and on the listed columns. The function computes
+# the location.
 _LOCATIONS: dict[sa.Column[Any], tuple[tuple[sa.Column[Any], ...], Callable[[sa.Row[Any]], SecretLocation]]] = {
     secret.c.sealed: (
         (),
@@ -40,8 +40,8 @@ _LOCATIONS: dict[sa.Column[Any], tuple[tuple[sa.Column[Any], ...], Callable[[sa.
 }
 # All database columns with sealed values. A unit test searches the tables for sealed columns that are missing here.
 SEALED: tuple[sa.Column[Any], ...] = tuple(_LOCATIONS)
-# Number of rows that one transaction re-encrypts. The number is limited, because a write blocks the other writers of
-# the database.
+# Maximum number of rows that one transaction re-encrypts, because other writers of the database wait for the
+# transaction.
 _BATCH = 100
 
 

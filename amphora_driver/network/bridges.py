@@ -28,8 +28,8 @@ from amphora_driver.network.ip_allocation import AddressRange, Segment, derive_m
 # Value of the flag IFA_F_NODAD: the kernel uses an address at once, because the database guarantees that the address is
 # unique.
 _NO_DAD = 0x02
-# Seconds to wait for an interface name, because the kernel frees the name of a removed interface some milliseconds
-# after its answer.
+# Seconds to wait until an interface name is free. The kernel frees the name of a removed interface some milliseconds
+# after it confirms the removal.
 _NAME_FREE_AFTER = 2.0
 
 
@@ -104,9 +104,9 @@ class Switch:
 
     def _ensure_bridge(self, kernel: Any, segment: Segment, subnets: tuple[AddressRange, ...]) -> None:
         with _ignoring(errno.EEXIST):
-            # Without a fixed MAC address, a bridge has the lowest MAC address of its ports. After the removal of that
-            # port, neighbours would have a stale ARP entry of the gateway. Multicast snooping is off, because it drops
-            # multicast (VRRP, neighbour discovery) on a network without a querier.
+            # A bridge without a fixed MAC address uses the lowest MAC address of its ports. If that port is removed,
+            # neighbours keep a wrong ARP entry of the gateway. Multicast snooping is off: on a network without a
+            # querier, it drops VRRP and neighbour discovery.
             mac = derive_mac(segment.id, "bridge")
             kernel.link("add", kind="bridge", ifname=segment.bridge, address=mac, br_mcast_snooping=0)
         index = kernel.link_lookup(ifname=segment.bridge)[0]

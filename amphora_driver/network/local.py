@@ -50,8 +50,8 @@ class LocalNetwork:
 
     supports: ClassVar[frozenset[str]] = frozenset({"vip_qos_policy_id", "vip_sg_ids", "client_address"})
     wiring: ClassVar[str] = "bridge"
-    # The bridges do not filter the traffic of listeners, so the backend needs no rules for them. The backend lists all
-    # owners in a millisecond, so it needs no pause between two listings.
+    # The bridges let all traffic to listeners pass, so the backend needs no rules for listeners. A listing of all
+    # owners takes a millisecond, so no pause is needed between two listings.
     listener_rules = False
     listing_interval = 0.0
 
@@ -90,8 +90,8 @@ class LocalNetwork:
             else:
                 local_db.set_owner(connection, row.id, local_db.user_owner(row.id))
 
-        # The packet rules of the VIPs are removed before their addresses are released, because the next owner of an
-        # address must not inherit the rules.
+        # The packet rules of the VIPs are removed before their addresses are released. Otherwise, the next owner of an
+        # address would inherit the rules.
         self.port_security.remove_options(load_balancer_id)
         self._database.write(work)
 
@@ -154,8 +154,8 @@ class LocalNetwork:
     def owners(self) -> Owners:
         query = sa.select(local_port.c.owner, local_port.c.ours).distinct()
         found = self._database.read(lambda c: c.execute(query).all())
-        # Hosts of the sandbox own ports under names, so the backend lists only ports whose owner has an amphora id. The
-        # backend releases a port of a user but never deletes it.
+        # Hosts of the sandbox also own ports, so only owners with the form of an amphora id count as amphorae. The port
+        # of a user may hold VIPs: the backend releases such a port but never deletes it.
         return Owners(
             amphorae=frozenset(row.owner for row in found if row.ours and _AMPHORA.fullmatch(row.owner)),
             load_balancers=frozenset(
@@ -294,8 +294,8 @@ class LocalNetwork:
             try:
                 fixed.append(local_db.choose_address(connection, subnet, request.address, attempt, mine))
             except NetworkError as error:
-                # An unavailable address becomes a `Conflict`, because the user can choose another address, but the
-                # operator cannot solve the problem.
+                # The user can choose another address, but the operator cannot solve the problem, so the error becomes a
+                # `Conflict`.
                 raise Conflict(error.wanted, error.happened, error.remedy) from error
         return local_db.to_vips(local_db.make_port(connection, segment, vip_owner(load_balancer_id), fixed))
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 Json = dict[str, Any]
-# Path of each kind of object in the Neutron API, and the names of one and of several objects in JSON.
+# For each kind of object: its path in the Neutron API, and its singular and plural names in JSON.
 _NAMES = {
     "ports": ("/ports", "port", "ports"),
     "networks": ("/networks", "network", "networks"),
@@ -96,8 +96,7 @@ class Neutron:
         try:
             self._service.request("PUT", f"{_NAMES[kind][0]}/{made['id']}/tags", json={"tags": list(tags)})
         except ApiError as error:
-            # The driver does not read the tags of objects that it creates: the tags only help operators to find
-            # objects, so a failure is harmless.
+            # The tags only help operators to find objects. The driver does not read them, so a failure is harmless.
             LOG.warning(
                 "the network backend could not tag %s %s, which stays without tags: %s",
                 _NAMES[kind][1],
@@ -157,8 +156,7 @@ class Neutron:
             return found
         value = read()
         with self._lock:
-            # The cache also drops expired values of other keys, because the keys of deleted networks are never read
-            # again.
+            # Expired values of other keys are removed too, because nobody reads the keys of deleted networks again.
             self._cache = {one: kept for one, kept in self._cache.items() if now < kept[0]}
             self._cache[key] = (now + self._cache_time, value)
         return value

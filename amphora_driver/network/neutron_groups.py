@@ -29,7 +29,8 @@ from amphora_driver.network.neutron_rules import (
 from amphora_driver.openstack.errors import ApiError, translate
 
 LOG = logging.getLogger(__name__)
-# Number of attempts to make a security group. Each further attempt follows a change of the group by another process.
+# Maximum number of attempts to create or complete a security group. Another attempt follows if another process has
+# changed the group.
 _ATTEMPTS = 5
 
 
@@ -123,7 +124,7 @@ class Groups:
         guarded = [one for one in ports if one.get("port_security_enabled", True)]
         ids = sorted({group for one in guarded for group in one["security_groups"]})
         if not ids or not all(one["security_groups"] for one in guarded):
-            # Neutron lets no traffic pass a port with port security and without a security group.
+            # Neutron blocks all traffic of a port that has port security but no security group.
             return not guarded
         found = self._neutron.find("groups", fields=("id", "stateful"), id=ids)
         return len(found) == len(ids) and not any(one.get("stateful", True) for one in found)
@@ -143,14 +144,13 @@ class Groups:
             if group is None:
                 continue
             try:
-                # Operators may add rules to the security groups of the deployment, so only the group of a load balancer
-                # must match exactly.
+                # Operators may add rules to the security groups of the deployment. The group of a load balancer must
+                # have exactly the rules of the driver.
                 self._complete(group, rules, exact=load_balancer_id is not None)
             except ApiError as error:
                 if error.status not in (404, 409) or "overquota" in error.kind.lower():
                     raise
-                # Another process has changed the rules of the security group or removed the group, so the next attempt
-                # begins.
+                # Another process has changed the rules or removed the security group, so the loop tries again.
                 continue
             kept = found or self._keep_one(name, made)
             if kept is not None:

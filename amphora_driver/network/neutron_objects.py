@@ -26,7 +26,7 @@ _LOAD_BALANCER = re.compile(rf"octavia-lb-({_ID})")
 _MARK = "octavia-amphora-driver deployment "
 _CLAIM = "octavia-load-balancer="
 _VIP_DEVICE = re.compile(rf"lb-({_ID})")
-# Value of Neutron's `binding:vnic_type` for ports that security groups and allowed address pairs cannot protect.
+# Value of `binding:vnic_type` for ports on which Neutron enforces neither security groups nor allowed address pairs.
 DIRECT = "direct"
 
 
@@ -197,7 +197,7 @@ def to_vips(port: Json, wanted: Sequence[VipRequest]) -> tuple[Vip, ...] | None:
     """Return the VIPs in the order of the request; None if the port has no address for one of them."""
     left = [(one["subnet_id"], one["ip_address"]) for one in port["fixed_ips"]]
     chosen: dict[int, tuple[str, str]] = {}
-    # VIP requests that name an exact address choose first, so that a less exact request cannot take the address.
+    # The most exact VIP request chooses its address first, so that a less exact request cannot take this address.
     for exact in (3, 2, 1, 0):
         for number, request in enumerate(wanted):
             score = 2 * bool(request.address) + bool(request.subnet_id)

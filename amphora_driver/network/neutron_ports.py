@@ -19,8 +19,8 @@ from amphora_driver.network.neutron_groups import Groups, families
 from amphora_driver.network.neutron_references import References
 from amphora_driver.openstack.errors import ApiError, translated
 
-# Number of attempts to create or complete the port of an amphora. Each further attempt follows a change by another
-# process.
+# Maximum number of attempts to create or complete the port of an amphora. Another attempt follows if another process
+# has changed the port.
 _ATTEMPTS = 3
 
 

@@ -17,11 +17,11 @@ import msgspec
 from amphora_driver.model.network import ListenerRule
 
 FAMILIES = ("IPv4", "IPv6")
-# Protocol number and ports on which amphorae reach each other: Keepalived (VRRP), HAProxy's stick tables (TCP), and the
-# tunnel of a planned handover (UDP).
+# Amphorae reach each other by VRRP (a protocol number) and on two ports: HAProxy's stick tables use the TCP port, and
+# the tunnel of a planned handover uses the UDP port.
 _VRRP = "112"
 _PEER_PORTS = (("tcp", 1025), ("udp", 4789))
-# Names and numbers under which Neutron may return a protocol, with the name that the driver uses for the protocol.
+# Neutron may return a protocol under several names and numbers. The values are the names that the driver uses.
 _NUMBERS = {"vrrp": _VRRP, "6": "tcp", "17": "udp", "132": "sctp", "ipv6-icmp": "icmpv6", "58": "icmpv6", "1": "icmp"}
 
 

@@ -49,8 +49,8 @@ class VipPorts:
             try:
                 port = self._create(load_balancer_id, project_id, requests, wanted)
             except ApiError as error:
-                # HTTP status 409 means that the port exists: another process created it, or an earlier request whose
-                # answer was lost.
+                # HTTP status 409 means that the port exists. Either another process created it, or the answer to an
+                # earlier request was lost.
                 port = self._find(load_balancer_id, project_id) if error.status == 409 else None
                 if port is None:
                     raise

@@ -96,8 +96,8 @@ class PortSecurity:
         mine = local_vip_option.c.load_balancer_id == load_balancer_id
         if self._database.read(lambda c: c.execute(sa.select(local_vip_option).where(mine)).first()) is None:
             return
-        # The VIP rules in the kernel are removed first: after a crash, the row in the database still shows that the
-        # rules must be removed.
+        # The VIP rules in the kernel are removed before their row in the database. After a crash, the row still shows
+        # that the rules must be removed.
         self._enforce(without=load_balancer_id)
         self._database.write(lambda c: c.execute(local_vip_option.delete().where(mine)))
 

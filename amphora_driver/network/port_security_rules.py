@@ -20,12 +20,12 @@ PROTOCOLS = ("tcp", "udp", "sctp", "icmp", "icmpv6")
 _WITH_PORTS = ("tcp", "udp", "sctp")
 # Number of bytes in a kilobit, the unit of the rates in a QoS policy.
 _BYTES = 125
-# Permitted burst as seconds of the rate, as usual for TCP; and the smallest burst in bytes, four of the kernel's
-# largest frames.
+# The permitted burst is this number of seconds at the full rate, as usual for TCP. It is at least the second value in
+# bytes: four of the kernel's largest frames.
 _BURST = 0.8
 _LEAST_BURST = 256 * 1024
-# The packet rules of a VIP always admit some ICMP messages: neighbour discovery is necessary to find the VIP, the other
-# types for path MTU discovery (RFC 1191, RFC 8201).
+# Some ICMP messages always pass the packet rules of a VIP. Neighbour discovery is needed to find the VIP. The other
+# types serve path MTU discovery (RFC 1191, RFC 8201).
 _ALWAYS = {
     4: ("icmp type destination-unreachable accept",),
     6: ("icmpv6 type { destination-unreachable, packet-too-big, nd-neighbor-solicit, nd-neighbor-advert } accept",),
@@ -112,8 +112,8 @@ def render_ruleset(protected: Sequence[ProtectedVips]) -> str:
     for number, one in enumerate(protected):
         if one.groups is not None:
             lines += [f"  chain vip{number} {{", *(f"    {line}" for line in _admission_rules(one, one.groups)), "  }"]
-    # Frames between two ports of a bridge pass the hook `forward`; packets that the switch routes pass the hook
-    # `output`.
+    # The hook `forward` sees frames between two ports of a bridge. The hook `output` sees packets that the kernel
+    # routes to a bridge.
     for hook in ("forward", "output"):
         lines += [f"  chain {hook} {{", f"    type filter hook {hook} priority 0; policy accept;"]
         for number, one in enumerate(protected):
@@ -155,7 +155,7 @@ def _rate_limits(one: ProtectedVips, direction: str, attribute: str) -> Iterator
         return
     burst = max(int(rate * _BYTES * _BURST), _LEAST_BURST)
     for interface in one.interfaces:
-        # Each interface gets a rule of its own, because all packets that match the same rule share its limit.
+        # All packets that match one rule share its rate limit. Each interface therefore gets its own rule.
         yield f'{direction} "{interface}" limit rate over {rate * _BYTES} bytes/second burst {burst} bytes drop'
 
 

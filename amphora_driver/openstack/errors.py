@@ -95,8 +95,8 @@ def transport_error(error: Exception, wanted: str) -> AmphoraDriverError:
     if isinstance(error, exceptions.ConnectTimeout):
         return TimedOut(wanted, reason)
     if isinstance(error, exceptions.Unauthorized | exceptions.Forbidden):
-        # A rejected service account is no `NetworkError`, because Octavia passes the text of a final `NetworkError` to
-        # the user.
+        # A rejected service account must not become a `NetworkError`, because Octavia shows the text of a final
+        # `NetworkError` to the user.
         return ConfigurationError(wanted, reason, "Check the service account in [amp_openstack].")
     if isinstance(error, exceptions.MissingRequiredOptions | exceptions.NoMatchingPlugin):
         return ConfigurationError(wanted, reason, "Correct the options of keystoneauth in [amp_openstack].")

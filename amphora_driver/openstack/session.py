@@ -104,8 +104,8 @@ class Service:
             return self._adapter
 
     def _connect(self) -> Any:
-        # octavia-api loads this module but may never connect to OpenStack, so the imports, which take a second, run
-        # only at the first connection.
+        # octavia-api loads this module but may never connect to OpenStack. The imports take a second, so they run only
+        # at the first connection.
         from keystoneauth1 import exceptions, loading  # noqa: PLC0415
         from openstack.connection import Connection  # noqa: PLC0415
 

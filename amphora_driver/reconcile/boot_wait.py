@@ -22,21 +22,19 @@ import msgspec
 from amphora_driver.errors import AmphoraDriverError
 
 LOG = logging.getLogger(__name__)
-# Shortest and longest pause in seconds between two attempts of the controller to connect to the port of a booting
-# amphora.
+# Shortest and longest pause in seconds between two attempts to connect to the port of a booting amphora.
 _MIN_PAUSE, _MAX_PAUSE = 0.01, 0.25
-# Least pause between two connection attempts, in seconds: for each second of waiting, and for each amphora whose agent
-# the controller awaits.
+# The shortest pause grows by these numbers of seconds: for each second of waiting, and for each awaited amphora.
 _PAUSE_PER_SECOND, _PAUSE_PER_ENTRY = 0.02, 0.0005
-# Seconds after which the controller replaces a connection attempt that an amphora has not answered. The kernel repeats
-# its SYN packet only after one, three and seven seconds (RFC 6298), long after the amphora has booted.
+# Seconds after which the controller repeats an unanswered connection attempt. The kernel would repeat its SYN packet
+# only after one, three and seven seconds (RFC 6298). Most amphorae listen earlier.
 _CONNECT_TIMEOUT = 0.5
-# Shortest and longest delay in seconds before the controller connects again to a port that listens while its agent does
-# not answer. The delay doubles with each attempt.
+# Some booting amphorae accept connections although their agent does not answer yet. Shortest and longest delay in
+# seconds before the controller connects to such an amphora again. The delay doubles with each attempt.
 _REPEAT_DELAY, _MAX_REPEAT_DELAY = 0.05, 5.0
 _MAX_DOUBLINGS = 8
-# Seconds for which the controller remembers that the port of an amphora listened, and therefore delays the next
-# connection attempt.
+# Seconds for which the controller remembers a successful connection to an amphora. A remembered connection delays the
+# next connection attempt.
 _REMEMBER_SECONDS = 60.0
 # Seconds for which the thread of `BootWait` pauses after an unexpected error.
 _ERROR_BACKOFF = 0.5
@@ -72,10 +70,10 @@ class BootWait:
         self._on_listening = on_listening
         self._lock = threading.Lock()
         self._entries: dict[str, _Entry] = {}
-        # Number of successful connections to each amphora, and the time of the last one, by amphora id.
+        # By amphora id: the number of successful connections to the amphora, and the time of the last connection.
         self._connected: dict[str, tuple[int, float]] = {}
-        # Other threads put removed entries here, because only the thread of `run` may close the sockets on which its
-        # selector waits.
+        # Other threads put removed entries here. Only the thread of `run` closes their sockets, because its selector
+        # may still wait for the sockets.
         self._removed: list[_Entry] = []
         self._stopping = False
         self._selector = selectors.DefaultSelector()
@@ -113,8 +111,8 @@ class BootWait:
                 try:
                     self._run_once()
                 except Exception:
-                    # If the thread of `BootWait` ended, each booting load balancer would wait for the end of its pause,
-                    # and no component would report an error.
+                    # If the thread of `BootWait` ended, nobody would notice. A job would then continue only at the end
+                    # of its planned pause, even if the agent answered earlier.
                     LOG.exception("the controller's wait for booting amphorae failed unexpectedly and continues")
                     time.sleep(_ERROR_BACKOFF)
         finally:
@@ -176,7 +174,7 @@ class BootWait:
         try:
             connection = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         except OSError as error:
-            # The controller may have no free file descriptor at the moment, so it repeats the connection attempt later.
+            # All file descriptors of the controller may be in use, so the controller tries again later.
             LOG.debug(
                 "the controller could not open a socket to booting amphora %s and tries again later: %s",
                 entry.awaited.amphora_id,
@@ -184,14 +182,15 @@ class BootWait:
             )
             return
         try:
-            # The selector reports a connection as writable even if `connect_ex` has established it at once.
+            # The connection may be established before `connect_ex` returns. The selector reports the socket as writable
+            # in this case too.
             code = connection.connect_ex((entry.awaited.address, self._port))
             if code in (0, errno.EINPROGRESS):
                 self._selector.register(connection, selectors.EVENT_WRITE, entry)
                 entry.socket, entry.next_at = connection, now + _CONNECT_TIMEOUT
         except (OSError, ValueError) as error:
-            # The wait for booting amphorae only logs an invalid address, because the next job of the load balancer
-            # reports it as an error.
+            # An invalid address is only logged here, because the next job of the load balancer reports the address as
+            # an error.
             LOG.debug(
                 "the controller could not connect to booting amphora %s and tries again later: %s",
                 entry.awaited.amphora_id,
@@ -235,7 +234,7 @@ class BootWait:
             entry.socket = None
 
     def _wake(self) -> None:
-        # Sending fails only if the buffer of the socket is full, so that a wake-up is already pending, or if `run` has
-        # ended.
+        # Sending fails only in two cases: the buffer of the socket is full because a wake-up is already pending, or
+        # `run` has ended.
         with suppress(OSError):
             self._wake_sender.send(b"!")

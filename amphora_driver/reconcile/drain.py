@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from amphora_driver.agent.responses import Vrrp
 
 LOG = logging.getLogger(__name__)
-# Seconds beyond the drain time for which the new VIP holder remains ready to forward the connections of the draining
-# amphora.
+# After a handover, the new VIP holder forwards the connections of the draining amphora. It remains ready for this
+# number of seconds longer than the drain.
 _DRAIN_MARGIN = 5.0
-# Time-out in seconds of the controller's query of a retiring amphora.
+# Time-out in seconds of a query to a retiring amphora.
 _QUERY_TIMEOUT = 5.0
-# Time-out in seconds of the controller's first attempt to delete a dead amphora through the compute backend.
+# Time-out in seconds of the first attempt to delete the machine of a dead amphora.
 _FENCING_TIMEOUT = 20.0
 
 
@@ -50,8 +50,8 @@ class AmphoraRemoval:
         self._job = job
         self._write = write
         self.holder_queried = False
-        # Whether each amphora has answered that it holds the VIPs, and the time of its last heartbeat at the answer, by
-        # amphora id.
+        # By amphora id: whether the amphora answered that it holds the VIPs, and the time of its last heartbeat before
+        # the answer.
         self._answers: dict[str, tuple[bool, float | None]] = {}
 
     def query_holder(self, step: steps.QueryVipHolder, by_id: dict[str, Amphora]) -> None:
@@ -67,8 +67,8 @@ class AmphoraRemoval:
         try:
             return self._agents.vrrp(amphora.id, str(amphora.management_address), deadline=deadline)
         except AgentError as error:
-            # `ensure_may_act` ends a preempted job here, because the preemption may have caused the error, which then
-            # says nothing about the amphora.
+            # If the job is preempted, the preemption may have caused the error, which then says nothing about the
+            # amphora. `ensure_may_act` ends a preempted job.
             self._job.ensure_may_act()
             LOG.info(
                 "the controller could not query the VIPs and the drain of amphora %s and continues "
@@ -100,8 +100,7 @@ class AmphoraRemoval:
                 address = str(partner.management_address)
                 self._agents.expect_vips(partner.id, address, drain + _DRAIN_MARGIN, deadline=self._job.deadline)
         except AgentError as error:
-            # `ensure_may_act` ends a preempted job here, and a later job repeats the request to the partner of the
-            # amphora.
+            # If the job is preempted, `ensure_may_act` ends it here. A later job repeats the request to the partner.
             self._job.ensure_may_act()
             message = "amphora %s cannot forward the connections of amphora %s, handing over without a drain: %s"
             LOG.warning(message, partner.id, amphora.id, error)
@@ -143,8 +142,8 @@ class AmphoraRemoval:
             if said is None:
                 return None
             if said.holds_vip is False:
-                # The amphora holds no VIP, so an earlier release has succeeded: its answer was lost, or the controller
-                # that requested it crashed.
+                # The amphora has released the VIPs earlier. Either its answer was lost, or the controller that
+                # requested the release crashed.
                 return float(said.draining or 0.0)
         return None
 
@@ -181,8 +180,7 @@ class AmphoraRemoval:
         """
         if isinstance(view, steps.LoadBalancerView) and self._finds_unrecorded_drain(amphora, view):
             return
-        # The partner of a dead amphora waits for the deletion, so the controller's first attempt to delete a dead
-        # amphora has a short time-out.
+        # The push to the partner of a dead amphora waits for this deletion, so the first attempt has a short time-out.
         hurry = amphora.dead and not view.attempts
         deadline = self._job.deadline.within(_FENCING_TIMEOUT) if hurry else self._job.deadline
         left: AmphoraDriverError | None = None
@@ -195,7 +193,7 @@ class AmphoraRemoval:
             self._job.ensure_may_act()
             network.delete_port(port.id)
         if left is not None:
-            # The network backend may give the addresses of deleted ports to other ports, so the row of the amphora must
+            # The network backend may assign the addresses of deleted ports again. The row of the amphora must therefore
             # not keep the deleted ports.
             self._job.ensure_may_act()
             self._write(lambda c: amphorae.update_amphora(c, amphora.id, plugged=()))

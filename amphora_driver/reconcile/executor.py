@@ -279,8 +279,8 @@ class StepExecutor:
         """Query an agent once; the wait for a booting amphora uses neither this thread nor the lease."""
         amphora = self._read_amphora(step.amphora_id)
         if amphora.management_address is None:
-            # The compute backend may assign the management address of a booting amphora later, so only the boot
-            # time-out makes a missing address an error.
+            # The compute backend may assign the management address only after the boot has begun. A missing address is
+            # therefore no error before the boot time-out.
             self._check_boot_timeout(amphora, AgentUnreachable("reach it", "its management address is not known"))
             self.absent |= {amphora.id}
             return
@@ -291,7 +291,7 @@ class StepExecutor:
             self._check_machine(amphora)
             self._check_boot_timeout(amphora, error)
             if not isinstance(error, AgentUnreachable):
-                # An agent that refuses or is not trusted may run on another machine with the same address. The job
+                # The agent refuses the request or is not trusted, so another machine may use the address. The job
                 # fails, so that its error is recorded.
                 raise
             LOG.info(
@@ -324,8 +324,8 @@ class StepExecutor:
         self._compute.destroy(amphora.id)
         self._update(amphora.id, **_WITHOUT_MACHINE)
         happened = f"its agent has not answered in {most:g} s: {error.happened}"
-        # The user has already waited for the whole boot time-out, so the load balancer is set to ERROR before the next
-        # boot.
+        # The user has already waited for the whole boot time-out. The load balancer is therefore set to ERROR before
+        # the amphora boots again.
         raise ComputeError(f"boot amphora {amphora.id}", happened, final=True)
 
     def _unplug(self, amphora: Amphora, network_id: str) -> None:

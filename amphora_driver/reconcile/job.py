@@ -68,7 +68,8 @@ class Job:
             return self.preemption_reason(connection, generation, op, urgent=urgent)
 
         first = self._database.read(read)
-        # Another thread may set `_preempted_by` at the same time, so the job never overwrites a reason with None.
+        # Another thread may set `_preempted_by` at the same time. The job must not replace the reason of the other
+        # thread with None.
         if first is not None and self._preempted_by is None:
             self._preempted_by = first
         if self._preempted_by is not None:

@@ -15,13 +15,13 @@ from amphora_driver.model.amphora import Amphora, AmphoraState, Partner
 from amphora_driver.reconcile import steps, vip_allocation, vrrp_peers
 from amphora_driver.reconcile.spare_pool_plan import plan_pool
 
-# Seconds between two checks of the controller whether the connections of a draining amphora have ended.
+# Seconds after which the controller checks again whether the connections of a draining amphora have ended.
 _DRAIN_CHECK_PAUSE = 2.0
-# Seconds between two checks of the controller whether a new pair of amphorae has taken the VIPs.
+# Seconds after which the controller checks again whether a new pair of amphorae has taken the VIPs.
 _VIP_CHECK_PAUSE = 0.1
-# Shortest and longest pause in seconds between two checks of a booting amphora by the controller.
+# Shortest and longest pause in seconds before the controller checks a booting amphora again.
 _BOOT_PAUSE, _MAX_BOOT_PAUSE = 1.0, 10.0
-# Order of the boot steps in a plan: all amphorae boot before the controller waits for the first agent, so that machines
+# Order of the boot steps in a plan. All amphorae boot before the controller waits for the first agent, so the machines
 # boot in parallel.
 _STAGES = (steps.Boot, steps.Plug, steps.AwaitAgent)
 
@@ -37,8 +37,8 @@ def plan(view: steps.AnyView, amphorae: tuple[Amphora, ...]) -> list[steps.Step]
     if first:
         return first
     found = plan_pool(view, amphorae) if isinstance(view, steps.SparePoolView) else _load_balancer_steps(view, amphorae)
-    # The plan renews the certificate of a retiring amphora only if no other step is due or the first step checks a
-    # drain.
+    # The plan renews the certificate of a retiring amphora only in two cases: no other step is due, or the first step
+    # checks a drain.
     return [*later, *found] if not found or isinstance(found[0], steps.CheckDrain) else found
 
 
@@ -101,7 +101,7 @@ def _serving_steps(
         confirm = steps.Confirm(reason=f"every amphora serves generation {view.generation}")
         return _wait_for_vips(view, amphora_set) or [confirm]
     if (None if view.spec is None else view.spec.id) != view.pool:
-        # The plan changes the spare pool of a load balancer after the push, so that no user waits for a spare pool.
+        # The plan changes the spare pool of a load balancer after the push, because a user may be waiting for the push.
         reason = "the load balancer uses another spare pool, or none"
         return [steps.SetSparePool(spec=view.spec, former=view.pool, reason=reason)]
     return _cleanup_steps(view, amphora_set) or amphora_set.forget_departed()
@@ -147,14 +147,13 @@ class AmphoraSet:
         if not serving or not self.live:
             return True
         settled = all(one.confirmed >= self._view.generation for one in self.live)
-        # A draining amphora delays the replacement of another amphora only if the controller must still hand the VIPs
-        # over.
+        # Draining amphorae have already handed the VIPs over, so they do not delay the replacement of another amphora.
         staying = [one for one in serving if not self._is_draining(one)]
         replaced = {one.role for one in staying} & {one.role for one in self.live}
         lost = {one.role for one in self.retiring if one.dead}
         if lost & set(self.missing) and self._holder not in {one.id for one in staying}:
-            # The controller replaces a dead amphora even if it cannot delete another old amphora, unless the old one
-            # holds the VIPs.
+            # A dead amphora is replaced even while another retiring amphora still exists. The exception is a retiring
+            # amphora that holds the VIPs.
             return settled
         return settled and not replaced and not self._holder_to_hand_over()
 
@@ -213,8 +212,8 @@ class AmphoraSet:
     def push_step(self, arrived: Sequence[Amphora]) -> steps.Push:
         """Return the push to amphorae that are behind, and to a retiring VIP holder for its VRRP peers."""
         behind = self.behind(arrived)
-        # A retiring amphora that holds the VIPs gets the push even if it has confirmed the generation, because it needs
-        # the new VRRP peers.
+        # A retiring amphora that holds the VIPs needs the new VRRP peers. It gets the push even if it serves this
+        # generation already.
         holders = self._retiring_holder()
         return steps.Push(
             waves=vrrp_peers.order_waves([*behind, *holders], self._holder, self._silent)
@@ -231,9 +230,9 @@ class AmphoraSet:
     def handover_steps(self) -> list[steps.Step]:
         """Return the release of replaced amphorae, or the VIP handover before the next replacement."""
         roles = {one.role for one in self.live}
-        # The controller hands VIPs over only between two amphorae, so an amphora that still drains after an earlier
-        # fail-over prevents a handover. A dead amphora prevents no handover, because the deletion of its machine may
-        # take long.
+        # The controller hands VIPs over only between two amphorae. An amphora that still drains after an earlier
+        # fail-over is a third one, so it is released first. Dead amphorae do not count, because the deletion of their
+        # machines may take long.
         replaced = [
             one for one in self.retiring if not one.dead and (one.role in roles or one.drains_until is not None)
         ]
@@ -257,8 +256,8 @@ class AmphoraSet:
         """Return the steps that remove replaced amphorae; a draining amphora stays until its connections end."""
         draining = [one for one in self.retiring if self._is_draining(one)]
         found: list[steps.Step] = [self._release_or_hand_over(one) for one in self.retiring if one not in draining]
-        # A draining amphora leaves the VIPs to the other amphorae only if it knows its current VRRP peers, so changed
-        # peers are pushed to it.
+        # A draining amphora could take the VIPs back if it did not know its current VRRP peers. Changed peers are
+        # therefore pushed to the draining amphora.
         reason = "its VRRP peers lack an amphora that stays"
         found += [
             steps.Push(waves=((one.id,),), optional=frozenset((one.id,)), whole=False, reason=reason)
@@ -273,8 +272,8 @@ class AmphoraSet:
 
     def _release_or_hand_over(self, one: Amphora) -> steps.Release | steps.HandOver:
         """Return the release of an amphora, or a handover if the amphora took the VIPs in its replacement."""
-        # Only a handover between two amphorae keeps the connections. A replacement at this point has three amphorae, so
-        # the handover ends the connections.
+        # The load balancer has three amphorae now, so this handover ends the connections. Only a handover between two
+        # amphorae keeps connections.
         if one.holds_vip and one in self._holder_to_hand_over() and self.live:
             to = max(self.live, key=lambda other: self._view.priorities.get(other.role, 0))
             return steps.HandOver(amphora_id=one.id, to=to.id, reason="it took the VIPs during its replacement")
@@ -290,9 +289,9 @@ class AmphoraSet:
     def _is_draining(self, one: Amphora) -> bool:
         if not one.drains_until:
             return False
-        # If the wall clock was set, the recorded end of a drain is wrong: only the agent measures the drain with a
-        # monotonic clock. The amphora therefore counts as draining until a `CheckDrain` step learns from the agent that
-        # the drain has ended.
+        # After a change of the wall clock, the recorded end of a drain is wrong. Only the agent measures the drain with
+        # a monotonic clock. The amphora counts as draining until the agent reports the end of the drain to a
+        # `CheckDrain` step.
         return self._view.clock_set or one.drains_until > self._view.now
 
     def forget_departed(self) -> list[steps.Step]:
@@ -358,5 +357,5 @@ def _cleanup_steps(view: steps.LoadBalancerView, amphora_set: AmphoraSet) -> lis
         for plugged in one.plugged
         if plugged.port.network_id not in view.networks
     ]
-    # A wait ends the current round of the job, so the plan puts its wait after all other steps.
+    # A wait ends the current round of the job, so the wait is the last step of the plan.
     return found + amphora_set.wait_steps()

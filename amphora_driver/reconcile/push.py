@@ -41,16 +41,16 @@ from amphora_driver.store.failovers import Event
 from amphora_driver.store.sealed_secrets import SealedSecret
 from amphora_driver.untrusted_text import printable
 
-# Results of a wave of pushes by amphora id: None for an amphora that serves the generation, otherwise the error of the
-# push.
+# By amphora id: None for an amphora that serves the generation, otherwise the error of its push.
 Answers = dict[str, AgentError | None]
 
 LOG = logging.getLogger(__name__)
-# If HAProxy refuses an object, the controller repeats the push without the object, for at most this number of objects.
+# The controller repeats a push without the objects that HAProxy refuses. This is the maximum number of attempts.
 _MAX_REJECTED_OBJECTS = 16
 _NO_UDP_SUPPORT = "its amphorae do not support UDP and SCTP: rotate them (amphoractl rotate)"
-# Time-outs in seconds: of a push to a retiring amphora, and of the query whether the amphorae hold the VIPs.
+# Time-out in seconds of a push to a retiring amphora.
 _RETIRING_TIMEOUT = 5.0
+# Time-out in seconds of the query whether the amphorae hold the VIPs.
 _VIP_QUERY_TIMEOUT = 3.0
 
 
@@ -75,16 +75,16 @@ class BundlePush:
         self._vault = context.vault
         self._job = job
         self._write = write
-        # Objects that the controller omits because an amphora cannot serve them in the pushed generation: reasons by
-        # object id.
+        # By object id: the reason why the controller omits the object. An amphora cannot serve these objects in the
+        # pushed generation.
         self._omitted: dict[str, str] = {}
-        # Rendered configuration without the omitted objects; None if the controller must render the configuration
-        # again, because it has omitted another object.
+        # Rendered configuration without the omitted objects. None means that another object was omitted, so the
+        # controller must render the configuration again.
         self._served: Served | None = None
-        # Sealed seed of the load balancer's TLS ticket keys, if the current job has created a seed; otherwise None.
+        # Sealed seed of the load balancer's TLS ticket keys; None if the current job has created no seed.
         self._new_seed: SealedSecret | None = None
-        # Time at which the driver accepted the oldest request that the last confirmation has answered; None without
-        # such a request.
+        # Time at which the driver accepted the oldest request that the last confirmation completed; None if the
+        # confirmation completed no request.
         self._accepted_at: float | None = None
 
     def push(self, step: steps.Push, view: steps.LoadBalancerView, everyone: Sequence[Amphora]) -> None:
@@ -181,8 +181,7 @@ class BundlePush:
     def _push_to_all(self, wave: _Wave, served: Served) -> Answers:
 
         def push(amphora: Amphora) -> AgentError | None:
-            # Each thread of the pool sets the log context again, because the log context belongs to the thread of the
-            # job.
+            # The log context belongs to one thread, so each thread of the pool sets it again.
             with log_context.about(wave.recorded.tree.id, amphora.id, wave.recorded.generation):
                 try:
                     self._push_to(wave, amphora, served)
@@ -200,12 +199,12 @@ class BundlePush:
         body = build_bundle(wave.recorded, amphora, served, self._conf)
         deadline = self._job.deadline
         if amphora.drains_until is not None:
-            # A push to a draining amphora has a short time-out, so that the amphora does not delay the pushes to the
-            # others.
+            # A push to a draining amphora has a short time-out, because a slow answer would delay the pushes to the
+            # other amphorae.
             deadline = deadline.within(_RETIRING_TIMEOUT)
         applied = self._agents.put_bundle(amphora.id, str(amphora.management_address), body, deadline=deadline)
-        # The agent may serve a newer generation, which another controller has pushed meanwhile. Only an older
-        # generation is an error.
+        # Another controller may have pushed a newer generation meanwhile, which is no error. An older generation is an
+        # error.
         if applied.generation < wave.recorded.generation:
             attempted = f"have amphora {amphora.id} serve generation {wave.recorded.generation}"
             raise AgentRefused(attempted, f"it serves {applied.generation}")
@@ -240,12 +239,12 @@ class BundlePush:
                 if view.replacing and one.state is not AmphoraState.RETIRING:
                     failovers.record_event(connection, view.load_balancer_id, Event.CONFIRMED, now, one.id)
             if all_serve:
-                # One transaction confirms the last amphora and the load balancer, so that a crash cannot record one
-                # without the other.
+                # One transaction records both confirmations: of the last amphora, and of the load balancer. A crash
+                # cannot separate them.
                 self._record_confirmation(connection, view)
             elif served and self._omitted and view.applied < generation:
-                # A later job may confirm the generation, so the database must contain the objects that the controller
-                # omits from the generation.
+                # A later job may confirm this generation. That job needs the list of omitted objects, so the list is
+                # recorded now.
                 omitted, of = self._all_omitted(view), view.load_balancer_id
                 record_omitted_objects(connection, of, generation, omitted)
 
@@ -322,8 +321,7 @@ def _rejected_objects(refusal: AgentRefused, served: Served) -> dict[str, str]:
     """Return the objects to omit, with the reasons by object id; empty if the refusal names no object."""
     if refusal.object_id is not None:
         return {refusal.object_id: refusal.happened}
-    # An agent without UDP support answers HTTP status 400 to a bundle with UDP listeners, because it cannot parse the
-    # bundle.
+    # An agent without UDP support cannot parse a bundle with UDP listeners, so it answers HTTP status 400.
     if refusal.status == HTTPStatus.BAD_REQUEST:
         return {one.id: _NO_UDP_SUPPORT for one in served.virtual}
     return {}

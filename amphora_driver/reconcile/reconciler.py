@@ -45,22 +45,23 @@ from amphora_driver.store import amphorae, failovers, sealed_secrets, status_out
 from amphora_driver.store.requests import Op
 
 LOG = logging.getLogger(__name__)
-# Shortest pause in seconds before the next job of a load balancer, so that other jobs run first. A plan may state a
-# shorter pause.
+# Shortest pause in seconds before the next job of the same load balancer, so that other load balancers get their turn.
+# A plan may ask for a shorter pause.
 _MIN_PAUSE = 1.0
-# Longest pause in seconds before the next job of a load balancer, unless the longest retry back-off is longer.
+# Longest pause in seconds before the next job of the same load balancer. If the longest retry back-off is longer, the
+# back-off is the limit.
 _MAX_PAUSE = 25.0
-# Least pause before the next check of booting amphorae, in seconds for each of them, because frequent checks slow the
-# boots down.
+# Shortest pause before the next check of booting amphorae, in seconds per booting amphora. More frequent checks would
+# slow the boots down.
 _PAUSE_PER_BOOT = 0.05
 # An amphora of a new pair takes the VIPs after three to four VRRP advertisement intervals (RFC 9568, section 6.1). The
-# job waits for four intervals at most, and for an additional margin in seconds, because machines may be busy.
+# last value is an additional margin in seconds, because machines may be busy.
 _MIN_ADVERTS, _MAX_ADVERTS, _VIP_MARGIN = 3, 4, 3.0
-# Number of missed heartbeats after which an amphora counts as silent, so that it does not delay the push to its
+# An amphora counts as silent after this number of missed heartbeats. A silent amphora does not delay the push to its
 # partner.
 _MISSED_HEARTBEATS = 3
-# Steps that concern the machine and the ports of one amphora only: if one fails, the job continues with the other
-# amphorae.
+# These steps affect the machine and the ports of one amphora only. If such a step fails, the job continues with the
+# other amphorae.
 _SINGLE_AMPHORA_STEPS = (steps.Boot, steps.Plug, steps.AwaitAgent, steps.Release)
 
 
@@ -141,28 +142,28 @@ class Reconciler:
         self, job: Job, view: steps.AnyView, observed: tuple[Amphora, ...], step: steps.Await | None
     ) -> None:
         if step is None and isinstance(view, steps.LoadBalancerView) and view.replacing:
-            # An empty plan means that the load balancer is settled, so its fail-overs end even if some of their events
-            # are missing.
+            # An empty plan means that the load balancer needs no further step. Its fail-overs therefore end, even if
+            # some of their events were never recorded.
             of, now = job.lease.load_balancer_id, self._database.now()
             self._write(job, lambda c: failovers.finish_settled_failovers(c, of, now))
         until = None if step is None else step.until
         if step is None or until is None:
             self._jobs.complete(job.lease, view.generation)
             return
-        # The steps of the job may have lasted until after the end of the planned wait, so the pause has a minimum.
+        # The planned end of the wait may have passed while the job ran, so the pause has a minimum.
         pause = max(until - self._database.now(), min(_MIN_PAUSE, until - view.now))
         if step.amphorae and self._boot_wait is not None:
             pause = max(pause, _PAUSE_PER_BOOT * len(self._boot_wait))
-        # The pause has a maximum, because `Jobs.clamp_due_times` takes a longer pause for an effect of a clock jump and
-        # ends the pause.
+        # `Jobs.clamp_due_times` ends pauses that are longer than any planned pause, because a clock jump may have
+        # caused them. The pause therefore has a maximum.
         pause = min(pause, max(self._context.conf.amp_controller.retry_most, _MAX_PAUSE))
         if view.applied >= view.generation:
             self._jobs.complete(job.lease, view.generation, self._database.now() + pause)
         else:
             readable = view.readable if isinstance(view, steps.LoadBalancerView) else True
             self._jobs.defer(job.lease, view.generation, pause, readable=readable)
-        # The controller begins to wait for agents only after it has released the lease, because nobody could claim the
-        # load balancer before.
+        # The wait for agents begins after the release of the lease. Otherwise, an agent could answer while nobody can
+        # claim the load balancer.
         awaited = [
             AwaitedAgent(one.id, one.management_address, job.lease.load_balancer_id, pause)
             for one in observed
@@ -178,8 +179,8 @@ class Reconciler:
         row, observed = amphorae.load_with_work(connection, load_balancer_id)
         if row is None:
             raise LeaseLost(f"work on load balancer {load_balancer_id}", "it is not recorded")
-        # The job records the observed generation before it reads the objects, so that a later request counts as newer
-        # than the observation.
+        # The job records the observed generation before it reads the objects. A request that arrives meanwhile then
+        # counts as newer.
         job.record_observation(row.generation, row.op)
         log_context.set_generation(row.generation)
         job.replacing = bool(row.replacing)
@@ -209,8 +210,8 @@ class Reconciler:
         if tree is not None and addressed:
             needed, failed = needed_networks(tree, observed, catalogue.network(row.network))
         failed |= vip_allocation.read_refusal(connection, load_balancer_id, given)
-        # References and secrets must belong to the same generation, so the job reads the load balancer again if its
-        # generation has changed.
+        # References to secrets must belong to the same generation as the secrets. If the generation has changed
+        # meanwhile, the job reads the load balancer again.
         uses_some = tree is not None and next(secrets_of_tree(tree), None) is not None
         kept = sealed_secrets.load_secrets(connection, load_balancer_id) if uses_some else {}
         if kept and _generation(connection, load_balancer_id) != row.generation:
@@ -266,8 +267,7 @@ class Reconciler:
         try:
             now = self._database.now()
             if isinstance(error, Superseded) or job.is_preempted:
-                # A preemption may cause any error of the running call, so the job returns its lease and records no
-                # failure.
+                # The preemption may have caused this error, so the job returns its lease and records no failure.
                 LOG.info(
                     "load balancer %s: the running job of the controller is preempted and starts again: %s",
                     of,
@@ -288,8 +288,8 @@ class Reconciler:
                 first = final or tried == conf.give_up_after
                 if self._database.write(lambda c: _report_error(c, job, str(error), always=first)):
                     self._on_status()
-            # A job that ends without a crash resets the crash count of its load balancer. A job that is refused because
-            # of repeated crashes leaves the count one below the limit.
+            # This job has ended without a crash, so the crash count restarts at zero. If the controller refused the job
+            # because of repeated crashes, the count decreases only by one.
             crashes = lease.crashes - 1 if isinstance(error, CrashLoop) else 0
             self._jobs.retry_later(lease, pause, str(error), job.generation or None, crashes=crashes)
         except (AmphoraDriverError, OSError) as failure:

@@ -65,7 +65,7 @@ def open_secret(name: SecretName, sealed: Mapping[SecretName, SealedSecret], vau
     except StoreError as error:
         return f"the {name.purpose} under {name.ref} cannot be opened: {error.happened}"
     if not opened.reveal().isascii():
-        # If Python decoded a secret with other characters than ASCII later, the message of the decoding error would
-        # contain the secret.
+        # Other code decodes the secret later. If the secret contained other characters than ASCII, the decoding error
+        # would quote the secret.
         return f"the {name.purpose} under {name.ref} is not in PEM format: set the reference again"
     return opened

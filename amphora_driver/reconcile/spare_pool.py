@@ -24,7 +24,7 @@ from amphora_driver.store.failovers import Event
 from amphora_driver.store.spare_pools import Spare, SparePoolSpec, SparePoolState
 
 LOG = logging.getLogger(__name__)
-# Time-out in seconds of the controller's query of a spare amphora.
+# Time-out in seconds of a query to a spare amphora.
 _QUERY_TIMEOUT = 2.0
 _DAY = 86_400.0
 
@@ -45,8 +45,9 @@ class SpareSteps:
         self._context = context
         self._job = job
         self._write = write
-        # Ready spare amphorae at the last observation of the pool, and the current image of each spare pool by pool id.
+        # Spare amphorae that were ready when the job last read the pool.
         self._ready: tuple[Spare, ...] = ()
+        # Current image of each spare pool, by pool id.
         self._images: dict[str, str | None] = {}
 
     def find_spec(self, row: Any, tree: Any) -> SparePoolSpec | None:
@@ -89,8 +90,8 @@ class SpareSteps:
         if not self._ready:
             return {}
         image = self._current_image(spec)
-        # The controller renews a certificate at half of its validity. A spare amphora with less than a third left has
-        # missed its renewal.
+        # A certificate is renewed at half of its validity. If less than a third of the validity is left, the spare
+        # amphora has missed its renewal.
         lasting = self._context.conf.amp_certificates.validity_days * _DAY / 3
         return {one.id: why for one in self._ready if (why := spare_pools.unfit_reason(one, image, now, lasting))}
 

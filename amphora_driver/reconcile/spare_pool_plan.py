@@ -14,15 +14,15 @@ from amphora_driver.model.amphora import Amphora, AmphoraState
 from amphora_driver.reconcile import steps
 from amphora_driver.store.spare_pools import ROLE
 
-# Seconds between two checks of a spare pool in which all spare amphorae are ready.
+# Seconds after which the controller checks a spare pool again if all its amphorae are ready.
 LOOK_PAUSE = 30.0
-# Seconds without heartbeats and answers after which the plan replaces a spare amphora, provided that other amphorae
-# send heartbeats.
+# A spare amphora is replaced after this number of seconds without heartbeats and answers, if other amphorae still send
+# heartbeats.
 _LOST_AFTER = 60.0
-# Seconds for which the plan keeps a freshly booted spare amphora even if it is unfit, to prevent an endless loop of
-# boots.
+# Seconds for which the plan keeps a new spare amphora even if it is unfit. Otherwise, an image that is always unfit
+# would cause an endless loop of boots.
 _FITNESS_GRACE = 60.0
-# Seconds between two checks of booting spare amphorae. The pause ends earlier if the agent of one of them begins to
+# Seconds between two checks of booting spare amphorae. The pause ends earlier if the agent of such an amphora begins to
 # listen.
 _BOOT_PAUSE = 2.0
 
@@ -48,8 +48,8 @@ def plan_pool(view: steps.SparePoolView, amphorae: Sequence[Amphora]) -> list[st
     ]
     gone = [steps.Release(amphora_id=one.id, reason="the spare is retiring") for one in amphorae if one not in live]
     if boots or awaited or gone:
-        # After a failure, the plan finishes earlier boots before it starts others, because the failed step may be the
-        # boot of another spare amphora.
+        # After a failure, the failed step may be the boot of one spare amphora. The plan then finishes the boots that
+        # have begun before it starts others.
         return [*awaited, *gone, *boots] if view.attempts else [*boots, *awaited, *gone]
     if not live and not view.stock.users:
         return [steps.DeletePool(reason="no load balancer uses this pool")]
@@ -70,8 +70,8 @@ def plan_pool(view: steps.SparePoolView, amphorae: Sequence[Amphora]) -> list[st
 
 def _retirements(view: steps.SparePoolView, live: Sequence[Amphora]) -> list[steps.Step]:
     """Return the retirement of unfit, lost and surplus spares; of the surplus, booting and new ones first."""
-    # The plan keeps a freshly booted spare amphora, because an image that is always unfit would otherwise cause an
-    # endless loop of boots.
+    # The plan keeps new spare amphorae for a while even if they are unfit. Otherwise, an image that is always unfit
+    # would cause an endless loop of boots.
     old = [one for one in live if one.booted_at is None or one.booted_at <= view.now - _FITNESS_GRACE]
     why = {one.id: view.stock.unfit[one.id] for one in old if one.id in view.stock.unfit}
     if not why and (lost := _find_lost(view, live)) is not None:
@@ -97,8 +97,8 @@ def _find_lost(view: steps.SparePoolView, live: Sequence[Amphora]) -> str | None
 
 def _silent_for(view: steps.SparePoolView, one: Amphora) -> float:
     """Return the seconds since the last heartbeat, or since the boot, by the receivers' newest heartbeat."""
-    # The clocks of the health managers and of the database differ, so the time of the newest heartbeat serves as the
-    # present time.
+    # The clocks of the health managers may differ from the database clock. The time of the newest heartbeat therefore
+    # serves as the present time.
     if one.heard_at is not None:
         return (view.stock.last_heartbeat_at or 0.0) - one.heard_at
     return 0.0 if one.booted_at is None else view.now - one.booted_at

@@ -21,7 +21,7 @@ from amphora_driver.render.cache import Cache
 from amphora_driver.store import desired_objects
 from amphora_driver.store.desired_objects import ObjectChange
 
-# Changed child objects of one kind, by the id of their parent object and then by their own id.
+# Changed child objects of one kind: first by the id of the parent object, then by the id of the child object.
 Children = dict[str | None, dict[str, ObjectChange]]
 
 N = TypeVar("N")
@@ -135,8 +135,8 @@ def _merge_pools(tree: LoadBalancer, by_kind: dict[Kind, Children], generation: 
         if now is before and members_now is pool.members:
             return pool
         if len(now) > 1:
-            # A pool has at most one health monitor, so one of its two monitors was deleted. The number of objects does
-            # not show the deletion, so the cache needs a full read.
+            # A pool has at most one health monitor, so one of the two monitors found here was deleted. Only a full read
+            # shows the deletion.
             raise _FullReadNeededError
         return msgspec.structs.replace(pool, members=members_now, healthmonitor=now[0] if now else None)
 
@@ -160,8 +160,7 @@ def _merge_children(
         if change is None:
             found.append(one)
         elif change.created > generation:
-            # An object that was deleted and created again under the same id has a new position, which only a full read
-            # shows.
+            # The object was deleted and created again under the same id. Only a full read shows its new position.
             raise _FullReadNeededError
         elif change.node is not None:
             now: N = msgspec.structs.replace(change.node, **{name: getattr(one, name) for name in children})

@@ -14,13 +14,13 @@ from amphora_driver.model.amphora import Amphora, AmphoraState, Partner
 from amphora_driver.model.loadbalancer import Vip
 from amphora_driver.render.bundle import BundlePartner, BundleVrrp
 
-# All pairs of amphorae use the same VRRP router id. RFC 9568 requires distinct ids on a network because virtual routers
-# share a multicast group, but amphorae send unicast advertisements.
+# All pairs of amphorae use the same VRRP router id. RFC 9568 requires distinct ids because virtual routers share a
+# multicast group. Amphorae use unicast instead, so their ids may be equal.
 ROUTER_ID = 1
-# VRRP priority of an amphora that has handed its VIPs over. An amphora with a higher priority takes the VIPs nearly one
-# advertisement interval earlier (Skew_Time in RFC 9568, section 6.1).
+# VRRP priority of an amphora after a handover of its VIPs. A higher priority shortens the wait before a takeover by up
+# to one advertisement interval (Skew_Time in RFC 9568, section 6.1).
 LAST_PRIORITY = 1
-# Name of the amphora's interface on the VIP network, which `render/bundle.py` always puts first in the inner namespace.
+# Name of the interface on the VIP network inside an amphora. `render/bundle.py` always puts this interface first.
 _INTERFACE = "eth1"
 
 
@@ -38,7 +38,7 @@ def partners(amphora: Amphora, amphorae: Iterable[Amphora], vip: Vip) -> tuple[P
     found = []
     for other in amphorae:
         at = own_address(other, vip)
-        # A retiring amphora that never served, or that is dead, cannot hold the VIPs, so it is no VRRP peer of the
+        # A retiring amphora cannot hold the VIPs if it never served or is dead. It is therefore no VRRP peer of the
         # others.
         takes_part = other.state is not AmphoraState.RETIRING or (other.confirmed > 0 and not other.dead)
         if other.id != amphora.id and at is not None and takes_part:
@@ -88,8 +88,8 @@ def find_holder(amphorae: Sequence[Amphora], first_role: str, silent: frozenset[
 
     def claim(one: Amphora) -> tuple[bool, bool, bool, float, bool, bool]:
         report = None if one.id in silent else one.holds_vip
-        # If two amphorae report the VIPs, the report with the newer heartbeat counts, because the other amphora may be
-        # dead.
+        # Two amphorae may report that they hold the VIPs. The report with the newer heartbeat counts, because the other
+        # amphora may be dead.
         last = (one.heard_at or 0.0) if report else 0.0
         kept = one.drains_until is None
         return (kept, one.id not in silent, report is True, last, report is not False, one.role == first_role)
