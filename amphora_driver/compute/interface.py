@@ -46,10 +46,6 @@ class BootRequest(msgspec.Struct, frozen=True, kw_only=True):
         files: the files for ``/etc/amphora-agent`` by name. The backend replaces the placeholder
             ``{management_address}`` in ``agent.conf`` with the address that it chooses.
         flavor: the compute flavor. A backend ignores this and the following fields if it does not support them.
-        zone: the compute availability zone.
-        image_tag: the tag of the image to boot.
-        volume_zone: the availability zone of the volume.
-        management_network: the network of the agent's API.
     """
 
     amphora_id: str

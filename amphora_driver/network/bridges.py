@@ -34,12 +34,7 @@ _NAME_FREE_AFTER = 2.0
 
 
 class Switch:
-    """The bridges of a machine.
-
-    Args:
-        name: the switch namespace.
-        management: the id of the management network, which has no gateway and no routing.
-    """
+    """The bridges of a machine in the namespace `name`. The management network has no gateway and no routing."""
 
     def __init__(self, name: str, management: str) -> None:
         self._name = name
@@ -58,14 +53,10 @@ class Switch:
         namespaces.run_with_netlink(namespaces.path(self._name), work)
 
     def connect(self, port: Port, segment: Segment, owner: str, place: str | Path, interface: str | None) -> None:
-        """Connect a namespace to the port's bridge by a veth pair; an existing pair is reused.
+        """Connect a namespace (path `place`) to the port's bridge by a veth pair; an existing pair is reused.
 
-        Args:
-            port: the port; the peer interface gets its MAC address.
-            segment: the network of the port.
-            owner: the alias of the switch interface; see `disconnect_owner`.
-            place: the path of the namespace.
-            interface: the name of the peer interface; None for a name that derives from the port id.
+        The peer interface gets the MAC address of the port. Its name derives from the port id if `interface` is None.
+        `owner` is the alias of the switch interface (see `disconnect_owner`).
         """
         near, far = switch_interface_name(port.id), interface or peer_interface_name(port.id)
 

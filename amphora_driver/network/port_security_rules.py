@@ -33,14 +33,7 @@ _ALWAYS = {
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A rule of a security group that accepts traffic; None means "any".
-
-    Attributes:
-        protocol: one of `PROTOCOLS`.
-        first_port: the lowest port.
-        last_port: the highest one.
-        remote: a network in CIDR notation.
-    """
+    """A rule of a security group that accepts traffic; None means "any". `remote` is a network in CIDR notation."""
 
     protocol: str | None = None
     first_port: int | None = None

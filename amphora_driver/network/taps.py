@@ -29,11 +29,7 @@ _IFF_TAP, _IFF_NO_PI, _IFF_VNET_HDR = 0x0002, 0x1000, 0x4000
 def ensure_tap(switch: str, port: Port, segment: Segment, owner: str) -> str:
     """Create the tap of a port if it is missing, and connect it to the port's bridge; returns its name.
 
-    Args:
-        switch: the switch namespace.
-        port: the port of the tap.
-        segment: the network of the port.
-        owner: the alias of the tap; see `Switch.disconnect_owner`.
+    `owner` is the alias of the tap (see `Switch.disconnect_owner`).
 
     Raises:
         NetworkError: the kernel has no tun driver, or the network has no bridge.
