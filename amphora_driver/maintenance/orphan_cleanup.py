@@ -103,7 +103,7 @@ class OrphanCleaner:
             )
         )
         if not (found or noted):
-            # There are usually no orphans. The cleanup then only reads, because a write transaction locks the database.
+            # Usually no machine or port is an orphan. Without an orphan the cleanup writes nothing, because a write locks rows.
             return []
         for one in sorted(found - noted.keys()):
             LOG.warning(

@@ -24,8 +24,8 @@ from celery.worker.consumer import Consumer
 from amphora_driver.queue import rabbitmq
 
 LOG = logging.getLogger(__name__)
-# Two Celery loggers write two lines for each hint. The consumer silences the loggers, because the job itself also
-# writes log lines.
+# Two loggers of Celery write two lines for each received message. The controller silences these loggers, because its
+# own log has a line for the start of each job.
 _VERBOSE_LOGGERS = ("celery.worker.strategy", "celery.app.trace")
 _CHECK_SECONDS = 0.5
 _RETRY_SECONDS = 2.0

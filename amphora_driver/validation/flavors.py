@@ -77,8 +77,8 @@ def _key_support(
 
 
 def _check_limits(flavor: Mapping[str, Any], deployment: Deployment) -> None:
-    # The driver does not check a connection_limit from the configuration. If such a default exceeds the limit of the
-    # amphora, the amphora's limit applies.
+    # The check applies to a connection_limit of the flavor only. If the default of the option connection_limit exceeds
+    # the limit of the amphora, HAProxy applies the amphora's limit.
     one = flavor.get("connection_limit")
     all_together = flavor.get("process_connection_limit", deployment.process_connection_limit)
     if one is not None and all_together is not None and all_together < one:
