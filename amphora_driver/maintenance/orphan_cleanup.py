@@ -103,7 +103,7 @@ class OrphanCleaner:
             )
         )
         if not (found or noted):
-            # Usually no machine or port is an orphan. Without an orphan the cleanup writes nothing, because a write locks rows.
+            # Usually no machine or port is an orphan. The cleanup then writes nothing, because a write locks rows.
             return []
         for one in sorted(found - noted.keys()):
             LOG.warning(

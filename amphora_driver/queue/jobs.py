@@ -139,9 +139,9 @@ class Jobs:
 
         def write(connection: sa.Connection) -> None:
             if connection.dialect.name == "postgresql":
-                # A separate statement locks the `job` row first. In PostgreSQL, an UPDATE that waits for a row lock does
-                # not read other tables again. It could then mark the job as done although an amphora has just reported
-                # the loss of its configuration.
+                # A separate statement locks the `job` row first. In PostgreSQL, an UPDATE that waits for a row lock
+                # does not read other tables again. It could then mark the job as done although an amphora has just
+                # reported the loss of its configuration.
                 connection.execute(_LOCK_ROW, {"of": lease.load_balancer_id})
             # A single statement checks that the controller still owns the lease of the job, and returns the lease.
             if connection.execute(statement, bound).rowcount != 1:
