@@ -180,8 +180,8 @@ class TrustStore:
             except CertificateError as error:
                 if self._file_issuer is None:
                     raise
-                # Somebody may be writing the CA file at this moment, so that it is incomplete. The next change of the
-                # file causes another attempt.
+                # An operator may be writing the CA file at this moment, so that the file is incomplete. The next change
+                # of the file causes another attempt.
                 LOG.warning(
                     "this process cannot read the file of the certificate authority and continues with "
                     "the present authority: %s",

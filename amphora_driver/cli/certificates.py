@@ -119,7 +119,7 @@ class ListCertificateAuthorities(Lister):
         try:
             found = trust_store.load_configured_ca(self.app.conf, kind)
         except CertificateError as error:
-            # A user of amphoractl who can read the database may still lack access to the controllers' certificate
+            # A user of amphoractl may be able to read the database without access to the controllers' certificate
             # files.
             problem = str(error)
         end = found.expires_at if found else None

@@ -34,7 +34,7 @@ _NAME_FREE_AFTER = 2.0
 
 
 class Switch:
-    """The bridges of a machine in the namespace `name`. The management network has no gateway and no routing."""
+    """The bridges of a machine in one namespace. The management network has no gateway and no routing."""
 
     def __init__(self, name: str, management: str) -> None:
         self._name = name

@@ -156,7 +156,7 @@ class Neutron:
             return found
         value = read()
         with self._lock:
-            # Expired values of other keys are removed too, because nobody reads the keys of deleted networks again.
+            # Expired values of other keys are removed too, because no call reads the keys of deleted networks again.
             self._cache = {one: kept for one, kept in self._cache.items() if now < kept[0]}
             self._cache[key] = (now + self._cache_time, value)
         return value

@@ -33,7 +33,7 @@ _ALWAYS = {
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A rule of a security group that accepts traffic; None means "any". `remote` is a network in CIDR notation."""
+    """A rule of a group that accepts traffic; None means "any". `remote` is a network (CIDR notation)."""
 
     protocol: str | None = None
     first_port: int | None = None

@@ -111,8 +111,8 @@ class BootWait:
                 try:
                     self._run_once()
                 except Exception:
-                    # If the thread of `BootWait` ended, nobody would notice. A job would then continue only at the end
-                    # of its planned pause, even if the agent answered earlier.
+                    # If the thread of `BootWait` ended, no component would report that. A job would then continue only
+                    # at the end of its planned pause, even if the agent answered earlier.
                     LOG.exception("the controller's wait for booting amphorae failed unexpectedly and continues")
                     time.sleep(_ERROR_BACKOFF)
         finally:

@@ -162,8 +162,8 @@ class Reconciler:
         else:
             readable = view.readable if isinstance(view, steps.LoadBalancerView) else True
             self._jobs.defer(job.lease, view.generation, pause, readable=readable)
-        # The wait for agents begins after the release of the lease. Otherwise, an agent could answer while nobody can
-        # claim the load balancer.
+        # The wait for agents begins after the release of the lease. Otherwise, an agent could answer while no
+        # controller can claim the load balancer.
         awaited = [
             AwaitedAgent(one.id, one.management_address, job.lease.load_balancer_id, pause)
             for one in observed

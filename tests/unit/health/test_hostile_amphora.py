@@ -181,7 +181,7 @@ def test_a_hostile_amphora_does_not_affect_other_amphorae(fleet, manager, databa
     passed = time.monotonic() - begun
     assert len(sent) > 0.7 * HOSTILE_RATE * passed, "the hostile amphora did not reach its rate"
     assert largest < limit()
-    assert "with a valid signature by amphora: {'" + bad.id in log.read_text()
+    assert "with a valid signature, by amphora: {'" + bad.id in log.read_text()
 
 
 def places(database, honest, column):
