@@ -339,13 +339,18 @@ class AmphoraProviderDriver(provider_base.ProviderDriver):
         return flavors.list_supported_keys(_shared().catalogue.deployment())
 
     def validate_flavor(self, flavor_metadata: dict[str, Any]) -> None:
-        flavors.validate_metadata(flavor_metadata, _shared().catalogue.deployment())
+        catalogue = _shared().catalogue
+        checked = flavors.validate_metadata(flavor_metadata, catalogue.deployment())
+        catalogue.validate_profile(checked, checked.get("compute_driver"), checked.get("network_driver"))
 
     def get_supported_availability_zone_metadata(self) -> dict[str, str]:
         return availability_zones.list_supported_keys(_shared().catalogue.deployment())
 
     def validate_availability_zone(self, availability_zone_metadata: dict[str, Any]) -> None:
-        availability_zones.validate_metadata(availability_zone_metadata, _shared().catalogue.deployment())
+        catalogue = _shared().catalogue
+        catalogue.validate_profile(
+            availability_zones.validate_metadata(availability_zone_metadata, catalogue.deployment())
+        )
 
     def _create(self, kind: Kind, source: object, *, for_listener: str | None = None) -> None:
         # octavia-lib returns SNI certificates in the order of Octavia's database, not in the order of the references.

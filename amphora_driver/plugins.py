@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from oslo_config.cfg import ConfigOpts
@@ -56,6 +56,16 @@ class Catalogue:
         kind = self._enabled("compute", chosen)
         ports = self.network(source)
         return self._once((kind, chosen, source), lambda: self._type(kind, chosen)(self._conf, ports))
+
+    def validate_profile(self, metadata: Mapping[str, object], compute: object = None, network: object = None) -> None:
+        """Check that the objects of a flavor's or availability zone's metadata exist in the cloud.
+
+        Raises:
+            UnsupportedOption: an object does not exist.
+            BackendError: the backend could not check the metadata.
+        """
+        name = compute if isinstance(compute, str) else None
+        self.compute(name, network if isinstance(network, str) else None).validate_profile(metadata)
 
     def networks(self) -> dict[str, Network]:
         """Return all enabled network backends that can be loaded, by name."""

@@ -9,13 +9,14 @@ management ports.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
 
 import msgspec
 from oslo_config import cfg
 
-from amphora_driver.compute.interface import BootRequest, Machine, MachineState
+from amphora_driver.compute.interface import BootRequest, Location, Machine, MachineState
 from amphora_driver.compute.state_dirs import StateDirs, compute_errors, console_tail, read_image_name, remove_directory
 from amphora_driver.errors import ComputeError
 from amphora_driver.host.detached_process import Process, find_by_last_argument
@@ -39,6 +40,7 @@ class HostCompute(ABC):
     """
 
     wiring: ClassVar[str] = "bridge"
+    plugs_while_booting: ClassVar[bool] = True
     group: ClassVar[str]
     boot_file: ClassVar[str]
     last_argument: ClassVar[str]
@@ -67,6 +69,19 @@ class HostCompute(ABC):
     def get(self, amphora_id: str) -> Machine | None:
         with compute_errors(f"look up amphora {amphora_id}"):
             return self._machine(amphora_id)
+
+    def validate_profile(self, metadata: Mapping[str, object]) -> None:  # noqa: B027 - the common implementation
+        """Accept all values: the schema has checked them, and this machine has no list of flavors or zones."""
+
+    def locations(self) -> dict[str, Location]:
+        # All amphorae run on this machine. An unknown location lets pairs use it with every placement.
+        return dict.fromkeys(self.machines(), Location())
+
+    def host_names(self, name: str) -> frozenset[str]:
+        return frozenset({name})
+
+    def release_load_balancer(self, load_balancer_id: str) -> None:  # noqa: B027 - the common implementation
+        """Do nothing: all objects of this backend belong to one machine."""
 
     def attach(self, amphora_id: str, port: Port) -> None:
         wanted = f"attach port {port.id} to amphora {amphora_id}"

@@ -33,7 +33,7 @@ class NetnsCompute(HostCompute):
 
     # Compute flavors and zones have no effect on a single machine. The backend still accepts them, so that flavors of
     # load balancers can be tested.
-    supports: ClassVar[frozenset[str]] = frozenset({"compute_flavor", "compute_zone"})
+    supports: ClassVar[frozenset[str]] = frozenset({"compute_flavor", "compute_zone", "compute_zones"})
     group: ClassVar[str] = "amp_compute_netns"
     boot_file: ClassVar[str] = _SPEC_FILE
     last_argument: ClassVar[str] = _SPEC_FILE

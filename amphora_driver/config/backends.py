@@ -18,6 +18,18 @@ OPTIONS: dict[str, dict[cfg.Opt, str]] = {
             "Further compute backends, separated by commas: those that flavors may name, and those of existing load "
             "balancers. The default is none."
         ),
+        cfg.StrOpt("placement", default="preferred", choices=["none", "preferred", "required"]): (
+            "Whether the amphorae of a load balancer run on different hypervisors. preferred: if possible. required: a "
+            "load balancer has the provisioning status ERROR otherwise. none: no difference is made. The value applies "
+            "to warm spares too."
+        ),
+        cfg.FloatOpt("boot_rate", default=0.0, min=0.0, max=1000.0): (
+            "Largest average number of boots per second of one controller process. Boots of fail-overs precede those "
+            "of new load balancers. 0 to 1000; 0 means no limit."
+        ),
+        cfg.IntOpt("boot_burst", default=10, min=1, max=10000): (
+            "Number of boots that may start at once after a pause, if boot_rate is set. 1 to 10000."
+        ),
     },
     "amp_compute_netns": {
         cfg.StrOpt("directory", default="/var/lib/amphora-driver/amphorae"): (

@@ -23,6 +23,7 @@ from amphora_driver import config, log_context
 from amphora_driver.agent.client import AgentClient
 from amphora_driver.certificates.renewal import CertificateMaintenance
 from amphora_driver.certificates.trust_store import TrustStore
+from amphora_driver.compute.boot_rate import BootRate
 from amphora_driver.controller.liveness import ControllerLiveness
 from amphora_driver.controller.worker_slots import WorkerSlots
 from amphora_driver.database import schema_check
@@ -97,6 +98,7 @@ class Controller:
             authority=None,
             vault=vault,
             trust=trust,
+            boot_rate=BootRate(conf.amp_compute.boot_rate, conf.amp_compute.boot_burst),
         )
         self._name = name
         certificates = CertificateMaintenance(conf, self._database, trust)

@@ -203,6 +203,9 @@ amphora = sa.Table(
     sa.Column("trusts", sa.String(255), nullable=True),
     # The column `image` names the image of the amphora's machine, in the notation of the compute backend.
     sa.Column("image", sa.String(255), nullable=True),
+    # The columns `host` and `zone` are the hypervisor and the availability zone when the agent first answered.
+    sa.Column("host", sa.String(255), nullable=True),
+    sa.Column("zone", sa.String(255), nullable=True),
     # The column `drift` describes the last configuration drift of the amphora, even after the repair. The column
     # `drifts` says whether the drift still exists.
     sa.Column("audited_at", sa.Double, nullable=True),

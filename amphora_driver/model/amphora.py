@@ -35,7 +35,8 @@ class Partner(msgspec.Struct, frozen=True, kw_only=True, order=True):
 class Amphora(msgspec.Struct, frozen=True, kw_only=True):
     """One recorded amphora, see `tables.amphora`; times are seconds since 1970.
 
-    `heard_at` and `holds_vip` are from the last heartbeat. A `dead` amphora is being replaced because it sends no
+    `heard_at` and `holds_vip` are from the last heartbeat. `host` and `zone` are the location of the machine when its
+    agent first answered, see `compute.interface.Location`. A `dead` amphora is being replaced because it sends no
     heartbeats and does not answer; no step depends on it.
     """
 
@@ -59,3 +60,5 @@ class Amphora(msgspec.Struct, frozen=True, kw_only=True):
     certificate_expires_at: float | None = None
     certificate_authority: int | None = None
     trusts: str | None = None
+    host: str | None = None
+    zone: str | None = None

@@ -194,6 +194,7 @@ class Profile(ModelObject, frozen=True):
     network: str | None = None
     compute_flavor: str | None = None
     compute_zone: str | None = None
+    compute_zones: tuple[str, ...] | None = None
     image_tag: str | None = None
     volume_zone: str | None = None
     management_network: str | None = None

@@ -12,6 +12,7 @@ from oslo_config.cfg import ConfigOpts
 
 from amphora_driver.certificates.ca import Authority
 from amphora_driver.certificates.trust_store import TrustStore
+from amphora_driver.compute.boot_rate import BootRate
 from amphora_driver.database.engine import Database
 from amphora_driver.database.vault import Vault
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 class ReconcileContext(msgspec.Struct, frozen=True, kw_only=True):
     """The clients and backends of a controller; the catalogue has the compute and network backends.
 
-    `authority` signs certificates if `trust` is None, in tests.
+    `authority` signs certificates if `trust` is None, in tests. `boot_rate` None means no limit.
     """
 
     conf: ConfigOpts
@@ -33,6 +34,7 @@ class ReconcileContext(msgspec.Struct, frozen=True, kw_only=True):
     authority: Authority | None
     vault: Vault
     trust: TrustStore | None = None
+    boot_rate: BootRate | None = None
 
 
 class WriteUnderLease(Protocol):

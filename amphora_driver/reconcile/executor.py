@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,7 +21,8 @@ import sqlalchemy as sa
 
 from amphora_driver import failpoints, metrics
 from amphora_driver.certificates.renewal import CertificateRenewer
-from amphora_driver.compute.interface import BootRequest, Compute, MachineState
+from amphora_driver.compute.interface import BootRequest, Compute, Location, MachineState, Placement
+from amphora_driver.compute.placement import boot_partners, shares_host
 from amphora_driver.deadline import apply_deadline
 from amphora_driver.errors import (
     AgentError,
@@ -45,6 +47,7 @@ from amphora_driver.render.agent_conf import render_agent_conf
 from amphora_driver.secret import Secret
 from amphora_driver.store import amphorae, failovers, generations, spare_pools
 from amphora_driver.store.failovers import Event
+from amphora_driver.store.spare_pools import ROLE
 
 LOG = logging.getLogger(__name__)
 # Time-out in seconds of the controller's first query of an agent. A longer wait would delay the jobs of other load
@@ -52,6 +55,7 @@ LOG = logging.getLogger(__name__)
 _FIRST_QUERY_TIMEOUT = 3.0
 _WITHOUT_MACHINE: dict[str, Any] = {
     **dict.fromkeys(("management_address", "booted_at", "certificate_issued_at", "certificate_authority", "trusts")),
+    **dict.fromkeys(("host", "zone")),
     "plugged": (),
 }
 
@@ -60,12 +64,14 @@ class StepExecutor:
     """Performs the steps of one load balancer in one job.
 
     Attributes:
-        absent: amphorae whose agents did not answer in this job.
+        absent: amphorae whose agents did not answer in this job, or whose boots are delayed.
+        boots_at: times at which the rate limit permits delayed boots, by amphora id.
         vips_taken: whether an amphora of a new pair has the VIPs; None without a query in this job.
     """
 
     def __init__(self, context: ReconcileContext, job: Job) -> None:
         self.absent: frozenset[str] = frozenset()
+        self.boots_at: dict[str, float] = {}
         self.vips_taken: bool | None = None
         self._context = context
         self._conf = context.conf
@@ -152,6 +158,7 @@ class StepExecutor:
                 self._vip_steps.apply(self._network, view.tree, tuple(by_id.values()), view.generation)
             case steps.ReleaseVip():
                 self._network.release_load_balancer(view.load_balancer_id)
+                self._compute.release_load_balancer(view.load_balancer_id)
                 self._push.confirm(view)
             case steps.QueryVips():
                 self.vips_taken = self._push.query_vips_taken(tuple(by_id.values()))
@@ -186,8 +193,10 @@ class StepExecutor:
         self._write(write)
 
     def _read_amphora(self, amphora_id: str) -> Amphora:
-        found = self._database.read(lambda c: amphorae.load_amphorae(c, self._job.lease.load_balancer_id))
-        return next(one for one in found if one.id == amphora_id)
+        return next(one for one in self._read_amphorae() if one.id == amphora_id)
+
+    def _read_amphorae(self) -> tuple[Amphora, ...]:
+        return self._database.read(lambda c: amphorae.load_amphorae(c, self._job.lease.load_balancer_id))
 
     def _record(self, step: steps.Record) -> None:
         amphora_id = str(uuid.uuid4())
@@ -202,6 +211,8 @@ class StepExecutor:
         self._write(write)
 
     def _boot(self, amphora: Amphora, view: steps.AnyView) -> None:
+        if self._delays_boot(amphora):
+            return
         key = self._database.read(lambda c: amphorae.read_heartbeat_key(c, self._context.vault, amphora.id))
         if key is None:
             raise ComputeError(f"boot amphora {amphora.id}", "it is not recorded")
@@ -226,10 +237,13 @@ class StepExecutor:
                 amphora_id=amphora.id,
                 load_balancer_id=amphora.load_balancer_id,
                 flavor=profile.compute_flavor,
-                zone=profile.compute_zone,
+                zones=profile.compute_zones or _optional(profile.compute_zone),
                 image_tag=profile.image_tag,
                 volume_zone=profile.volume_zone,
-                management_network=profile.management_network,
+                management_networks=_optional(profile.management_network),
+                # The partner may have booted in this job, after the observation.
+                partners=boot_partners(self._read_amphorae(), amphora.id),
+                placement=Placement(self._conf.amp_compute.placement),
                 files=files,
             )
         )
@@ -242,9 +256,21 @@ class StepExecutor:
             compute_id=machine.compute_id,
             image=machine.image,
             management_address=machine.management_address,
+            host=machine.location.host,
+            zone=machine.location.zone,
             booted_at=booted_at,
             certificate_expires_at=expires_at,
         )
+
+    def _delays_boot(self, amphora: Amphora) -> bool:
+        """Whether the rate limit delays the boot. A machine that may exist already is not delayed."""
+        if self._context.boot_rate is None or amphora.booted_at is not None:
+            return False
+        wait = self._context.boot_rate.reserve(amphora.id, time.monotonic(), urgent=self._job.replacing)
+        if wait:
+            self.boots_at[amphora.id] = self._database.now() + wait
+            self.absent |= {amphora.id}
+        return wait > 0
 
     def _issue_credentials(self, amphora: Amphora) -> tuple[dict[str, Secret], float]:
         given = self.renewal.issue_for_boot(amphora, exists=lambda: self._compute.get(amphora.id) is not None)
@@ -301,7 +327,30 @@ class StepExecutor:
             )
             self.absent |= {amphora.id}
             return
-        self._update(amphora.id, Event.READY, state=AmphoraState.READY, ready_at=self._database.now())
+        location = self._locate(amphora)
+        ready = {"state": AmphoraState.READY, "ready_at": self._database.now()}
+        self._update(amphora.id, Event.READY, **ready, host=location.host, zone=location.zone)
+
+    def _locate(self, amphora: Amphora) -> Location:
+        """Return where the machine runs; delete it if the placement forbids the hypervisor."""
+        machine = self._compute.get(amphora.id)
+        location = Location() if machine is None else machine.location
+        forbidden = self._conf.amp_compute.placement == Placement.REQUIRED.value
+        # A spare pool is not a load balancer: its amphorae may share a hypervisor.
+        if not forbidden or amphora.role == ROLE:
+            return location
+        if not shares_host(location, boot_partners(self._read_amphorae(), amphora.id)):
+            return location
+        self._job.ensure_may_act()
+        self._compute.destroy(amphora.id)
+        self._update(amphora.id, **_WITHOUT_MACHINE)
+        raise ComputeError(
+            f"boot amphora {amphora.id}",
+            "its machine runs on the hypervisor of another amphora of the load balancer, and [amp_compute] placement "
+            "is required",
+            "See the section on placement in docs/reference/nova.md.",
+            final=True,
+        )
 
     def _check_machine(self, amphora: Amphora) -> None:
         """Check that the machine runs; otherwise reset the amphora, so that the next job boots it again."""
@@ -336,3 +385,7 @@ class StepExecutor:
                 self._network.delete_port(plugged.port.id)
         left = tuple(one for one in amphora.plugged if one.port.network_id != network_id)
         self._update(amphora.id, plugged=left)
+
+
+def _optional(value: str | None) -> tuple[str, ...]:
+    return () if value is None else (value,)

@@ -309,7 +309,7 @@ def _boot_steps(view: steps.LoadBalancerView, amphora: Amphora) -> list[steps.St
     found: list[steps.Step] = []
     if amphora.management_address is None and amphora.id not in view.absent:
         found.append(steps.Boot(amphora_id=amphora.id, reason="it is recorded but not booted"))
-    if view.readable:
+    if view.readable and (view.plugs_while_booting or amphora.state is not AmphoraState.BOOTING):
         found += _plug_steps(view, amphora)
     if amphora.state is AmphoraState.BOOTING and amphora.id not in view.absent:
         found.append(steps.AwaitAgent(amphora_id=amphora.id, reason="its agent has not answered yet"))
@@ -318,9 +318,14 @@ def _boot_steps(view: steps.LoadBalancerView, amphora: Amphora) -> list[steps.St
 
 def _wait_for_boot(view: steps.LoadBalancerView, waiting: Sequence[Amphora]) -> steps.Await:
     """Return the wait for booting machines; the first agent that listens ends the wait earlier."""
-    youngest = max(view.now if one.booted_at is None else one.booted_at for one in waiting)
+    delays = [view.boots_at[one.id] for one in waiting if one.id in view.boots_at]
+    booting = [one for one in waiting if one.id not in view.boots_at]
+    if not booting:
+        return steps.Await(until=min(delays), reason="the rate limit delays the boot")
+    youngest = max(view.now if one.booted_at is None else one.booted_at for one in booting)
     pause = min(max((view.now - youngest) / 8, _BOOT_PAUSE), _MAX_BOOT_PAUSE)
-    return steps.Await(until=view.now + pause, amphorae=tuple(one.id for one in waiting), reason="machines boot")
+    until = min([view.now + pause, *delays])
+    return steps.Await(until=until, amphorae=tuple(one.id for one in booting), reason="machines boot")
 
 
 def _wait_for_vips(view: steps.LoadBalancerView, amphora_set: AmphoraSet) -> list[steps.Step]:

@@ -131,7 +131,7 @@ class Reconciler:
         while True:
             now = self._database.now()
             view, observed = self._database.read(partial(self._read_view, job=job, executor=executor, now=now))
-            view, observed = executor.spares.without_unfit(view), executor.removal.with_answers(observed)
+            view, observed = executor.spares.without_unfit(view, observed), executor.removal.with_answers(observed)
             planned = plan(view, observed)
             awaited = _perform_steps(executor, planned, view, observed)
             if awaited is not None or not planned:
@@ -195,6 +195,7 @@ class Reconciler:
                 silence_limit=_MISSED_HEARTBEATS * self._context.conf.amp_health.interval,
                 now=now,
                 absent=executor.absent | executor.spares.absent,
+                boots_at=dict(executor.boots_at),
                 asked=executor.spares.queried,
                 compute=row.compute,
                 network=row.network,
@@ -240,6 +241,8 @@ class Reconciler:
             clock_set=self._database.seconds_since_clock_jump() < self._context.conf.amp_controller.drain_timeout,
             taking_vips=(_MIN_ADVERTS * advert, _MAX_ADVERTS * advert + _VIP_MARGIN),
             absent=executor.absent,
+            boots_at=dict(executor.boots_at),
+            plugs_while_booting=catalogue.compute(row.compute, row.network).plugs_while_booting,
             vips_taken=executor.vips_taken,
             holder_asked=executor.removal.holder_queried,
             compute=row.compute,

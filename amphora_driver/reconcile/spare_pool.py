@@ -9,11 +9,14 @@ an amphora.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import sqlalchemy as sa
 
+from amphora_driver.compute.interface import Location, Placement
+from amphora_driver.compute.placement import boot_partners, order_by_placement
 from amphora_driver.errors import AgentError, AmphoraDriverError
 from amphora_driver.model.amphora import Amphora
 from amphora_driver.reconcile import steps
@@ -73,8 +76,10 @@ class SpareSteps:
         number = number if users else 0
         return SparePoolState(spec=spec, number=number, users=users, last_heartbeat_at=at, detection_works=works)
 
-    def without_unfit(self, view: steps.AnyView) -> steps.AnyView:
+    def without_unfit(self, view: steps.AnyView, observed: Sequence[Amphora]) -> steps.AnyView:
         """Return the observation with the unfit spares removed, or marked in the state of a pool.
+
+        The remaining spares are in the order of their placement relative to the load balancer's amphorae.
 
         Call this method outside a transaction: the query of the compute backend for its current image takes time.
         """
@@ -84,7 +89,13 @@ class SpareSteps:
         if view.spec is None or not view.spares:
             return view
         unfit = self._unfit(view.spec, view.now)
-        return msgspec.structs.replace(view, spares=tuple(one for one in view.spares if one not in unfit))
+        fit = [
+            (one.id, Location(host=one.host, zone=one.zone))
+            for one in self._ready
+            if one.id in view.spares and one.id not in unfit
+        ]
+        placement = Placement(self._context.conf.amp_compute.placement)
+        return msgspec.structs.replace(view, spares=order_by_placement(fit, boot_partners(observed), placement))
 
     def _unfit(self, spec: SparePoolSpec, now: float) -> dict[str, str]:
         if not self._ready:

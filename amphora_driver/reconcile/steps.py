@@ -24,7 +24,9 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
         compute: compute backend (entry point); None for the default. `network` is the same for VIPs and ports.
         attempts: failed attempts since the last request.
         silence_limit: seconds without heartbeats after which the plan ignores an amphora, if another one sends them.
-        absent: amphorae whose agents did not answer in this job.
+        absent: amphorae whose agents did not answer in this job, or whose boots are delayed.
+        boots_at: times at which the rate limit permits delayed boots, by amphora id.
+        plugs_while_booting: see `Compute.plugs_while_booting`.
         renewals: amphorae that need another certificate, with the reasons.
     """
 
@@ -37,6 +39,8 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     silence_limit: float = 15.0
     now: float = 0.0
     absent: frozenset[str] = frozenset()
+    boots_at: dict[str, float] = {}
+    plugs_while_booting: bool = True
     renewals: dict[str, str] = {}
 
 

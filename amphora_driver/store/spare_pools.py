@@ -39,11 +39,16 @@ class SparePoolSpec(msgspec.Struct, frozen=True, kw_only=True):
     image_tag: str | None = None
     volume_zone: str | None = None
     management_network: str | None = None
+    compute_zones: tuple[str, ...] | None = None
 
     @property
     def id(self) -> str:
         """The id of the pool with this specification."""
-        return str(uuid.uuid5(_NAMESPACE, msgspec.json.encode(self).decode()))
+        values = msgspec.structs.asdict(self)
+        # Controllers of the former version do not know `compute_zones`. Without zones, both versions need the same id.
+        if self.compute_zones is None:
+            del values["compute_zones"]
+        return str(uuid.uuid5(_NAMESPACE, msgspec.json.encode(values).decode()))
 
     def profile(self) -> Profile:
         """Return the profile for booting its machines."""
@@ -78,6 +83,8 @@ class Spare(msgspec.Struct, frozen=True, kw_only=True):
     image: str | None
     expires_at: float | None
     heard_at: float | None
+    host: str | None = None
+    zone: str | None = None
 
 
 def spec_of(profile: Profile, compute: str | None, network: str | None, configured: int) -> SparePoolSpec | None:
@@ -87,7 +94,7 @@ def spec_of(profile: Profile, compute: str | None, network: str | None, configur
     """
     if not (configured if profile.warm_spares is None else profile.warm_spares):
         return None
-    names = ("compute_flavor", "compute_zone", "image_tag", "volume_zone", "management_network")
+    names = ("compute_flavor", "compute_zone", "compute_zones", "image_tag", "volume_zone", "management_network")
     machine = {name: getattr(profile, name) for name in names}
     return SparePoolSpec(number=profile.warm_spares, compute=compute, network=network, **machine)
 
@@ -110,7 +117,9 @@ def list_ready_spares(connection: sa.Connection, pool_id: str) -> tuple[Spare, .
     """Return the ready spares of a pool, the most recent heartbeat first."""
     times = amphora.c.certificate_expires_at.label("expires_at"), amphora_heartbeat.c.seen_at.label("heard_at")
     query = (
-        sa.select(amphora.c.id, amphora.c.management_address, amphora.c.image, *times)
+        sa.select(
+            *(amphora.c.id, amphora.c.management_address, amphora.c.image, amphora.c.host, amphora.c.zone), *times
+        )
         .outerjoin(amphora_heartbeat, amphora_heartbeat.c.amphora_id == amphora.c.id)
         .where(amphora.c.load_balancer_id == pool_id, amphora.c.state == AmphoraState.READY.value)
     )

@@ -16,7 +16,7 @@ from amphora_driver.validation.backend_capabilities import Deployment
 from amphora_driver.validation.metadata_schema import KeySupport, MetadataSchema
 
 SCHEMA = MetadataSchema("availability zone", "availability_zone.json")
-COMPUTE_KEYS = ("compute_zone", "volume_zone", "management_network")
+COMPUTE_KEYS = ("compute_zone", "compute_zones", "volume_zone", "management_network")
 """Keys that the compute backend must support."""
 
 
@@ -30,7 +30,14 @@ def validate_metadata(metadata: Mapping[str, object] | None, deployment: Deploym
 
     At least one compute backend must support a key. The flavor, not the zone, selects the backend.
     """
-    return SCHEMA.validate(metadata, _key_support(deployment))
+    checked = SCHEMA.validate(metadata, _key_support(deployment))
+    if {"compute_zone", "compute_zones"} <= checked.keys():
+        raise UnsupportedOption(
+            "use the availability zone keys 'compute_zone' and 'compute_zones'",
+            "only one of them can name the zones of the amphorae",
+            "Remove one of the two keys.",
+        )
+    return checked
 
 
 def check_zone_vips(metadata: Mapping[str, object] | None, vips: Iterable[Vip]) -> None:

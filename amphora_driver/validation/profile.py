@@ -70,6 +70,7 @@ def choose_profile(
             )
     chosen: dict[str, Any] = {
         **{key: zone_values.get(key) for key in availability_zones.COMPUTE_KEYS},
+        "compute_zones": None if (zones := zone_values.get("compute_zones")) is None else tuple(zones),
         # JSON may contain a whole number as 5.0, so the driver converts the whole numbers of a flavor to int.
         **{key: int(wanted[key]) for key in _WHOLE_NUMBERS if key in wanted},
         **{key: wanted[key] for key in _SAME_NAME if key in wanted},

@@ -68,6 +68,8 @@ class World:
 
     # Compute and network backends.
 
+    plugs_while_booting = True
+
     def boot(self, order):
         self.machines[order.amphora_id] = len(self.machines) + 20
         return self.get(order.amphora_id)

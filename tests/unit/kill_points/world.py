@@ -34,6 +34,7 @@ class World:
 
     supports = frozenset()
     wiring = "bridge"
+    plugs_while_booting = True
 
     def __init__(self, path):
         self.kept = Kept(path, pickle.loads, pickle.dumps)
@@ -93,6 +94,9 @@ class World:
             state["machines"].pop(amphora_id, None)
             state["off"].discard(amphora_id)
             _elect(state)
+
+    def release_load_balancer(self, _load_balancer_id):
+        """This backend has no objects that machines share."""
 
     def power_off(self, amphora_id):
         """The machine stops answering; the compute backend still has it."""
