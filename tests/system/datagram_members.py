@@ -5,6 +5,7 @@ Invariant: inside the with block, a member listens in its namespace for IPv4 and
 the client's address. Each request of a client has its own socket, and is a flow.
 """
 
+import itertools
 import selectors
 import socket
 import threading
@@ -16,6 +17,9 @@ from sandbox import topology
 
 PORT = 5353
 _LARGEST = 2048
+# A flow stays with its member for as long as the kernel tracks it. A random source port could be the port of an earlier
+# flow, so each new flow gets the next port below the ephemeral range.
+_SOURCE_PORTS = itertools.cycle(range(20_000, 32_000))
 # Seconds a client waits for an answer.
 PATIENCE = 2.0
 
@@ -72,17 +76,17 @@ def said(settings, address, number=1, port=53, *, source=None):
         address: the VIP.
         number: how many.
         port: the listener's.
-        source: the client's source port; by default, a new one for each datagram.
+        source: the client's source port; by default, another one for each datagram.
     """
     place = namespaces.path(settings.host(topology.CLIENT))
-    return namespaces.run_inside(place, lambda: [_ask(address, port, source) for _ in range(number)])
+    ports = [next(_SOURCE_PORTS) if source is None else source for _ in range(number)]
+    return namespaces.run_inside(place, lambda: [_ask(address, port, one) for one in ports])
 
 
 def _ask(address, port, source):
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as client:
         client.settimeout(PATIENCE)
-        if source is not None:
-            client.bind(("", source))
+        client.bind(("", source))
         client.connect((address, port))
         try:
             client.send(b"name?")
