@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds a packet in every form that IP permits: with options and extension headers, whole and in fragments.
+"""Builds packets in the forms that IP permits: with options or extension headers, and in fragments.
 
 Pure. A form is a list of IP packets in sending order. Offsets and lengths are in bytes.
 """

@@ -69,7 +69,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Sample:
-    """A packet: the sender's and the receiver's ports, the headers around its fragment header, and its pieces.
+    """A packet: its ports, the headers around its fragment header, and its pieces.
 
     The pieces are in sending order. A packet without pieces is sent whole. `cuts` are the ends of its parts.
     """
