@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Members: real servers that report the requests they receive.
 
-Invariant: a peer listens in the members' namespace, counts what reaches it, and closes everything when it ends.
+Invariant: a peer listens in the members' namespace, counts its connections, and closes all sockets at its end.
 A web server returns its view of a request as JSON and keeps it in `requests`: a test can check client and member.
 
     WebServer    HTTP/1.x and (over TLS, by ALPN) HTTP/2; echoes after an upgrade; TLS and PROXY protocol on request
@@ -131,7 +131,7 @@ class Peer:
         self._spawn(self._accept, self._listening)
 
     def stop(self) -> None:
-        """Refuse connections and break those that are open."""
+        """Refuse new connections, and break open ones."""
         if self._listening is None:
             return
         listening, self._listening = self._listening, None

@@ -112,7 +112,7 @@ class Ctx:
 
 
 class Https:
-    """Replaces the harness's class of this name: each request has a connection of its own."""
+    """Replaces the harness's class of this name: each request uses a new connection."""
 
     def __init__(self, room, port, pki):
         self._room, self._port = room, port

@@ -121,7 +121,7 @@ def test_a_failed_check_reports_its_reason(checker, kind, seen):
 
 
 def test_an_absent_host_is_down(checker):
-    """The kernel detects it after three seconds, later than the check's time-out."""
+    """The kernel detects an absent host after three seconds, later than the check's time-out."""
     kinds = ("TCP", "UDP-CONNECT", "SCTP", "PING", "HTTP")
     wanted = [
         replace(

@@ -145,7 +145,7 @@ def small(network, authority, tmp_path):
 
 @pytest.mark.parametrize("by", ["runtime", "reload"])
 def test_a_full_disk_at_each_point_of_a_change(small, network, by):
-    """The change is refused before its first step, and completed after it; it is never applied in part."""
+    """The agent refuses the change before its first step, and completes it after that step."""
     both, current, number = [["m1"], ["m1", "m2"]], 0, 100
     assert small.push(1, wanted(1, number, both[0]))[0] == 200
     assert small.push(2, wanted(2, number, both[0]))[0] == 200  # the agent checks interfaces with two pushes

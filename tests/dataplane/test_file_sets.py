@@ -312,7 +312,7 @@ def test_no_process_or_file_of_the_amphora_remains(amphora, tenant):
 
 @pytest.mark.parametrize("removed", [False, True])
 def test_the_agent_recovers_from_a_kill_at_any_moment_of_a_push(amphora, tenant, removed):
-    """Kills the agent at twelve moments of a push; it serves the confirmed generation each time."""
+    """Kills the agent at twelve moments of a push; the confirmed generation is served each time."""
     pairs = [tenant.issue("www.example.com", number=number) for number in (0, 1)]
     assert amphora.push(1, secure(), files(pairs[0]))[0] == 200
     began = time.monotonic()

@@ -151,7 +151,7 @@ def taking(server: socket.socket, ending: threading.Event) -> None:
 
 @pytest.mark.parametrize("before", [True, False], ids=["changed", "from nothing"])
 def test_permitted_client_is_not_refused_during_a_change(wire, before):
-    """The kernel queries a set that arrives with its rules too early: it refused some of 10,000 clients."""
+    """The kernel may query a set before it is complete, and then refuses permitted clients."""
     wire.change(bundle(eth1()))
     neighbours(wire, "198.51.100.12/24")
     ours = "198.51.100.0/24"
