@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A network of namespaces with one amphora in it.
 
-Invariant: nothing is made in the root namespace, every name carries the run's prefix, and `close` ends all of it.
-Only documentation addresses (RFC 5737, RFC 3849) are used, and only inside the namespaces.
+Invariant: every object is outside the root namespace and has the run's prefix in its name, and `close` removes it.
+The namespaces use documentation addresses only (RFC 5737, RFC 3849).
 
     controller ── mgmt bridge ── amphora ── vip bridge ── members, client
 """
@@ -50,9 +50,9 @@ def ip(*commands: str) -> None:
 
 
 def eventually(condition, what: str, seconds: float = DEADLINE):
-    """Poll until a condition holds, for conditions without events.
+    """Poll until a condition holds and return its result, for conditions without events.
 
-    With growing pauses, so that a long wait leaves the processors to the awaited process.
+    The pauses grow, so that a long wait leaves the processors to the awaited process.
     """
     begin = time.monotonic()
     while not (result := condition()):
@@ -74,7 +74,7 @@ class Member:
 
             def do_GET(self) -> None:
                 if self.path.startswith("/slow"):
-                    time.sleep(1.0)  # a request that is still in flight when something changes
+                    time.sleep(1.0)  # the request stays in flight during a change
                 if self.path != "/health":
                     member.requests += 1
                 body = name.encode()
@@ -106,7 +106,7 @@ class Member:
 
 
 class Network:
-    """Namespaces, bridges, members, and threads that live in the namespaces."""
+    """Namespaces, bridges, members, and threads that run in the namespaces."""
 
     def __init__(self, prefix: str) -> None:
         self.prefix = prefix
@@ -190,7 +190,7 @@ class Amphora:
     """The supervisor, the agent and HAProxy, started as the compute backend starts them.
 
     Args:
-        forked: in a run of many tests, supervisor and agent are forks of a process that has imported them.
+        forked: fork supervisor and agent from a process that has imported their modules, if possible.
     """
 
     def __init__(
@@ -244,7 +244,7 @@ class Amphora:
 
     @property
     def points(self) -> Path:
-        """Where the points of a change are armed (`amphora_agent.failpoints`)."""
+        """The directory in which a test arms failpoints (`amphora_agent.failpoints`)."""
         return self._directory / "points"
 
     def write(self, name: str, content: str) -> Path:
@@ -263,7 +263,7 @@ class Amphora:
             self._process = preloaded_agent.Outermost(pid)
             return
         command = [
-            # The amphora ends with this process even if nothing of it can clean up any more.
+            # The amphora ends with this process even if this process ends without cleanup.
             *("setpriv", "--pdeathsig", "KILL", "--"),
             "nsenter",
             f"--net={namespace}",
@@ -324,7 +324,7 @@ class Amphora:
             with suppress(ProcessLookupError):
                 self._process.kill()
             self._process.wait()
-            eventually(lambda: not any(alive(pid) for pid in left), "the amphora's processes are gone")
+            eventually(lambda: not any(alive(pid) for pid in left), "the amphora's processes have ended")
             self._process = None
 
     def terminate(self) -> None:
@@ -383,7 +383,7 @@ class Amphora:
         return False
 
     def push(self, generation: int, text: str | None, files: dict[str, str] | None = None, **changes):
-        """One bundle; `files` by name. Any of its keys can be given another value by name."""
+        """Push a bundle, with `files` by name; `changes` replaces keys of the bundle."""
         return self.call("PUT", "/v2/bundle", self.bundle(generation, text, files, **changes))
 
     def bundle(self, generation: int, text: str | None, files: dict[str, str] | None = None, **changes):
@@ -431,7 +431,7 @@ def alive(pid: int) -> bool:
 
 
 def get(address: str = VIP, port: int = 80, path: str = "/", timeout: float = 10.0) -> tuple[int, str]:
-    """One request on a connection of its own."""
+    """Send a request on a new connection; return status and body."""
     connection = http.client.HTTPConnection(address, port, timeout=timeout)
     try:
         connection.request("GET", path, headers={"Connection": "close"})

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client process: one request on a new connection every few milliseconds, independent of earlier requests.
+"""A client process that sends requests on new connections every few milliseconds.
 
     asker.py ADDRESS PORT INTERVAL PATIENCE
 
-It prints "ready" after the first answer. When its input ends, it prints every request as JSON: start (monotonic clock
-of the machine), duration, and result (the status code, or the name of an error).
+A request does not wait for earlier ones. The process prints "ready" after the first answer. When its input ends, it
+prints every request as JSON: start (monotonic clock of the machine), duration, and result (status code or error name).
 """
 
 import asyncio

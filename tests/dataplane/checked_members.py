@@ -54,7 +54,7 @@ def server(*members, checked=None, protocol="UDP", vips=("198.51.100.5", "2001:d
 
 
 class Place:
-    """Two namespaces with a wire: the amphora's inner one, and the members'."""
+    """Two namespaces with a veth pair: the amphora's inner one, and the members'."""
 
     def __init__(self, prefix, addresses=8):
         self._names = [f"{prefix}-{short}" for short in ("inner", "members")]
@@ -82,7 +82,7 @@ class Place:
         return self._names[1]
 
     def connect_client(self, vip):
-        """A third namespace, on the side of the VIP; the amphora forwards between the two."""
+        """Add a client's namespace on the side of the VIP; the amphora forwards between the networks."""
         self._names.append(self.inner.replace("-inner", "-client"))
         ip(f"netns add {self.client}", f"-n {self.client} link set lo up")
         ip(f"-n {self.inner} link add vip type veth peer name eth0 netns {self.client}")
@@ -110,7 +110,7 @@ class Place:
 
 
 class Listening:
-    """A member's program: a thread that answers what its sockets get."""
+    """A member's program: a thread that answers packets or connections."""
 
     def __init__(self, place, open_socket, answer):
         self._sockets = [place.within(place.members, open_socket)]
@@ -158,7 +158,7 @@ def udp(place, where, port=PORT, reply=None):
 
 
 def tcp(place, where, port=PORT, say=None):
-    """A server that handles one connection after the other. ``say`` is what it does with each."""
+    """Start a server that calls ``say`` with one connection after the other."""
 
     def open_socket():
         return socket.create_server((where, port), family=family(where), backlog=256)
@@ -174,7 +174,7 @@ def tcp(place, where, port=PORT, say=None):
 
 
 def says(text):
-    """A server of HTTP that reads a request and says this."""
+    """Return a handler that reads an HTTP request and sends this text."""
 
     def say(connection):
         received = b""
@@ -189,7 +189,7 @@ def says(text):
 
 
 def sctp(place, where, port=PORT, kind=sctp_packet.INIT_ACK):
-    """A kernel that knows SCTP and has a listener (or refuses): this machine's does not."""
+    """Simulate a kernel with SCTP that accepts or refuses, because this machine's kernel has none."""
     seen = []
 
     def open_socket():
@@ -215,7 +215,7 @@ def sctp(place, where, port=PORT, kind=sctp_packet.INIT_ACK):
 
 
 class Process:
-    """A checker, run as the service manager does, with an engine that only records its calls."""
+    """A checker process; by default its engine only records the calls."""
 
     def __init__(self, place, directory, script=FAKE):
         self.place = place
@@ -268,7 +268,7 @@ class Process:
         eventually(lambda: self.words() == list(words), f"{words}", seconds)
 
     def told(self):
-        """The calls of the engine, one line each: the time and the members that are up."""
+        """Return the recorded calls of the engine, with their times."""
         file = self.directory / "engine.log"
         return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
@@ -277,12 +277,12 @@ class Process:
         self.process.wait()
 
     def cpu(self):
-        """Seconds of the processor so far."""
+        """Return the used processor time in seconds."""
         fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(") ")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def pss(self):
-        """MiB."""
+        """Return the proportional set size in MiB."""
         lines = Path(f"/proc/{self.pid}/smaps_rollup").read_text().splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024
 

@@ -20,7 +20,7 @@ from amphora_agent.l4_daemon.__main__ import serve
 
 
 class Fake:
-    """Refuses port 666; fails while there is a file `broken`; counts what a file `counters` says."""
+    """Refuses port 666, fails while the file `broken` exists, and reads counters from a file."""
 
     def __init__(self, directory):
         self._directory = directory

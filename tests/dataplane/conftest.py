@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures: one network per run and one amphora per test; a lab with one amphora for all tests of the model."""
+"""Fixtures: one network per run, one amphora per test, and one lab for all tests of the model."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from wire import Wire
 
 @pytest.fixture(scope="session", autouse=True)
 def _tidy_when_told_to_end():
-    """Let SIGTERM (a job's time limit, for example) end the run the way Ctrl-C does: with its fixtures' clean-up."""
+    """Make SIGTERM, for example at a job's time limit, end the run with the fixtures' cleanup."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     yield
     signal.signal(signal.SIGTERM, before)
 
 
 class Host:
-    """What the host has in the places where an amphora has its own files."""
+    """The host's files in the directories of an amphora's files."""
 
     def __init__(self) -> None:
         self.at_first = self()
@@ -43,7 +43,7 @@ class Host:
 
 @pytest.fixture(scope="session", autouse=True)
 def host_before():
-    """Taken before the first amphora is started."""
+    """Record the host's files before the start of the first amphora."""
     return Host()
 
 
@@ -73,7 +73,7 @@ def amphora(network, authority, tmp_path):
 
 
 class Mailbox:
-    """The controller's end of the heartbeats."""
+    """The controller's socket for heartbeats."""
 
     def __init__(self, amphora: Amphora) -> None:
         self._key = amphora.key
@@ -102,14 +102,14 @@ def mailbox(amphora):
 
 @pytest.fixture
 def mailbox_of():
-    """Makes the controller's end of an amphora's heartbeats."""
+    """Return a function that opens the controller's socket for an amphora's heartbeats."""
     with contextlib.ExitStack() as closing:
         yield lambda amphora: closing.enter_context(contextlib.closing(Mailbox(amphora)))
 
 
 @pytest.fixture(scope="session")
 def lab(request, authority, tmp_path_factory):
-    """The amphora of all tests that are about what a load balancer can say (`served.py`); the system's HAProxy."""
+    """The lab of the tests of the model (`served.py`), with the system's HAProxy by default."""
     made = lab_with(getattr(request, "param", VERSIONS[0]), authority, tmp_path_factory.mktemp("lab"))
     yield made
     made.close()
@@ -124,13 +124,13 @@ def served(lab):
 
 @pytest.fixture(scope="session")
 def tenant():
-    """An authority of a tenant's own."""
+    """A tenant's certificate authority."""
     return pki.Authority("tenant")
 
 
 @pytest.fixture
 def wire():
-    """The plumbing alone (`wire.py`)."""
+    """Namespaces with a load balancer's network only (`wire.py`)."""
     made = Wire()
     yield made
     made.close()
@@ -169,7 +169,7 @@ def pytest_runtest_makereport(item):
 
 @pytest.fixture
 def pair(booted):
-    """Two nodes that serve, and one of them has the VIPs."""
+    """Two serving nodes, one of which has the VIPs."""
     booted.mend()
     booted.advert = FAST
     booted.speak_ipv4()

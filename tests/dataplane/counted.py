@@ -27,7 +27,7 @@ def metrics(amphora) -> dict[str, float]:
 
 
 def total(found: dict[str, float], name: str, *labels: str) -> float:
-    """The sum of a family's samples that say all of these."""
+    """Return the sum of a family's samples with all these labels."""
     samples = ((key, value) for key, value in found.items() if key.startswith(f"octavia_{name}{{"))
     return sum(value for key, value in samples if all(label in key for label in labels))
 

@@ -27,7 +27,7 @@ _CLIENT_PORTS = itertools.cycle(range(10000, 32768))
 
 
 def name_of(*words: object) -> str:
-    """The id of something in these tests."""
+    """Return the id for these words."""
     return str(uuid.uuid5(uuid.NAMESPACE_OID, "/".join(map(str, words))))
 
 
@@ -58,7 +58,7 @@ def persistence(prefix_v4: int = 32, prefix_v6: int = 128):
 
 
 class UdpMember:
-    """Answers each datagram with its name, the sender as it saw it, and the datagram."""
+    """A member that answers each datagram with its name, the sender's address, and the datagram."""
 
     def __init__(self, place: Namespace, name: str, address: str, port: int = MEMBER_PORT, *, mute: bool = False):
         self.name, self.address, self.port = name, address, port
@@ -105,16 +105,16 @@ class Answer:
 
 
 class Flow:
-    """One client's socket, which stays the same: a flow."""
+    """One client's socket with fixed ports: a flow."""
 
     def __init__(self, place: Namespace, source: str, vip: str = VIP, port: int = PORT, own_port: int = 0) -> None:
         self._socket = place.run(_opened, source, own_port or next(_CLIENT_PORTS), to=(vip, port))
 
     def ask(self, said: bytes = b"?", timeout: float = 2.0) -> Answer | None:
-        """One question and its answer; None if there is none.
+        """Send one datagram and return its answer, or None.
 
         Raises:
-            ConnectionRefusedError: no member serves.
+            ConnectionRefusedError: no member is available.
         """
         self._socket.settimeout(timeout)
         try:
@@ -125,7 +125,7 @@ class Flow:
         return Answer(name.decode(), seen.decode(), int(port), rest)
 
     def refused(self) -> bool:
-        """Whether the client is refused. The kernel answers at most once a second after the first few times."""
+        """Return whether the kernel refuses the client. It sends at most one refusal a second."""
         for _ in range(4):
             try:
                 if self.ask(timeout=0.6) is not None:
@@ -139,7 +139,7 @@ class Flow:
 
 
 class Clients:
-    """Clients; every flow is closed with them."""
+    """A client's flows; `close` closes all of them."""
 
     def __init__(self, place: Namespace) -> None:
         self._place = place
@@ -158,12 +158,12 @@ class Clients:
 
 
 def members_of(flows) -> Counter[str]:
-    """The number of these flows by answering member."""
-    return Counter(answer.member if (answer := flow.ask()) else "nobody" for flow in flows)
+    """Return the number of flows by answering member."""
+    return Counter(answer.member if (answer := flow.ask()) else "no answer" for flow in flows)
 
 
 class Stream(threading.Thread):
-    """Asks by one flow after the other until it is told to end; what got no answer is counted as lost."""
+    """Sends datagrams on each flow in turn until the end, and counts unanswered ones as lost."""
 
     def __init__(self, flows, pause: float = 0.0005) -> None:
         super().__init__(daemon=True)

@@ -24,7 +24,7 @@ on_every_haproxy = pytest.mark.parametrize(
     indirect=True,
     scope="module",
 )
-"""Of a file's tests: they are run with each of them."""
+"""The mark of a module whose tests run with each HAProxy version."""
 _labs = itertools.count()
 
 
@@ -39,12 +39,12 @@ def lab_with(version: HAProxy, authority, directory: Path) -> Lab:
 
 
 class Words:
-    """A worker's socket, as the agent asks it."""
+    """The interface of the agent's runtime socket, over a lab's amphora."""
 
     def __init__(self, amphora) -> None:
         self.ask = amphora.ask_haproxy
 
 
 def worker(served) -> int:
-    """The worker's process id."""
+    """Return the worker's process id."""
     return int(re.search(r"^Pid: (\d+)$", served.amphora.ask_haproxy("show info"), re.MULTILINE).group(1))

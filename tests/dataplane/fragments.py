@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds a packet in every form that IP permits: with options and extension headers, whole and in fragments.
+"""Builds packets in the forms that IP permits: with options or extension headers, and in fragments.
 
 Pure. A form is a list of IP packets in sending order. Offsets and lengths are in bytes.
 """
@@ -13,16 +13,16 @@ from dataclasses import dataclass
 
 TCP, VRRP = 6, 112
 HOP_BY_HOP, ROUTING, FRAGMENT, DESTINATION = 0, 43, 44, 60
-# Six bytes of padding (RFC 8200, section 4.2), which with the two of the header are its smallest size.
+# Six bytes of padding (RFC 8200, section 4.2); with two bytes of the header, they have the smallest size.
 PADDING = b"\x01\x04\x00\x00\x00\x00"
-# Without segments left a routing header is passed over, whatever its type (RFC 8200, section 4.4).
+# A receiver ignores a routing header of any type without segments left (RFC 8200, section 4.4).
 NO_SEGMENTS = b"\xfd\x00\x00\x00\x00\x00"
 MORE = 1
 
 
 @dataclass(frozen=True)
 class Ends:
-    """The addresses and interfaces of the packets."""
+    """The source and destination addresses of the packets."""
 
     source: str
     destination: str
@@ -38,7 +38,7 @@ class Ends:
 
 
 def syn(ends: Ends, source_port: int, port: int) -> bytes:
-    """A SYN of 40 bytes (RFC 9293, section 3.1), 20 of them options: it is large enough for three fragments."""
+    """Return a SYN of 40 bytes, enough for three fragments (RFC 9293, section 3.1)."""
     head = struct.pack("!HHIIBBHHH", source_port, port, 1, 0, 0xA0, 2, 65535, 0, 0)
     segment = head + b"\x01" * 20
     return segment[:16] + struct.pack("!H", _checksum(_pseudo(ends, len(segment), TCP) + segment)) + segment[18:]
@@ -63,7 +63,7 @@ def packet6(ends: Ends, first: int, payload: bytes) -> bytes:
 
 
 def chained(headers: list[tuple[int, bytes]], protocol: int, payload: bytes) -> tuple[int, bytes]:
-    """Extension headers of eight bytes in front of a payload; returns the number of the first one, and all bytes."""
+    """Prepend extension headers of eight bytes; return the first header's number, and all bytes."""
     for number, rest in reversed(headers):
         payload = bytes([protocol, 0]) + rest + payload
         protocol = number
@@ -73,7 +73,7 @@ def chained(headers: list[tuple[int, bytes]], protocol: int, payload: bytes) -> 
 def _fragments6(
     ends: Ends, number: int, protocol: int, payload: bytes, cuts: list[tuple[int, int]], before: list[tuple[int, bytes]]
 ) -> list[bytes]:
-    """Fragments (RFC 8200, section 4.5).
+    """Return fragments (RFC 8200, section 4.5).
 
     Args:
         number: the identification.
@@ -106,7 +106,7 @@ def _form6(
 
 
 def _nested(ends: Ends, number: int, protocol: int, data: bytes) -> list[bytes]:
-    """A fragment header inside of what is fragmented: reassembled once, it is a fragment again."""
+    """Fragment a packet that contains a fragment header: one reassembly yields a fragment."""
     inner = struct.pack("!BBHI", protocol, 0, 0, number) + data
     return _fragments6(ends, number + 1, FRAGMENT, inner, [(0, 32), (32, len(inner))], [])
 
@@ -128,26 +128,26 @@ SERVED6: dict[str, _Made6] = {
     "ends inside the headers, out of order": _form6((8, _END), (0, 8), inside=(_OPTIONS, _OPTIONS)),
     "routing inside": _form6((0, 8), (8, _END), inside=((ROUTING, NO_SEGMENTS), _OPTIONS)),
 }
-"""Forms in which a client that is allowed is served."""
+"""Forms in which an allowed client is served."""
 DROPPED6: dict[str, _Made6] = {
     "overlapping": _form6((0, 24), (16, _END)),
     "overlapping, the last first": _form6((16, _END), (0, 24)),
     "overlapping inside the headers": _form6((0, 16), (8, _END), inside=(_OPTIONS,)),
-    # RFC 8200, section 4.5: the first fragment has to have all headers. Linux looks for the one of the upper layer.
+    # RFC 8200, section 4.5: the first fragment contains all headers. Linux requires the header of the upper layer.
     "tiny": _form6((0, 8), (8, _END)),
     "ends before the segment": _form6((0, 8), (8, _END), inside=(_OPTIONS,)),
     "ends before the segment, out of order": _form6((8, _END), (0, 8), inside=(_OPTIONS,)),
 }
-"""Forms in which no kernel takes a segment, with or without rules."""
+"""Forms in which the kernel accepts no segment, with or without rules."""
 UNUSUAL6: dict[str, _Made6] = {
     "nested": _nested,
-    # Linux (6.18) loses these where it reassembles in front of the rules: nf_defrag_ipv6 leaves the transport header
-    # behind the headers in front of the fragment header, and the headers are read from there.
+    # Linux (6.18) drops these if it reassembles before the rules. nf_defrag_ipv6 leaves the transport offset behind the
+    # headers that precede the fragment header, and the kernel reads the headers from that offset.
     "options before": _form6((0, 24), (24, _END), before=((HOP_BY_HOP, PADDING), _OPTIONS)),
     "routing before": _form6((0, 24), (24, _END), before=((ROUTING, NO_SEGMENTS),)),
     "options before, ends inside the headers": _form6((0, 8), (8, _END), before=(_OPTIONS,), inside=(_OPTIONS,) * 2),
 }
-"""Forms that may be lost, and must not be a way around the rules."""
+"""Forms that the kernel may drop, and that must not bypass the rules."""
 
 # -- IPv4 --------------------------------------------------------------------------------------------------------------
 

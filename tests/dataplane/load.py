@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A traffic program (see `program`): continuous clients of every kind that a change of a load balancer can disturb.
+"""A program (see `program`) with continuous clients that a change of a load balancer can disturb.
 
-Invariant: it behaves as a correct client and tolerates no more. It repeats a request only if the connection was reused,
-and was closed, not reset, before a byte of an answer (RFC 9112, 9.3.1); repetitions are counted. Every other incomplete
-answer is a failure with a reason.
+Invariant: a client behaves correctly and tolerates no more. It retries a request only on a reused connection that was
+closed, not reset, before the first byte of an answer (RFC 9112, 9.3.1). The tally counts retries. Every other
+incomplete answer is a failure with a reason.
 
     start kind=... count=4 port=80 pause=0.05      starts clients of a kind; for TLS: trust=PEM of an authority
     report                                         the results so far, by name
@@ -33,7 +33,7 @@ from program import obey
 VIP, HOST = "198.51.100.5", "www.example.com"
 PATIENCE = 20.0
 MOST_REASONS = 20
-# As a member writes it: in hexadecimal digits.
+# A member writes the digest in hexadecimal digits.
 _DIGEST_LENGTH = 2 * hashlib.sha256().digest_size
 
 
@@ -50,11 +50,12 @@ class Tally:
     """The results of one kind of client.
 
     Attributes:
-        failures: how many requests, connections and transfers failed, resets among them; why is in `reasons`.
-        retried: requests that were sent a second time, as a correct client may.
+        failures: failed requests, connections and transfers, including resets; `reasons` has their causes.
+        retried: requests that a client has retried.
         idle_closes: connections that were closed between two requests without notice.
         farewells: connections that were closed after an answer with "Connection: close".
-        alive: open long-lived connections. `finished` ended in the regular way.
+        alive: open long-lived connections.
+        finished: long-lived connections with a regular end.
     """
 
     requests: int = 0
@@ -104,7 +105,7 @@ class Tally:
 
 @dataclass
 class Group:
-    """Clients of one kind that do the same."""
+    """Clients of one kind with the same settings."""
 
     kind: str
     port: int
@@ -141,17 +142,17 @@ def ask(connection: socket.socket, path: str = "/", more: str = "") -> tuple[byt
     """Send a request.
 
     Returns:
-        The head of its answer, in lower case, and what came behind it.
+        The head of the answer in lower case, and the bytes behind it.
 
     Raises:
-        Unanswered: the connection was closed before a byte came.
-        Cut: it was closed in the middle.
+        Unanswered: the connection was closed before the first byte.
+        Cut: the connection was closed inside the head.
     """
     request = f"GET {path} HTTP/1.1\r\nHost: {HOST}\r\nX-Sent: {time.monotonic():.6f}\r\n{more}\r\n"
     try:
         connection.sendall(request.encode())
     except BrokenPipeError:
-        raise Unanswered("it was closed before the request was sent") from None
+        raise Unanswered("the connection was closed before the request was sent") from None
     data = bytearray()
     while (end := data.find(b"\r\n\r\n")) < 0:
         part = connection.recv(65536)
@@ -162,7 +163,7 @@ def ask(connection: socket.socket, path: str = "/", more: str = "") -> tuple[byt
 
 
 def exchange(connection: socket.socket, path: str = "/", more: str = "") -> bool:
-    """A request with a short answer; whether the connection can be used for another one."""
+    """Send a request with a short answer; return whether the connection can be reused."""
     head, body = ask(connection, path, more)
     status = head.split(b" ", 2)[1]
     length = int(head.partition(b"content-length:")[2].split(b"\r\n", 1)[0] or 0)
@@ -177,10 +178,10 @@ def exchange(connection: socket.socket, path: str = "/", more: str = "") -> bool
 
 
 def was_closed(connection: socket.socket) -> bool:
-    """Whether the other side has closed without a request.
+    """Return whether the peer has closed the idle connection.
 
     Raises:
-        ConnectionResetError: it did not say it, it dropped the connection.
+        ConnectionResetError: the peer has reset the connection.
     """
     connection.settimeout(0)
     try:
@@ -226,7 +227,7 @@ def _closed(connection: socket.socket | None) -> None:
 
 
 def fresh(group: Group, *, resume: bool = False) -> None:
-    """A connection for each request."""
+    """Open a connection for each request."""
     session = None
     while not group.ending.is_set():
         begun, connection = time.monotonic(), None
@@ -243,15 +244,15 @@ def fresh(group: Group, *, resume: bool = False) -> None:
 
 
 def resumed(group: Group) -> None:
-    """A connection for each request, with the session of the last one."""
+    """Open a connection for each request, with the previous TLS session."""
     fresh(group, resume=True)
 
 
-# -- long-lived ones ----------------------------------------------------------------------------------------------
+# -- long-lived connections ---------------------------------------------------------------------------------------
 
 
 def websocket(group: Group) -> None:
-    """Frames to and fro; each has to come back before the next one goes out."""
+    """Exchange frames: send a frame after the echo of the previous frame."""
     try:
         with group.connect() as connection:
             _upgrade(connection)
@@ -279,7 +280,7 @@ def _frames(group: Group, connection: socket.socket) -> None:
         number += 1
         said, begun = b"frame %d" % number, time.monotonic()
         if (heard := _echo(connection, 0x1, said)) != said:
-            raise ValueError(f"{heard!r} came back for {said!r}")
+            raise ValueError(f"the echo of {said!r} is {heard!r}")
         group.tally.answered(time.monotonic() - begun)
         group.rest()
     _echo(connection, 0x8, b"\x03\xe8")
@@ -287,7 +288,7 @@ def _frames(group: Group, connection: socket.socket) -> None:
 
 
 def _echo(connection: socket.socket, kind: int, said: bytes) -> bytes:
-    """Send one frame, masked with zeros, and return what the next one holds."""
+    """Send one frame, masked with zeros, and return the payload of the next frame."""
     connection.sendall(bytes((0x80 | kind, 0x80 | len(said))) + bytes(4) + said)
     data = b""
     while len(data) < 2 or len(data) < 2 + data[1]:
@@ -299,7 +300,7 @@ def _echo(connection: socket.socket, kind: int, said: bytes) -> bytes:
 
 
 def download(group: Group) -> None:
-    """One body; its last 64 bytes are the digest of what came before."""
+    """Download one body; its last 64 bytes are the digest of the preceding bytes."""
     try:
         with group.connect() as connection:
             data = _begun(connection)
@@ -320,7 +321,7 @@ def _begun(connection: socket.socket) -> bytearray:
 
 
 def _body(group: Group, connection: socket.socket, data: bytearray) -> None:
-    # The end of the body, as long as the digest: HAProxy may pass several chunks on as one.
+    # HAProxy may merge chunks, so `end` holds as many bytes as the digest has.
     digest, end = hashlib.sha256(), b""
     while True:
         while (chunk := _chunk(data)) is None:
@@ -335,12 +336,12 @@ def _body(group: Group, connection: socket.socket, data: bytearray) -> None:
         end = end[-_DIGEST_LENGTH:]
         group.tally.add(bytes=len(chunk))
     if digest.hexdigest().encode() != end:
-        raise ValueError("what was downloaded is not what was sent")
+        raise ValueError("the digest of the download differs from the member's digest")
     group.tally.add(finished=1)
 
 
 def _chunk(data: bytearray) -> bytes | None:
-    """Take the next whole chunk off the front; None if it is not there yet (RFC 9112, 7.1)."""
+    """Remove and return the next chunk; None if it is incomplete (RFC 9112, 7.1)."""
     if (line := data.find(b"\r\n")) < 0:
         return None
     begin, size = line + 2, int(data[:line], 16)
@@ -386,7 +387,7 @@ class Visitors:
         for group in stopped:
             for thread in group.threads:
                 thread.join(2 * PATIENCE)
-                assert not thread.is_alive(), f"one of {group.kind} does not come to its end"
+                assert not thread.is_alive(), f"a client of kind {group.kind} has not ended"
         return self._report()
 
 

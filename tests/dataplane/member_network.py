@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An additional network of the lab with members, which can be attached to an amphora and detached.
 
-Invariant: everything it creates is in the lab's namespaces or has its prefix, and is removed with it.
+Invariant: every created object is in the lab's namespaces or has its prefix, and `close` removes it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from amphora_agent.network.namespace import Namespace
 
 
 class MemberNetwork:
-    """192.0.2.0/24 and 2001:db8:2::/64 on a bridge of their own."""
+    """192.0.2.0/24 and 2001:db8:2::/64 on a separate bridge."""
 
     ADDRESSES = ("192.0.2.110/24", "2001:db8:2::110/64", "192.0.2.1/24", "2001:db8:2::1/64")
     MAC = "02:00:00:00:5e:22"
@@ -43,7 +43,7 @@ class MemberNetwork:
             raise
 
     def interface(self, **more):
-        """As a bundle names it."""
+        """Return the interface's entry in a bundle."""
         return {
             "mac": self.MAC,
             "name": "m02000000005e22",
@@ -58,7 +58,7 @@ class MemberNetwork:
         self._members.append(self._thread.run(Member, name, address))
 
     def plug(self) -> None:
-        """As the compute backend does."""
+        """Attach the network to the amphora, as the compute backend does."""
         ip(
             f"-n {self._switch} link add port2 type veth peer name new2 netns {self._amphora} address {self.MAC}",
             f"-n {self._switch} link set port2 master net2 up",

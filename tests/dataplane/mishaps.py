@@ -32,12 +32,12 @@ def end_agent(amphora, number=signal.SIGKILL) -> None:
     for victim in victims if number == signal.SIGKILL else victims[:1]:
         with suppress(ProcessLookupError):
             os.kill(victim, number)
-    eventually(lambda: not any(alive(pid) for pid in victims), "the agent is gone")
-    eventually(amphora.answers, "the next one answers")
+    eventually(lambda: not any(alive(pid) for pid in victims), "the agent has ended")
+    eventually(amphora.answers, "the restarted agent answers")
 
 
 def haproxy_pids(amphora) -> tuple[int, int]:
-    """Master and present worker, by their numbers outside."""
+    """Return the host PIDs of HAProxy's master and current worker."""
     master = amphora.status("haproxy")["pid"]
     worker = int(amphora.ask_haproxy("show info").partition("\nPid: ")[2].split()[0])
     return amphora.outside_pid(master), amphora.outside_pid(worker)
@@ -69,7 +69,7 @@ def _exchange(amphora, bundle):
 
 @contextmanager
 def apart(amphora):
-    """Something to call with a bundle, that pushes it over a connection of its own; returns a future of the answer."""
+    """Yield a function that pushes a bundle over a separate connection and returns a future."""
     place = Path("/run/netns") / amphora.network.name("ctl")
     threads: list[Namespace] = []
 
@@ -86,7 +86,7 @@ def apart(amphora):
 
 @contextmanager
 def held_at(amphora, point: Point, wanted):
-    """Within the block a push waits at a point; yields a future of its answer."""
+    """Suspend a push at a failpoint during the block; yield a future of its answer."""
     armed = arm(amphora, point, "wait")
     with apart(amphora) as push:
         answer = push(wanted)
@@ -100,7 +100,7 @@ def held_at(amphora, point: Point, wanted):
 
 @contextmanager
 def small_disk(amphora, kilobytes: int):
-    """Have what survives a boot on a disk of its own. Before the amphora is started."""
+    """Mount a small disk for the amphora's persistent files, before the amphora starts."""
     subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k,mode=700", "tmpfs", amphora.var],
         check=True,
@@ -113,7 +113,7 @@ def small_disk(amphora, kilobytes: int):
 
 
 def fill(amphora) -> Path:
-    """Fill the disk."""
+    """Fill the disk; return the file."""
     file = amphora.var / "filler"
     with file.open("ab", buffering=0) as opened, suppress(OSError):
         for size in (65536, 4096, 512, 1):
@@ -124,7 +124,7 @@ def fill(amphora) -> Path:
 
 
 def answered(amphora, port: int = 80, address: str = VIP) -> str | None:
-    """The answering member; None without an answer."""
+    """Return the name of the answering member, or None."""
     with suppress(OSError, http.client.HTTPException):
         status, said = amphora.network.thread("cl").run(get, address, port, "/", 2.0)
         return said if status == 200 else None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A controller and a health manager of any version, as a separate program that works with an amphora.
 
-Invariant: it imports the standard library, `amphora_driver` and this directory's builders only. It reads its orders as
-JSON from standard input, and writes its results as JSON to standard output.
+Invariant: the program imports the standard library, `amphora_driver` and this directory's builders only. It reads its
+orders as JSON from standard input, and writes its results as JSON to standard output.
 """
 
 import json
@@ -23,7 +23,7 @@ from amphora_driver.secret import Secret
 
 
 def body(told, generation, weight):
-    """The document for a load balancer with one member."""
+    """Return the bundle of a load balancer with one member."""
     peer = SimpleNamespace(name="m1", address=told["member"], port=80)
     tree = load_balancer(listener(80), pool("pool", member(peer, weight=weight)), additional_vips=())
     rendered = render(tree, shared_tickets=True)
@@ -40,7 +40,7 @@ def body(told, generation, weight):
 
 
 def heard(told, opened):
-    """The next report that tells of a generation."""
+    """Return the next report with a generation."""
     while True:
         report = decode_datagram(opened.recv(65536), Secret(bytes.fromhex(told["key"]))).report
         if report.generation:

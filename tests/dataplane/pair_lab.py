@@ -47,8 +47,8 @@ from amphora_driver.secret import Secret
 
 _SEED = Secret(bytes(range(SEED_LENGTH)))
 FAST, PATIENT, USUAL = 0.2, 0.5, 1.0
-"""Advertisement intervals in seconds: the fast setting; one for tests of what survives, where a machine may stall for
-more than a second without moving the VIPs; and the default."""
+"""Advertisement intervals in seconds: the fast setting; a slower one, with which a machine may stall for more than a
+second without a move of the VIPs; and the default."""
 _STEADY_ADVERTS = 5
 INNER = "run/netns/amphora-haproxy"
 _SUBNETS = (
@@ -59,7 +59,7 @@ _SUBNETS = (
 
 @dataclass(frozen=True)
 class Place:
-    """Where a node is, in the management network and on the VIP's."""
+    """A node's addresses in the management network and in the VIP's network."""
 
     namespace: str
     management: str
@@ -100,7 +100,7 @@ class Node(Amphora):
         return self.where.namespace
 
     def holds(self, vip: str = VIP) -> bool:
-        """Whether a VIP is on its interface, as the kernel says."""
+        """Return whether the node's interface has a VIP."""
         return vip in self.addresses()
 
     def addresses(self) -> list[str]:
@@ -108,14 +108,14 @@ class Node(Amphora):
         return [each["local"] for link in json.loads(listed) for each in link["addr_info"]]
 
     def inside(self, *argv: str) -> str:
-        """What a command prints in the inner namespace; nothing if the amphora is gone."""
+        """Return the output of a command in the inner namespace; "[]" without output or amphora."""
         if self._process is None:
             return "[]"
         command = ["nsenter", f"--net=/proc/{self.init()}/root/{INNER}", "--", *argv]
         return subprocess.run(command, check=False, capture_output=True, text=True).stdout or "[]"
 
     def processes(self, program: str) -> list[int]:
-        """A program's processes, parents first."""
+        """Return a program's processes, parents first."""
         found = []
         for pid in descendants(self.init()):
             with suppress(OSError):
@@ -143,7 +143,10 @@ class Node(Amphora):
         return self._process is not None and bool(children(self._process.pid))
 
     def is_well(self) -> bool:
-        """Whether HAProxy answers and keepalived runs. A child that outlives its parent for a second does not count."""
+        """Return whether HAProxy answers and keepalived runs.
+
+        A keepalived child without its parent does not count.
+        """
         known = self.status("keepalived")
         return self.health() == "0" and known is not None and known["pid"] is not None
 
@@ -157,7 +160,7 @@ class Node(Amphora):
 
 
 class PairNetwork(Network):
-    """The network of `amphora_lab` with further amphorae; their cables can be pulled, or lead past each other."""
+    """The network of `amphora_lab` with further amphorae, whose cables a test can cut or isolate."""
 
     def _build(self) -> None:
         super()._build()
@@ -173,7 +176,7 @@ class PairNetwork(Network):
                 ip(f"-n {self.name(short)} addr replace {address} dev eth0{more}")
 
     def _route(self) -> None:
-        """A router on the VIPs' network, and a client behind it."""
+        """Add a router to the VIPs' network, and a client behind it."""
         for short in ("rt", "far"):
             ip(f"netns add {self.name(short)}")
             self._made.append(short)
@@ -191,7 +194,7 @@ class PairNetwork(Network):
         self.thread("rt").run(_forward)
 
     def neighbour(self, short: str, address: str) -> str:
-        """The link-layer address of a neighbour in a node's table; empty if unknown."""
+        """Return the link-layer address of a neighbour in a node's table; empty if unknown."""
         command = ["ip", "-j", "-n", self.name(short), "neigh", "show", address]
         listed = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout or "[]")
         return next((each.get("lladdr", "") for each in listed), "")
@@ -222,7 +225,7 @@ class PairNetwork(Network):
 
 
 class Asker:
-    """A client's view of a VIP; `outage` (seconds) is from the first request that failed to the last one."""
+    """A client of a VIP; `outage` is the time from its first to its last failed request, in seconds."""
 
     def __init__(self, network: Network, place: str, address: str, port: int, interval: float, patience: float) -> None:
         where = f"--net=/run/netns/{network.name(place)}"
@@ -265,11 +268,11 @@ class Pair:
         self.partners: tuple[Place, ...] = PLACES[:2]
 
     def speak_ipv4(self) -> None:
-        """Among each other; VIPs may be of both families."""
+        """Use IPv4 between the nodes; VIPs may be of both families."""
         self._speaks6 = self._alone6 = False
 
     def speak_ipv6(self, *, alone: bool) -> None:
-        """Args: alone: whether the VIPs' network has nothing else."""
+        """Use IPv6 between the nodes; with `alone`, the VIPs' network has no IPv4."""
         self._speaks6, self._alone6 = True, alone
 
     def boot(self, place: Place) -> Node:
@@ -283,7 +286,7 @@ class Pair:
         return node
 
     def reboot(self, node: Node) -> None:
-        """Power on again after a power cut; what is on disk is there."""
+        """Power off and on; the files on disk remain."""
         node.power_off()
         self.network.pull_out(node.where)
         self.network.plug_in(node.where)
@@ -324,7 +327,7 @@ class Pair:
     # -- pushing -----------------------------------------------------------------------------------------------
 
     def push(self, tree: LoadBalancer, secrets: dict[str, str] | None = None, *, to=None, **vrrp) -> list[Pushed]:
-        """Render a load balancer and push it to the nodes, one after the other; `vrrp` changes what they agree on."""
+        """Render a load balancer and push it to each node in turn; `vrrp` changes VRRP settings."""
         rendered = render(tree, shared_tickets=bool(secrets))
         # The reference of the ticket keys is empty.
         secrets = {**(secrets or {}), "": ticket_keys(_SEED).reveal().decode()}
@@ -370,17 +373,20 @@ class Pair:
         return [node for node in self.nodes if node.holds(self.vip)]
 
     def settled(self, seconds: float = 15.0) -> Node:
-        """The one node that has the VIPs, as soon as there is exactly one."""
+        """Wait until exactly one node has the VIPs, and return it."""
         return eventually(lambda: len(found := self.holders()) == 1 and found, "one node has the VIPs", seconds)[0]
 
     def calm(self) -> None:
-        """Wait until both nodes are well, and one of them has the VIPs and serves."""
-        eventually(lambda: all(node.is_well() for node in self.nodes), "all nodes are well")
+        """Wait until all nodes are healthy, and one node has the VIPs and serves."""
+        eventually(lambda: all(node.is_well() for node in self.nodes), "all nodes are healthy")
         self.settled()
-        eventually(self.serves, "it serves")
+        eventually(self.serves, "a node serves")
 
     def steady(self) -> None:
-        """As `calm`, after a change of VRRP settings: until both have it, neither receives the other."""
+        """Wait as `calm` does, after a change of VRRP settings.
+
+        A node ignores the other's advertisements until both have the new settings.
+        """
         self.calm()
         seen = [time.monotonic(), self.holders()]
 
@@ -409,8 +415,8 @@ class Pair:
 
     # -- clients -----------------------------------------------------------------------------------------------
 
-    # Patience is below the second after which a lost SYN is sent again: none is overlooked, and on a busy machine an
-    # answer may take a while.
+    # The time-out is below the second after which a client retransmits a lost SYN, so that the test detects each loss.
+    # It is not lower, because a busy machine answers slowly.
     @contextmanager
     def asking(
         self,
@@ -427,19 +433,19 @@ class Pair:
             asker.end()
 
     def pings(self, address: str = VIP) -> bool:
-        """Whether an address answers one echo."""
+        """Return whether an address answers one echo."""
         return self.network.thread("cl").run(_echo, address)
 
 
 def _echo(address: str) -> bool:
-    """One ICMP echo (RFC 792, RFC 4443)."""
+    """Send one ICMP echo; return whether an answer arrives (RFC 792, RFC 4443)."""
     six = ":" in address
     protocol = socket.getprotobyname("ipv6-icmp" if six else "icmp")
     with socket.socket(socket.AF_INET6 if six else socket.AF_INET, socket.SOCK_RAW, protocol) as link:
         link.settimeout(0.5)
         number = os.urandom(2)
         request = struct.pack("!BBH", 128 if six else 8, 0, 0) + number + b"\0\1"
-        if not six:  # of a version 6 echo the kernel computes the checksum
+        if not six:  # the kernel computes the checksum of an ICMPv6 echo
             words = sum(struct.unpack("!4H", request))
             request = request[:2] + struct.pack("!H", ~(words % 0xFFFF) & 0xFFFF) + request[4:]
         try:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Members: real servers that report the requests they receive.
 
-Invariant: a peer listens in the members' namespace, counts what reaches it, and closes everything when it ends.
-A web server returns its view of a request as JSON and keeps it in `requests`: a test can ask client and member.
+Invariant: a peer listens in the members' namespace, counts its connections, and closes all sockets at its end.
+A web server returns its view of a request as JSON and keeps it in `requests`: a test can check client and member.
 
     WebServer    HTTP/1.x and (over TLS, by ALPN) HTTP/2; echoes after an upgrade; TLS and PROXY protocol on request
     EchoServer   TCP: sends its name, then echoes; TLS and PROXY protocol on request
@@ -34,7 +34,7 @@ PATIENCE = 20.0
 
 
 class Room:
-    """A network namespace as somewhere to open sockets; they stay in it wherever they are used."""
+    """Opens sockets in a network namespace, for use by any thread."""
 
     def __init__(self, namespace) -> None:
         self._namespace = namespace
@@ -45,7 +45,7 @@ class Room:
 
 @dataclass
 class Tls:
-    """What a TLS server knows of a connection."""
+    """A TLS server's view of a connection."""
 
     version: str
     cipher: str
@@ -82,7 +82,7 @@ class Seen:
 
 @dataclass
 class Answer:
-    """What a web server answers; without a body it says what it saw."""
+    """A web server's answer; the default body is its view of the request."""
 
     status: int = 200
     headers: tuple[tuple[str, str], ...] = ()
@@ -91,7 +91,7 @@ class Answer:
 
 
 class Peer:
-    """Something that listens, with a thread for each connection."""
+    """A server with a thread for each connection."""
 
     backlog = 128
 
@@ -131,7 +131,7 @@ class Peer:
         self._spawn(self._accept, self._listening)
 
     def stop(self) -> None:
-        """Refuse connections and break those that are open."""
+        """Refuse new connections, and break open ones."""
         if self._listening is None:
             return
         listening, self._listening = self._listening, None
@@ -180,7 +180,7 @@ class Peer:
             with self._changed:
                 self._open -= {connection, using}
                 self._changed.notify_all()
-            # A proper end: the other side is told, whatever it still sends.
+            # The shutdown notifies the client even if it still sends.
             with suppress(OSError):
                 using.shutdown(socket.SHUT_RDWR)
             using.close()
@@ -189,12 +189,12 @@ class Peer:
         raise NotImplementedError
 
     def trouble(self, error: Exception) -> None:
-        """A connection that broke; kept for the test that wants to know."""
+        """Record the error of a broken connection for the test."""
         with self._changed:
             self.last_trouble = error
 
     def until(self, condition: Callable[[], object], what: str, seconds: float = PATIENCE):
-        """Wait until something holds that this peer's connections or requests change."""
+        """Wait for a condition on this peer's connections or requests; return its result."""
         with self._changed:
             result = self._changed.wait_for(condition, seconds)
         assert result, f"not within {seconds} s: {what}"
@@ -202,7 +202,7 @@ class Peer:
 
 
 class WebServer(Peer):
-    """HTTP. Requests are answered by `answer`, which a test may replace at any time; `seen` is its argument."""
+    """An HTTP server; a test may replace `answer`, which returns the answer to a request."""
 
     def __init__(self, room: Room, name: str, address: str = MEMBER, port: int = 0, **more) -> None:
         self.requests: list[Seen] = []
@@ -210,7 +210,7 @@ class WebServer(Peer):
         super().__init__(room, name, address, port, **more)
 
     def asked(self, path: str) -> list[Seen]:
-        """The requests for a path; health checks ask for others."""
+        """Return the requests for a path; health checks use other paths."""
         with self._changed:
             return [seen for seen in self.requests if seen.target.partition("?")[0] == path]
 
@@ -265,13 +265,13 @@ class WebServer(Peer):
 
 
 def _websocket_accept(key: str) -> str:
-    """What a WebSocket's server answers to a key (RFC 6455, 4.2.2)."""
+    """Return a WebSocket server's answer to a key (RFC 6455, 4.2.2)."""
     digest = hashlib.sha1(f"{key}258EAFA5-E914-47DA-95CA-C5AB0DC85B11".encode()).digest()
     return base64.b64encode(digest).decode()
 
 
 class EchoServer(Peer):
-    """TCP: its name and a line break, then what it hears. `proxied` headers and TLS are kept in `greetings`."""
+    """A TCP server that sends its name, then echoes; `greetings` has PROXY headers and TLS states."""
 
     def __init__(self, *arguments, **more) -> None:
         self.greetings: list[tuple[Proxied | None, Tls | None]] = []
@@ -287,7 +287,7 @@ class EchoServer(Peer):
 
 
 class SilentServer(Peer):
-    """TCP: reads and says nothing. `heard` is what came."""
+    """A TCP server that reads and sends nothing; `heard` has the received bytes."""
 
     def __init__(self, *arguments, **more) -> None:
         self.heard = b""
@@ -301,7 +301,7 @@ class SilentServer(Peer):
 
 
 class FullServer(Peer):
-    """Its queue stays full: the kernel drops further attempts, so that they time out."""
+    """A server with a full accept queue: the kernel drops further attempts, which time out."""
 
     backlog = 0
 
@@ -345,7 +345,7 @@ def _tls(connection) -> Tls | None:
 
 
 def read_head(reader) -> tuple[str, list] | None:
-    """First line and header fields as they stand on the wire; None at the end of the connection."""
+    """Return first line and header fields as received; None at the end of the connection."""
     line = reader.readline(65536)
     if not line:
         return None
@@ -359,7 +359,7 @@ def read_head(reader) -> tuple[str, list] | None:
 
 
 def read_request(reader):
-    """Method, target, version, headers and body of the next request."""
+    """Return method, target, version, headers and body of the next request, or None."""
     head = read_head(reader)
     if head is None:
         return None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Certificates of tenants: authorities, intermediates, server and client certificates, revocation lists.
+"""Tenants' authorities, intermediates, server and client certificates, and revocation lists.
 
-Invariant: they are made in memory, are valid for an hour by default, and are trusted inside the run only. Keys are
-reused: a test needs many certificates, but seldom a key of its own.
+Invariant: certificates exist in memory, are valid for an hour by default, and only this run trusts them. Certificates
+share keys, because few tests need a separate key.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _serial = itertools.count(0x5E51A1)
 
 @cache
 def key(kind: str, number: int = 0):
-    """The `number`th key of a kind, "EC" or "RSA"."""
+    """Return the `number`th key of a kind, "EC" or "RSA"."""
     if kind == "EC":
         return ec.generate_private_key(ec.SECP256R1())
     return rsa.generate_private_key(65537, 2048)
 
 
 def named(common: str, **more: str) -> x509.Name:
-    """A distinguished name: `named("Ada", organization_name="Engines")`."""
+    """Return a distinguished name: `named("Ada", organization_name="Engines")`."""
     found = [x509.NameAttribute(getattr(NameOID, word.upper()), value) for word, value in more.items()]
     return x509.Name([*found, x509.NameAttribute(NameOID.COMMON_NAME, common)])
 
@@ -57,7 +57,7 @@ class Certificate:
 
     @property
     def pem(self) -> str:
-        """As an amphora is given it: the leaf, its intermediates in order, the key."""
+        """The PEM for an amphora: the leaf, its intermediates in order, the key."""
         return self.certificate_pem + self.chain_pem + self.key_pem
 
     @property
@@ -111,9 +111,9 @@ class Authority:
     def issue(
         self, *names: str, kind: str = "EC", number: int = 0, hours: float = 1, subject: x509.Name | None = None
     ) -> Certificate:
-        """A certificate for these names (DNS names, wildcards, addresses); the first is the common name.
+        """Issue a certificate for DNS names, wildcards and addresses; the first is the common name.
 
-        `hours` below zero for one that has expired, `number` for one with a key of its own.
+        `hours` below zero makes an expired certificate; `number` selects a key.
         """
         private = key(kind, number)
         builder = self._builder(subject or named(names[0]), private.public_key(), hours, self)
@@ -124,7 +124,7 @@ class Authority:
         return Certificate(builder.sign(self._key, hashes.SHA256()), private, self.chain)
 
     def revoke(self, *certificates: Certificate) -> str:
-        """A revocation list with these certificates, as PEM."""
+        """Return a revocation list with these certificates, as PEM."""
         now = datetime.now(timezone.utc)
         builder = (
             x509.CertificateRevocationListBuilder()

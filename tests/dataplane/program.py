@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A program in a namespace that executes orders, one per line.
 
-Invariant: it ends with its test in all cases, and an order that it cannot execute fails the test. It runs outside the
-test's process, because two programs and an amphora share two processors.
+Invariant: the program ends with its test in all cases. A failed order fails the test. The program is a separate
+process, because two programs and an amphora share two processors.
 
     program = Program("dl1-cl", Path("load.py"))
     program.ask("report")                                # one line of JSON each way
@@ -21,7 +21,7 @@ ENDING_SECONDS = 10.0
 
 
 class Program:
-    """One that runs, as this side sees it.
+    """The test's connection to a running program.
 
     Args:
         namespace: the name of a network namespace.
@@ -41,11 +41,11 @@ class Program:
         )
 
     def ask(self, op: str, **more):
-        """Give an order, and wait for what comes of it."""
+        """Send an order and return its result."""
         self._process.stdin.write(json.dumps({"op": op, **more}) + "\n")
         self._process.stdin.flush()
         line = self._process.stdout.readline()
-        assert line, f"the program died over '{op}'"
+        assert line, f"the program ended during '{op}'"
         answer = json.loads(line)
         assert "error" not in answer, answer["error"]
         return answer["result"]
@@ -61,11 +61,11 @@ class Program:
 
 
 def obey(line: str, orders: Mapping[str, Callable]) -> None:
-    """The other side: carry out one line, and say what came of it."""
+    """Execute one order in the program, and write its result or error."""
     try:
         request = json.loads(line)
         answer = {"result": orders[request.pop("op")](**request)}
-    except Exception:  # noqa: BLE001 - the test is told whatever it was
+    except Exception:  # noqa: BLE001 - the test receives every error
         answer = {"error": traceback.format_exc()}
     sys.stdout.write(json.dumps(answer) + "\n")
     sys.stdout.flush()

@@ -28,10 +28,10 @@ _EXTENSIONS = {0x01: "alpn", 0x02: "authority", 0x20: "ssl"}
 
 
 def read_proxy_header(connection: socket.socket) -> Proxied:
-    """The PROXY header (versions 1 and 2) that a connection has to begin with.
+    """Read the PROXY header, version 1 or 2, at the start of a connection.
 
     Raises:
-        ValueError: it does not.
+        ValueError: the connection does not begin with a PROXY header.
     """
     start = _exactly(connection, 6)
     if start == b"PROXY ":

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Members that answer quickly and record times: a program (see `program`), one process for all of them.
+"""A program (see `program`) with all fast members, which record times of requests.
 
 Invariant: a member is a port. For each request it records the time of sending (from the client) and of arrival, on the
 monotonic clock that all processes of the machine share.
 
     GET /            a short answer that names the member
-    GET /download    a body without an end: it goes on until `finish`, and ends with the SHA-256 digest of its content
+    GET /download    a body that continues until `finish`, and ends with the SHA-256 digest of its content
     an upgrade       a WebSocket echo (RFC 6455)
 """
 
@@ -29,7 +29,7 @@ FILLING = b"x" * 200
 
 
 class Room:
-    """All members, what they heard, and the downloads that go on."""
+    """All members, their recorded requests, and the running downloads."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -142,7 +142,7 @@ class Connection(asyncio.Protocol):
         self._room.websockets += 1
 
     def _frames(self) -> None:
-        """Client's frames: short ones, each with a mask of four bytes behind a head of two."""
+        """Echo a client's short frames; each has a head of two bytes and a mask of four bytes."""
         while len(self._buffer) >= 6 and len(self._buffer) >= 6 + (length := self._buffer[1] & 0x7F):
             kind, mask = self._buffer[0] & 0xF, bytes(self._buffer[2:6])
             said = bytes(each ^ mask[n % 4] for n, each in enumerate(self._buffer[6 : 6 + length]))

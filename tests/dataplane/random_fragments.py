@@ -2,11 +2,11 @@
 """Random IP packets with random fragmentation, and a model that predicts the result.
 
 Pure. A packet is a TCP segment behind any chain of extension headers or options, whole or in fragments that may be out
-of order, repeated, missing or overlapping. The model knows reassembly: all parts make a packet, a repeated one is
-ignored, an overlap drops all (RFC 5722 and its erratum 3089). It knows two limits of Linux (`fragments.py`):
+of order, repeated, missing or overlapping. The model describes reassembly: all parts form a packet, a repeated part is
+ignored, an overlap drops the packet (RFC 5722 and its erratum 3089). It includes two limits of Linux (`fragments.py`):
 
-* the first fragment has to contain the header of the upper layer, unless it ends inside the chain in front of it;
-* a packet with headers in front of a fragment header may be lost.
+* the first fragment must contain the header of the upper layer, unless it ends inside the chain before that header;
+* a packet with headers before its fragment header may be lost.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _Headers = tuple[tuple[int, bytes], ...]
 
 
 class Fate(Enum):
-    """What becomes of a packet on its way to the rules: the rules see its segment, do not see it, or may."""
+    """The predicted result of a packet: the rules see its segment, do not see it, or may see it."""
 
     WHOLE = "whole"
     LOST = "lost"
@@ -50,9 +50,9 @@ class Fate(Enum):
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of what is fragmented, in bytes. An odd one is no part of the partition: it overlaps others.
+    """A range of bytes in one fragment. An odd piece overlaps other pieces.
 
-    A destroyed one has other content than the rest of the packet.
+    A destroyed piece has wrong content.
     """
 
     begin: int
@@ -69,9 +69,9 @@ class Piece:
 
 @dataclass(frozen=True)
 class Sample:
-    """A packet: the sender's and the receiver's ports, the headers around its fragment header, and its pieces.
+    """A packet: its ports, the headers around its fragment header, and its pieces.
 
-    The pieces are in the order of their sending. Without any it is sent as it is. `cuts` are the ends of its parts.
+    The pieces are in sending order. A packet without pieces is sent whole. `cuts` are the ends of its parts.
     """
 
     number: int
@@ -84,11 +84,11 @@ class Sample:
     pieces: tuple[Piece, ...] = ()
 
     def payload(self, ends: Ends) -> tuple[int, bytes]:
-        """What is cut into pieces, with the number of its first header."""
+        """Return the number of the first header, and the part that is fragmented."""
         return chained(list(self.inside), TCP, syn(ends, self.number, self.port))
 
     def packets(self, ends: Ends) -> list[bytes]:
-        """The packets of IP, in the order in which they are sent."""
+        """Return the IP packets in sending order."""
         first, whole = self.payload(ends)
         made = []
         for one in self.pieces or (Piece(0, len(whole)),):
@@ -108,10 +108,10 @@ class Sample:
         return made
 
     def fate(self, version: int) -> Fate:
-        """What the kernel makes of it."""
+        """Predict the kernel's result."""
         served = Fate.EITHER if self.before and self.pieces else Fate.WHOLE
         if not self.pieces or (version == 4 and len(self.cuts) == 1):
-            # Linux keeps an atomic fragment of IPv6 together with others, unlike RFC 6946.
+            # Linux queues an atomic IPv6 fragment together with other fragments, unlike RFC 6946.
             return served
         short = [one for one in self.pieces if version == 6 and self._is_cut_short(one)]
         odd = next((one for one in self.pieces if one.odd), None)
@@ -121,13 +121,13 @@ class Sample:
         return served if parts == set(self.cuts) else Fate.LOST
 
     def _overlapped(self, odd: Piece) -> Fate:
-        """What becomes of a packet with a piece that overlaps others.
+        """Predict the result of a packet with a piece that overlaps other pieces.
 
-        Linux (net/ipv4/inet_fragment.c, inet_frag_queue_insert) takes a piece that is inside of what it has for a
-        repeated one. So all is dropped if the first of two that overlap in part is there when the second one comes.
+        Linux (net/ipv4/inet_fragment.c, inet_frag_queue_insert) treats a piece inside the received range as repeated.
+        It drops the packet if a piece arrives after another piece that it overlaps in part.
         """
         if odd.destroyed and odd.begin == 0:
-            # It may name another header than its packet, and be taken for cut short.
+            # The piece may contain another header number, so that Linux regards it as cut short.
             return Fate.EITHER
         at = self.pieces.index(odd)
         met = [one for one in self.pieces if one is not odd and one.overlaps(odd)]
@@ -136,17 +136,17 @@ class Sample:
         return Fate.LOST if in_part and later else Fate.EITHER
 
     def _is_cut_short(self, piece: Piece) -> bool:
-        """Whether it is a first fragment that has all extension headers, but not the header of TCP."""
+        """Return whether a first fragment has all extension headers, but not the whole TCP header."""
         headers = _HEADER * len(self.inside)
         return piece.begin == 0 and piece.end < self.cuts[-1] and headers <= piece.end < headers + _TCP_HEADER
 
 
 def sample(chance: random.Random, version: int, number: int, ports: tuple[int, ...]) -> Sample:
-    """A random packet.
+    """Return a random packet.
 
     Args:
-        number: the port that it is sent from, and its identification; no other packet has it.
-        ports: the ports that it may be sent to.
+        number: the source port and the identification, unique for each packet.
+        ports: the possible destination ports.
     """
     bare = Sample(number, chance.random() < 0.5, chance.choice(ports))
     if version == 4:
@@ -173,7 +173,7 @@ def _headers(chance: random.Random) -> _Headers:
 
 
 def _mischief(chance: random.Random, pieces: list[Piece], size: int) -> list[Piece]:
-    """The pieces, with one repeated, missing or overlapped now and then."""
+    """Return the pieces, sometimes with a repeated, missing or overlapping piece."""
     kind = chance.random()
     at = chance.randrange(len(pieces) + 1)
     if kind < 0.1:
@@ -188,7 +188,7 @@ def _mischief(chance: random.Random, pieces: list[Piece], size: int) -> list[Pie
 
 
 def mixed(chance: random.Random, sequences: list[list[bytes]]) -> list[bytes]:
-    """The elements of all sequences, each in its order, in a random order of the sequences."""
+    """Interleave the sequences at random; each sequence keeps its order."""
     order = [number for number, one in enumerate(sequences) for _ in one]
     chance.shuffle(order)
     rest = [iter(one) for one in sequences]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A machine whose firewall admits one client, and the other end of its cable, which sends IP packets."""
+"""A namespace whose firewall admits one client, and a peer that sends raw IP packets."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BACKLOG = 4096
 
 
 def restrictions(version: int, *, udp: bool) -> Restrictions:
-    """Port 80 for one client only, one partner, and perhaps a listener that needs virtual servers."""
+    """Return rules for one client of port 80, for one partner, and optionally for a UDP listener."""
     one = (int(ipaddress.ip_address(ALLOWED[version])),) * 2
     ranges = {"ipv4": (one,), "ipv6": ()} if version == 4 else {"ipv4": (), "ipv6": (one,)}
     ports = [Port(80, **ranges)] + ([Port(53, **ranges, protocol="udp")] if udp else [])
@@ -36,7 +36,7 @@ def restrictions(version: int, *, udp: bool) -> Restrictions:
 
 
 class Link:
-    """The peer's end of the cable: sends packets of IP, and hears what comes back."""
+    """The peer's raw socket, which sends IP packets and receives the replies."""
 
     def __init__(self, wire, version: int) -> None:
         self._version = version
@@ -55,7 +55,7 @@ class Link:
             self._socket.send(frame + ETHERTYPE[self._version].to_bytes(2, "big") + packet)
 
     def replies(self, until: int) -> dict[int, int]:
-        """TCP flags by the port they were sent to, until there is one for this port."""
+        """Return TCP flags by destination port, after a reply to port `until`."""
         found: dict[int, int] = {}
         head, at = (20, 9) if self._version == 4 else (40, 6)
         while until not in found:
@@ -79,7 +79,7 @@ def serving(wire, version: int, address: str, port: int) -> Iterator[None]:
 
 
 def restrict(wire, version: int, *, udp: bool) -> None:
-    """Give a machine these rules, and the addresses of both clients to the other end."""
+    """Apply the rules, and add the addresses of both clients to the peer."""
     wire.change(bundle(eth1()))
     for address in (ALLOWED[version], FORBIDDEN[version]):
         more = "/64 dev far1 nodad" if version == 6 else "/24 dev far1"

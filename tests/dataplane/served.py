@@ -2,7 +2,7 @@
 """The lab that verifies every feature of the model on the wire.
 
 Invariant: a push takes the production path: the model, `render`, the controller's bundle, a real agent and a real
-HAProxy. No configuration is written by hand. One amphora serves a whole run, pushed with growing generations; members
+HAProxy. No configuration is written by hand. One amphora serves a whole run, with increasing generations; members
 and connections end with their test.
 
     def test_something(served):                                   # fixture of conftest.py
@@ -65,7 +65,7 @@ _PLUGGED = AttachedPort(
 
 @dataclass(frozen=True)
 class Pushed:
-    """What the agent did with a push."""
+    """The agent's result of a push."""
 
     status: int
     answer: dict
@@ -81,7 +81,7 @@ class Pushed:
 
     @property
     def refused(self) -> dict[str | None, ModelError]:
-        """What could not be rendered, by the object's id."""
+        """The errors of objects that `render` refused, by the object's id."""
         return {error.object_id: error for error in self.rendered.refused}
 
 
@@ -120,7 +120,7 @@ class Lab:
 
 
 class Served:
-    """A load balancer that is served, for one test."""
+    """The served load balancer of one test."""
 
     def __init__(self, lab: Lab) -> None:
         self.lab = lab
@@ -166,9 +166,9 @@ class Served:
 
         Args:
             secrets: PEM by reference, for everything the tree refers to.
-            refused: ids of the objects that cannot be rendered; anything else that is refused fails the test.
-            failed: ids of objects that HAProxy has refused before, as the controller tells `render` of them.
-            status: what the agent is expected to answer.
+            refused: ids of the objects that cannot be rendered; any other refusal fails the test.
+            failed: ids of objects that HAProxy has refused before.
+            status: the expected status of the agent's answer.
             tickets: TLS ticket keys, if they are shared.
         """
         rendered = render(tree, failed=failed, shared_tickets=tickets is not None)
@@ -185,24 +185,24 @@ class Served:
         content = Given(text=rendered.text, files=files, pings=dict(rendered.pings))
         return bundle(tree, next(self.lab.generations), self.amphora.id, (_PLUGGED,), content)
 
-    # -- what HAProxy says -------------------------------------------------------------------------------------
+    # -- HAProxy's state ---------------------------------------------------------------------------------------
 
     def statistics(self) -> dict[tuple[str, str], dict[str, str]]:
-        """HAProxy's own statistics by proxy and server name ("FRONTEND", "BACKEND" for the proxies themselves)."""
+        """Return HAProxy's statistics by proxy and server name ("FRONTEND" and "BACKEND" for proxies)."""
         text = self.amphora.ask_haproxy("show stat").removeprefix("# ")
         return {(row["pxname"], row["svname"]): row for row in csv.DictReader(io.StringIO(text))}
 
     def status(self, member_id: str) -> set[str]:
-        """The states of a member in all backends it is in: UP, DOWN, DRAIN, MAINT, no check …"""
+        """Return the states of a member in all its backends: UP, DOWN, DRAIN, MAINT, no check …"""
         return {row["status"] for (_, name), row in self.statistics().items() if name == member_id}
 
     def states(self, pool: str, *names: str, port: int = 80) -> dict[str, str]:
-        """The states of members, by name, in a pool behind one listener; "" as long as a check has not ended."""
+        """Return the states of a pool's members by name; "" before the end of the first check."""
         backend, rows = f"{id_of('pool', pool)}:{id_of('listener', port)}", self.statistics()
         found = {}
         for name in names:
             row = rows[backend, id_of("member", name)]
-            # A check that goes on tells what its connection came to; until its first has ended, a member counts as up.
+            # A running check reports the state of its connection. A member is up until the end of its first check.
             begun = row["status"] == "UP" and row["check_status"] in ("* L4OK", "* L6OK")
             unknown = begun or row["check_status"].removeprefix("* ") in ("", "INI")
             found[name] = "" if unknown and row["status"] not in ("no check", "MAINT") else row["status"]
@@ -217,14 +217,14 @@ class Served:
             raise AssertionError(f"not within {seconds} s: {wanted}, but {found}") from None
 
     def until_learned(self, entries: int) -> None:
-        """Wait until a new worker knows the clients that the one before it had remembered.
+        """Wait until a new worker has received the stick-table entries of its predecessor.
 
-        It serves from its first moment, and asks then (HAProxy's peers): some 100 ms on an idle machine.
+        The worker serves before it receives them (HAProxy's peers): some 100 ms on an idle machine.
         """
         used = re.compile(r"^# table: .*used:(\d+)", re.MULTILINE)
         eventually(
             lambda: sum(map(int, used.findall(self.amphora.ask_haproxy("show table")))) >= entries,
-            f"{entries} clients are remembered",
+            f"the stick tables have {entries} entries",
         )
 
     def until(self, member_id: str, *wanted: str, seconds: float = DEADLINE) -> None:
@@ -237,5 +237,5 @@ class Served:
 
 
 def _content(file: File, secrets: dict[str, str]) -> str:
-    """What render wrote itself, or the secret it named."""
+    """Return the rendered content of a file, or the secret of its reference."""
     return secrets[file.secret.ref] if file.secret is not None else file.content

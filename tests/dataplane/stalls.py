@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The events of a pair in a failed test, and stalls of the machine, to tell a product fault from a slow machine.
+"""Events of a pair and stalls of the machine, to distinguish a product fault from a slow machine.
 
 With the fast setting, a node becomes master after 0.6 s without advertisements. A machine that stalls for that long
-moves the VIPs without a fault, and their connections are reset: the symptoms are those of a fault.
+moves the VIPs and resets their connections without a fault. The symptoms are the same as with a fault.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Stalls:
 
     def __init__(self) -> None:
         self.found: list[tuple[float, float]] = []
-        """When it should have run (seconds since the epoch), and by how much it was late."""
+        """The due time (seconds since the epoch) and the delay of each late run."""
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="stalls")
         self._thread.start()
@@ -40,7 +40,7 @@ class Stalls:
 
 
 def transitions(lines: Iterable[str]) -> list[str]:
-    """keepalived's last lines about the VIP holder and the reason."""
+    """Return keepalived's last lines about VRRP states and their reasons."""
     return [line for line in lines if any(word in line for word in _WORDS)][-_MOST_LINES:]
 
 
@@ -48,15 +48,15 @@ def story(nodes: Iterable, stalls: Sequence[tuple[float, float]]) -> str:
     """Return the text for a failure report; never raises."""
     told = []
     for node in nodes:
-        said: Sequence[str] = ("(it is gone)",)
+        said: Sequence[str] = ("(the node has ended)",)
         with suppress(Exception):
             said = transitions(node.said("keepalived"))
         told += [f"{node}:", *(f"  {line}" for line in said)]
-    told.append(f"when this process had to wait for more than {_LATE} s to run:")
+    told.append(f"stalls of this process of more than {_LATE} s:")
     told += [f"  {_clock(at)}: {late:.2f} s" for at, late in stalls[-_MOST_LINES:]]
-    return "\n".join([*told, *([] if stalls else ["  never"])])
+    return "\n".join([*told, *([] if stalls else ["  none"])])
 
 
 def _clock(moment: float) -> str:
-    """As keepalived writes it, and hundredths."""
+    """Return a time in keepalived's format, with hundredths of a second."""
     return time.strftime("%H:%M:%S", time.localtime(moment)) + f"{moment % 1:.2f}"[1:]

@@ -51,7 +51,7 @@ mount --bind "$1/etc" /etc/amphora-agent
 mount --bind "$1/var" /var/lib/amphora-agent
 while umount /sys/fs/cgroup 2>/dev/null || umount -R /sys/fs/cgroup 2>/dev/null; do :; done
 mount -t cgroup2 cgroup2 /sys/fs/cgroup
-# As diskimage/ makes them.
+# The users of the image (diskimage/).
 number=64001
 for user in amphora-responder amphora-checker; do
     getent passwd $user >/dev/null || {
@@ -68,7 +68,7 @@ exec env -i container=amphora-test SYSTEMD_UNIT_PATH="$1/units:/run/systemd/syst
 
 
 def cgroups() -> Path | None:
-    """Where the host has its version 2 cgroups."""
+    """Return the mount point of the host's version 2 cgroups, or None."""
     for line in Path("/proc/mounts").read_text().splitlines():
         _, place, kind, *_ = line.split()
         if kind == "cgroup2":
@@ -77,7 +77,7 @@ def cgroups() -> Path | None:
 
 
 def missing() -> str | None:
-    """Return why this machine cannot run such an amphora."""
+    """Return why this machine cannot run such an amphora, or None."""
     if not SYSTEMD.exists():
         return "systemd is not installed"
     if cgroups() is None:
@@ -105,7 +105,7 @@ class SystemdAmphora(Amphora):
         (units / "systemd-journald.service").write_text(_JOURNAL)
         for name in (AGENT, "amphora-netns.service"):
             shutil.copy(IMAGE_UNITS / name, units)
-        # The files are there already.
+        # The test has written the files of the configuration drive.
         (units / "amphora-config-drive.service").write_text("[Service]\nType=oneshot\nExecStart=/bin/true\n")
         (units / f"{AGENT}.d/test.conf").write_text(
             f"[Service]\nExecStart=\nExecStart={sys.executable} -m amphora_agent.server\n"
@@ -113,13 +113,13 @@ class SystemdAmphora(Amphora):
         )
         sources = {ROOT, Path(sys.prefix), Path(sys.base_prefix)}
         if any(place.is_relative_to(home) for place in sources for home in ("/home", "/root")):
-            # The image has nothing there, and daemons see nothing of it; here Python and the sources are shown to them.
+            # The image hides home directories from daemons. The daemons of this test need Python and the sources there.
             (units / "amphora-.service.d").mkdir()
             shown = " ".join(map(str, sorted(sources)))
             (units / "amphora-.service.d/test.conf").write_text(
                 f"[Service]\nProtectHome=tmpfs\nBindReadOnlyPaths={shown}\n"
             )
-            # A file of the same name takes the place of that one: this unit shares the machine's mounts.
+            # A file of the same name replaces that drop-in, because this unit shares the machine's mounts.
             (units / "amphora-netns.service.d").mkdir()
             (units / "amphora-netns.service.d/test.conf").write_text("[Service]\n")
         for name in ("systemd-journald.service", AGENT):
@@ -157,7 +157,7 @@ class SystemdAmphora(Amphora):
             eventually(lambda place=place: _removed(Path(place)), "the cgroup is empty")
 
     def shut_down(self) -> None:
-        """Shut it down as an operator does."""
+        """Shut the amphora down as an operator does."""
         self.disconnect()
         left = descendants(self._process.pid)
         os.kill(self.init(), signal.SIGRTMIN + 4)
@@ -165,7 +165,7 @@ class SystemdAmphora(Amphora):
         self.power_off()
 
     def inside(self, *command: str) -> list[str]:
-        """The command line that runs something within."""
+        """Return the command line that runs a command inside the amphora."""
         return ["nsenter", f"--target={self.init()}", "--all", "--", *command]
 
     def run(self, *command: str, check: bool = True) -> str:
@@ -182,7 +182,7 @@ class SystemdAmphora(Amphora):
         return None
 
     def file(self, path: str) -> Path:
-        """A file within."""
+        """Return the host's path of a file inside the amphora."""
         return Path(f"/proc/{self.init()}/root{path}")
 
     def log(self) -> str:

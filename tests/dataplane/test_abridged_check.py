@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The abridged check of a large pool: HAProxy checks the changed servers only, with the same result as a full check."""
+"""Abridged checks of large pools: HAProxy checks changed servers only, with a full check's result."""
 
 from __future__ import annotations
 

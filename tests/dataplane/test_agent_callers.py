@@ -83,7 +83,7 @@ def agent(tmp_path_factory):
     ("name", "purposes"),
     [
         ("controller", [CLIENT]),
-        # As by Octavia's guide for operators, and by procedures that name no purpose.
+        # Certificates by Octavia's guide for operators, and by procedures without a purpose.
         ("www.example.com", [CLIENT, EMAIL]),
         ("controller", []),
     ],
@@ -97,7 +97,7 @@ def test_a_controller_is_answered(agent, name, purposes):
 @pytest.mark.parametrize(
     ("name", "purposes", "why"),
     [
-        # As Octavia's own generator issues to amphorae.
+        # Octavia's generator issues such certificates to amphorae.
         (OTHER, [SERVER, CLIENT], AMPHORA_PURPOSE),
         ("controller", [CLIENT, SERVER], AMPHORA_PURPOSE),
         (OTHER, [CLIENT], AMPHORA_NAME),
@@ -109,7 +109,7 @@ def test_a_controller_is_answered(agent, name, purposes):
 def test_an_amphora_is_not_answered(agent, name, purposes, why):
     before = agent.identity.refused.copy()
     assert not agent.answers(name, *purposes)
-    # The gate is one thread: after this answer it has counted what came before.
+    # The gate is one thread, so it has counted the refusal before this answer.
     assert agent.answers("controller", CLIENT)
     assert agent.identity.refused - before == {why: 1}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agent as a service: its connections, its certificate, and the responder that keeps running after it ends."""
+"""The agent's connections and certificate, and the responder, which runs without the agent."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def client(amphora):
 
 @pytest.fixture
 def controller(network):
-    """Calls in the controller's namespace."""
+    """Run functions in the controller's namespace."""
     return network.thread("ctl").run
 
 
@@ -127,8 +127,8 @@ def exchange(connection, method, path, body=None):
         return answer.status, json.loads(answer.read())
 
 
-def test_unresponsive_agent_stops_no_other(amphora, controller):
-    """More clients of each kind than threads; fewer authenticated ones start a request."""
+def test_unresponsive_clients_delay_no_other_client(amphora, controller):
+    """The silent clients of each kind exceed the threads; clients with an unfinished request do not."""
     known = amphora.tls(amphora.client_certificate)
 
     def dial(*said):
@@ -157,7 +157,7 @@ def test_unresponsive_agent_stops_no_other(amphora, controller):
         for _ in range(3):
             assert amphora.call("GET", "/v2/info")[0] == 200
             amphora.disconnect()
-        # More than the limit: the oldest is closed first.
+        # Above the limit, the gate closes the oldest connection first.
         lingering += controller(lambda: [dial() for _ in range(tls_gate.MOST + 10)])
         assert amphora.call("GET", "/v2/info")[0] == 200
         refused = amphora.call("GET", "/v2/diagnostics")[1]["certificate"]["refused_handshakes"]
@@ -167,7 +167,7 @@ def test_unresponsive_agent_stops_no_other(amphora, controller):
             one.close()
 
 
-# -- the agent's death ----------------------------------------------------------------------------------------------
+# -- a killed agent -------------------------------------------------------------------------------------------------
 
 
 def member_rows(amphora):
@@ -183,30 +183,30 @@ def test_killed_agent_leaves_no_process(amphora):
     both = [master, *amphora_lab.children(master)]
     assert len(both) == 2
     amphora.supervisor(op="stop", name="amphora-agent", signal=9)
-    eventually(lambda: not any(map(amphora_lab.alive, both)), "both of its processes are gone")
+    eventually(lambda: not any(map(amphora_lab.alive, both)), "both processes of the agent have ended")
 
 
 def test_pinged_members_and_metrics_do_not_need_the_agent(amphora, network):
     assert amphora.push(1, pinged("m1", "m2") + PROMETHEUS, pings=PINGS)[0] == 200
     one, two = (MEMBER_IDS[name] for name in ("m1", "m2"))
-    eventually(lambda: [row[0] for row in member_rows(amphora).values()] == ["UP", "UP"], "both are up")
+    eventually(lambda: [row[0] for row in member_rows(amphora).values()] == ["UP", "UP"], "both members are up")
     responder = amphora.status("amphora-responder")
     argv = amphora.status("amphora-agent")["argv"]
     amphora.disconnect()
     amphora.supervisor(op="stop", name="amphora-agent", signal=9)
-    # It is asked, and tells what is: one member is lost and found while there is no agent; the other one never is.
+    # Without an agent, the responder detects the failure and the recovery of one member. The other one stays up.
     with dropping_echoes_to(network, amphora_lab.MEMBERS["m1"]):
-        eventually(lambda: member_rows(amphora)[one][0] == "DOWN", "a member that does not answer is down")
-    eventually(lambda: member_rows(amphora)[one][0] == "UP", "it is up again")
+        eventually(lambda: member_rows(amphora)[one][0] == "DOWN", "the member without answers is down")
+    eventually(lambda: member_rows(amphora)[one][0] == "UP", "the member is up again")
     assert member_rows(amphora)[two] == ("UP", "0")
     status, _, said = network.thread("cl").run(scrape)
     assert status == 200
     assert f'member="{one}",state="UP"}} 1' in said
-    # The agent comes back and finds what it needs.
+    # The restarted agent uses the running responder.
     amphora.supervisor(op="start", name="amphora-agent", argv=argv, inner=False, restart=True)
     eventually(amphora.answers, "the agent answers")
     assert amphora.push(2, pinged("m2") + PROMETHEUS, pings={two: PINGS[two]})[0] == 200
-    eventually(lambda: amphora.call("GET", "/v2/bundle")[1]["generation"] == 2, "it applies")
+    eventually(lambda: amphora.call("GET", "/v2/bundle")[1]["generation"] == 2, "the agent reports generation 2")
     after = amphora.status("amphora-responder")
     assert (after["pid"], after["starts"]) == (responder["pid"], responder["starts"])
     assert member_rows(amphora)[two][0] == "UP"
@@ -216,7 +216,7 @@ def test_a_killed_responder_is_restarted(amphora):
     assert amphora.push(1, pinged("m1"), pings=PINGS)[0] == 200
     before = amphora.status("amphora-responder")
     amphora.supervisor(op="signal", name="amphora-responder", signal=9)
-    eventually(lambda: amphora.status("amphora-responder")["starts"] > before["starts"], "it starts again")
+    eventually(lambda: amphora.status("amphora-responder")["starts"] > before["starts"], "the responder restarts")
     eventually(lambda: member_rows(amphora)[MEMBER_IDS["m1"]][0] == "UP", "the member is up")
 
 
@@ -226,11 +226,11 @@ def copied(tmp_path, monkeypatch):
     place = tmp_path / "sources"
     shutil.copytree(ROOT / "amphora_agent", place / "amphora_agent")
     monkeypatch.setattr(amphora_lab, "ROOT", place)
-    monkeypatch.chdir(place)  # what `python -m` looks in first
+    monkeypatch.chdir(place)  # `python -m` searches this directory first
     return place / "amphora_agent"
 
 
-def test_a_new_version_takes_over_and_no_check_fails(copied, network, authority, tmp_path):
+def test_a_new_version_replaces_the_responder_without_a_failed_check(copied, network, authority, tmp_path):
     (tmp_path / "amphora").mkdir()
     network.plug()
     amphora = Amphora(network, tmp_path / "amphora", authority, forked=False)
@@ -239,7 +239,7 @@ def test_a_new_version_takes_over_and_no_check_fails(copied, network, authority,
         eventually(amphora.answers, "the agent answers", 30)
         assert str(copied) in " ".join(amphora.status("amphora-responder")["argv"])
         assert amphora.push(1, pinged("m1", "m2"), pings=PINGS)[0] == 200
-        eventually(lambda: [row[0] for row in member_rows(amphora).values()] == ["UP", "UP"], "both are up")
+        eventually(lambda: [row[0] for row in member_rows(amphora).values()] == ["UP", "UP"], "both members are up")
         responder = amphora.status("amphora-responder")
         inside = Namespace(Path(f"/proc/{amphora.init()}/root/run/netns/amphora-haproxy"))
         try:
@@ -247,7 +247,7 @@ def test_a_new_version_takes_over_and_no_check_fails(copied, network, authority,
             with (copied / "responder/metric_families.py").open("a") as source:
                 source.write("# changed\n")
             amphora.supervisor(op="signal", name="amphora-agent", signal=9)
-            eventually(lambda: inside.run(version) not in (None, before), "another version answers", 30)
+            eventually(lambda: inside.run(version) not in (None, before), "the responder's new version answers", 30)
         finally:
             inside.close()
         after = amphora.status("amphora-responder")
@@ -297,7 +297,7 @@ def put(amphora, pem, **more):
     return amphora.call("PUT", "/v2/certificate", {"certificate": pem, **more})
 
 
-def test_a_new_certificate_is_shown_at_once(amphora, client, controller):
+def test_a_new_certificate_is_presented_at_once(amphora, client, controller):
     kept = controller(amphora.connection, amphora.tls(amphora.client_certificate))
     try:
         assert controller(exchange, kept, "GET", "/v2/info")[0] == 200
@@ -308,14 +308,14 @@ def test_a_new_certificate_is_shown_at_once(amphora, client, controller):
         assert client_expiry(amphora) != before
         assert client_expiry(amphora) == said.expires_at.strftime("%Y-%m-%dT%H:%M:%SZ")
         assert (amphora.write("x", "").parent / "etc/server.pem").stat().st_mode & 0o777 == 0o600
-        # A connection from before goes on.
+        # The earlier connection continues.
         assert controller(exchange, kept, "GET", "/v2/info")[0] == 200
     finally:
         kept.close()
-    # And so it is after a start.
+    # The restarted agent presents the new certificate.
     starts = amphora.status("amphora-agent")["starts"]
     amphora.supervisor(op="signal", name="amphora-agent", signal=9)
-    eventually(lambda: amphora.status("amphora-agent")["starts"] > starts, "the agent starts again")
+    eventually(lambda: amphora.status("amphora-agent")["starts"] > starts, "the agent restarts")
     eventually(amphora.answers, "the agent answers")
     assert controller(shown, amphora) == der_of(new)
 
@@ -332,15 +332,15 @@ def test_a_wrong_certificate_changes_nothing(amphora, controller):
         "of another authority": (other.issue(amphora.id, SERVER), {}),
         "expired": (own.issue(amphora.id, SERVER, hours=-1), {}),
         "of a client": (own.issue(amphora.id, CLIENT), {}),
-        "with another one's key": (
+        "with the key of another certificate": (
             good.partition("-----BEGIN PRIVATE")[0] + better[better.index("-----BEGIN P") :],
             {},
         ),
         "without a key": (good.partition("-----BEGIN PRIVATE")[0], {}),
         "no PEM": ("nonsense", {}),
-        "with an authority that is none": (good, {"server_ca": "nonsense"}),
-        "with clients' authority that is none": (good, {"client_ca": "nonsense"}),
-        "that excludes its sender": (good, {"client_ca": pki.Authority("other").pem}),
+        "with an invalid server authority": (good, {"server_ca": "nonsense"}),
+        "with an invalid client authority": (good, {"client_ca": "nonsense"}),
+        "with a client authority that excludes the sender": (good, {"client_ca": pki.Authority("other").pem}),
     }
     before = controller(shown, amphora)
     said = ""
@@ -358,7 +358,7 @@ def test_a_wrong_certificate_changes_nothing(amphora, controller):
 
 
 def test_authorities_are_exchanged_in_three_steps(amphora, controller):
-    """The new ones beside the old ones, then certificates of the new ones, then the new ones alone."""
+    """The agent trusts both authorities, gets certificates of the new one, then trusts only that one."""
     old, new = amphora.authority, Authority("newer")
     both = old.pem + new.pem
     assert put(amphora, new.issue(amphora.id, SERVER), client_ca=both, server_ca=both)[0] == 200
@@ -377,7 +377,7 @@ def test_authorities_are_exchanged_in_three_steps(amphora, controller):
         controller(shown, amphora, old.pem)
 
 
-def test_an_expired_amphora_is_enrolled_again(amphora, client, controller):
+def test_an_expired_certificate_is_replaced(amphora, client, controller):
     etc = amphora.write("x", "").parent / "etc"
     amphora.disconnect()
     (etc / "server.pem").write_text(amphora.authority.issue(amphora.id, SERVER, hours=-1))
@@ -388,7 +388,7 @@ def test_an_expired_amphora_is_enrolled_again(amphora, client, controller):
     assert controller(client.info, amphora.id, AMPHORA).amphora_id == amphora.id
 
 
-def test_a_file_that_cannot_be_read_leaves_the_agent_its_certificate(amphora, controller):
+def test_an_unreadable_file_does_not_replace_the_certificate(amphora, controller):
     """The compute backend may write files with an expired CA, for example."""
     etc = amphora.write("x", "").parent / "etc"
     before = controller(shown, amphora)
@@ -422,7 +422,7 @@ def test_diagnostics_contain_no_secrets(amphora, tenant, network):
     assert amphora.push(1, text(listener(["m1"], extra=cookie), tls), {name: certificate.pem})[0] == 200
 
     def misbehave():
-        """What HAProxy keeps for `show errors`."""
+        """Send an invalid request, which HAProxy keeps for `show errors`."""
         with socket.create_connection((VIP, 80), 5) as connection:
             connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\nAuthorization: canary-of-a-user\r\nBad Header: x\r\n\r\n")
             connection.recv(4096)
@@ -455,7 +455,7 @@ def test_a_silent_service_affects_its_own_part_only(amphora):
 
 
 def test_status_of_ten_thousand_members(amphora):
-    """Fewer bytes than the controller's client reads; the time is HAProxy's and this machine's."""
+    """The diagnostics are smaller than the limit of the controller's client."""
     lines = [
         f"    server {uuid.uuid5(uuid.NAMESPACE_DNS, str(n))} 198.51.100.101:{1024 + n} weight 1\n"
         for n in range(10000)

@@ -121,7 +121,7 @@ def test_members_are_added_and_removed_without_reload_or_failed_request(amphora)
     assert client.failures == []
     assert amphora.status("haproxy")["pid"] == master
     assert f"\nPid: {worker}\n" in amphora.ask_haproxy("show info")
-    # The file says the same: what the running HAProxy was told is what a new one would read.
+    # The file on disk has the same changes as the running HAProxy.
     configuration = (amphora.var / "haproxy.cfg").read_text()
     assert MEMBER_IDS["m3"] in configuration
     assert MEMBER_IDS["m1"] not in configuration
@@ -186,7 +186,7 @@ def _down(amphora):
     return "\n".join(row for row in amphora.ask_haproxy("show stat -1 4 -1").splitlines() if ",DOWN," in row)
 
 
-def test_no_listener_means_no_haproxy(amphora):
+def test_haproxy_stops_with_the_last_listener(amphora):
     amphora.push(1, text(listener(["m1"])))
     status, answer = amphora.push(2, None)
     assert (status, answer["how"], answer["loaded"]) == (200, "stop", {"listeners": [], "members": 0})
@@ -208,7 +208,7 @@ def test_interfaces_follow_the_bundle(amphora):
     assert amphora.call("GET", "/v2/diagnostics")[1]["interfaces"] == found
     assert amphora.push(4, None, interfaces=[])[0] == 200
     assert amphora.call("GET", "/v2/diagnostics")[1]["interfaces"] == []
-    assert amphora.push(5, text(listener(["m1"])))[0] == 200  # found outside again
+    assert amphora.push(5, text(listener(["m1"])))[0] == 200  # the interface is in the outer namespace
     assert fetch(amphora) == (200, "m1")
 
 
@@ -233,7 +233,7 @@ def test_a_new_vip_is_announced(amphora):
             hardware = bytes.fromhex(MAC.replace(":", ""))
             seen["arp"] += frame[12:14] == b"\x08\x06" and frame[28:32] == frame[38:42] == socket.inet_aton(VIP)
             target = socket.inet_pton(socket.AF_INET6, VIP6)
-            # An answer to a solicitation of a neighbour has the neighbour's address; an announcement goes to all nodes.
+            # The answer to a solicitation goes to the neighbour; an announcement goes to all nodes.
             to_all = frame[:6] == bytes.fromhex("333300000001") and frame[6:12] == hardware
             seen["advertisement"] += to_all and frame[54:55] == b"\x88" and frame[62:78] == target
     finally:
@@ -302,7 +302,7 @@ def test_early_changes_are_rolled_back_after_a_refused_check(amphora):
 def test_edited_interfaces_are_repaired_with_any_change(amphora, change):
     amphora.push(1, text(listener(["m1"])))
     before = amphora.call("GET", "/v2/diagnostics")[1]["interfaces"]
-    # Until nothing is announced any more, the agent looks at everything with each change anyway.
+    # The agent checks all interfaces with each change until its announcements end.
     for generation in (2, 3):
         assert amphora.push(generation, text(listener(["m1", "m2"][: generation - 1])))[0] == 200
     inner = f"/proc/{amphora.init()}/root/run/netns/amphora-haproxy"
@@ -311,5 +311,5 @@ def test_edited_interfaces_are_repaired_with_any_change(amphora, change):
     status, answer = amphora.push(4, text(listener(["m1"])))
     assert (status, answer["how"]) == (200, "runtime"), answer
     assert amphora.call("GET", "/v2/diagnostics")[1]["interfaces"] == before
-    # A check that failed meanwhile has taken the member down; the next one brings it back.
-    eventually(lambda: fetch(amphora, VIP) == fetch(amphora, VIP6) == (200, "m1"), "it serves")
+    # A check that failed meanwhile has set the member down; the next check sets it up.
+    eventually(lambda: fetch(amphora, VIP) == fetch(amphora, VIP6) == (200, "m1"), "the amphora serves both families")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of the benchmark's adapter that start daemons or enter namespaces, once each, at the smallest size.
+"""The parts of the benchmark's adapter that start daemons or enter namespaces, at the smallest size.
 
 `tests/unit/benchmarks/test_adapters.py` tests the other parts.
 """
@@ -77,7 +77,7 @@ class Room:
 
 
 def family(one):
-    """A process and its descendants."""
+    """Return a process and its descendants."""
     return [one, *(descendant for child in one.children() for descendant in family(child))]
 
 
@@ -112,7 +112,7 @@ class Ctx:
 
 
 class Https:
-    """Replaces the harness's class of this name: each request has a connection of its own."""
+    """Replaces the harness's class of this name: each request uses a new connection."""
 
     def __init__(self, room, port, pki):
         self._room, self._port = room, port
@@ -154,7 +154,7 @@ def pki(room, authority):
     return {name: str(room.place / name) for name in files}
 
 
-def test_an_agent_serves_what_the_harness_pushes(made, room, pki, side_by_side):
+def test_an_agent_serves_the_bundles_of_the_harness(made, room, pki, side_by_side):
     marker = identifier("marker")
     given = made.agent_prepare(pki, spec(policy=True), {"marker": marker}, AGENT_PORT)
     assert given["url"] == f"https://127.0.0.1:{AGENT_PORT}"
@@ -191,7 +191,7 @@ def test_an_agent_serves_what_the_harness_pushes(made, room, pki, side_by_side):
         assert pushed("upload_only")[1] is False
         assert pushed("reload_only") == ("reload", False)
         assert pushed("full_push_b")[1] is True
-    assert generations == sorted(set(generations)), "each push has a generation of its own"
+    assert generations == sorted(set(generations)), "a push has no newer generation"
     assert given["config_bytes"] > 1000
 
 
@@ -199,11 +199,11 @@ def test_a_side_without_a_result_is_left_out(side_by_side):
     assert side_by_side.compare.Ctx().interleave({"ours": [1.0], "incumbent": []}) == {"ours": [1.0]}
 
 
-# --- a HAProxy of the harness's -------------------------------------------------------------------------------
+# --- HAProxy of the harness -----------------------------------------------------------------------------------
 
 
 def haproxy(room):
-    """A configuration file and its statistics socket, in the places of the harness."""
+    """Write HAProxy's configuration as the harness does; return the file and its statistics socket."""
     folder = room.place / "hap"
     folder.mkdir()
     file, stats = folder / "h.cfg", folder / "h.sock"

@@ -26,7 +26,7 @@ MONITOR = {
     "codes": [],
 }
 SERVER = virtual_server(*(member(name, address) for name, address in PLACES.items()), monitor=MONITOR)
-# What is said in time is said because it has changed.
+# A heartbeat that is earlier than this interval is due to a change.
 SELDOM = 3600.0
 
 
@@ -95,14 +95,14 @@ def words(said):
 
 @pytest.mark.parametrize("machine", [SELDOM], indirect=True)
 def test_a_failed_member_is_reported_at_once(machine):
-    assert machine.status("amphora-checker") is None, "no checker without UDP listeners"
+    assert machine.status("amphora-checker") is None, "a checker runs without UDP listeners"
     machine.serve(SERVER)
     ids = {name: name_of("member", name) for name in PLACES}
-    said = machine.heard(lambda said: words(said) == dict.fromkeys(ids.values(), "UP"), "both are up")
+    said = machine.heard(lambda said: words(said) == dict.fromkeys(ids.values(), "UP"), "both members are up")
     assert said["listeners"][ID]["status"] == "OPEN"
     assert said["pools"][NAME]["status"] == "UP"
     machine.members.pop("c1").close()
-    machine.heard(lambda said: words(said) == {ids["c1"]: "DOWN", ids["c2"]: "UP"}, "one is down")
+    machine.heard(lambda said: words(said) == {ids["c1"]: "DOWN", ids["c2"]: "UP"}, "one member is down")
     status, found = machine.call("GET", "/v2/diagnostics")
     assert status == 200
     pool = found["virtual servers"]["listeners"][ID]["pool"]
@@ -110,17 +110,17 @@ def test_a_failed_member_is_reported_at_once(machine):
     assert "amphora_virtual" in found["virtual table"]
     assert any("is DOWN: port unreachable" in line for line in found["checker log"])
     machine.start_member("c1")
-    machine.heard(lambda said: words(said) == dict.fromkeys(ids.values(), "UP"), "it is back")
+    machine.heard(lambda said: words(said) == dict.fromkeys(ids.values(), "UP"), "both members are up again")
     pid = machine.checker()
     machine.serve()
-    eventually(lambda: not alive(pid), "there is no checker without virtual servers")
-    machine.heard(lambda said: said["pools"] == {}, "nothing is told of what is gone")
+    eventually(lambda: not alive(pid), "the checker has ended")
+    machine.heard(lambda said: said["pools"] == {}, "heartbeats contain no pool")
 
 
 @pytest.mark.parametrize("machine", [0.5], indirect=True)
-def test_no_count_is_lost(machine):
+def test_counters_survive_restarts_of_each_process(machine):
     machine.serve(SERVER)
-    machine.heard(lambda said: set((words(said) or {"": ""}).values()) == {"UP"}, "both are up")
+    machine.heard(lambda said: set((words(said) or {"": ""}).values()) == {"UP"}, "both members are up")
     total = 0
 
     def counted(more):
@@ -138,9 +138,9 @@ def test_no_count_is_lost(machine):
     counted(5)
     before = machine.checker()
     os.kill(before, signal.SIGKILL)
-    assert machine.members["c1"], "and clients are served meanwhile"
+    assert machine.members["c1"], "member c1 does not run"
     counted(3)
-    eventually(lambda: machine.checker() not in (None, before), "another one runs")
+    eventually(lambda: machine.checker() not in (None, before), "another checker runs")
     assert machine.checker() != before
     (worker,) = children(machine.outside_pid(machine.status("amphora-agent")["pid"]))
     os.kill(worker, signal.SIGKILL)
@@ -150,8 +150,8 @@ def test_no_count_is_lost(machine):
     counted(2)
     machine.serve(SERVER, virtual_server(port=PORT + 1, pool_id=None, monitor=None))
     counted(1)
-    machine.serve()  # and the table with it
-    machine.heard(lambda said: ID not in said["listeners"], "it is gone")
+    machine.serve()  # this removes the table, too
+    machine.heard(lambda said: ID not in said["listeners"], "heartbeats do not contain the listener")
     machine.serve(SERVER)
     counted(2)
     machine.terminate()
@@ -159,7 +159,7 @@ def test_no_count_is_lost(machine):
     machine.network.unplug()
     machine.network.plug()
     machine.start()
-    machine.heard(lambda said: set((words(said) or {"": ""}).values()) == {"UP"}, "both are up again")
+    machine.heard(lambda said: set((words(said) or {"": ""}).values()) == {"UP"}, "both members are up again")
     found = counted(3)
     assert found["bytes_in"] > 20 * total
     assert found["bytes_out"] > 20 * total
@@ -169,27 +169,27 @@ def test_no_count_is_lost(machine):
 def test_checks_continue_after_the_agent_is_killed(machine):
     machine.serve(SERVER)
     ids = {name: name_of("member", name) for name in PLACES}
-    machine.heard(lambda said: words(said) == dict.fromkeys(ids.values(), "UP"), "both are up")
+    machine.heard(lambda said: words(said) == dict.fromkeys(ids.values(), "UP"), "both members are up")
     pid = machine.checker()
     (worker,) = children(machine.outside_pid(machine.status("amphora-agent")["pid"]))
     os.kill(worker, signal.SIGKILL)
     machine.members.pop("c1").close()
-    machine.heard(lambda said: words(said) == {ids["c1"]: "DOWN", ids["c2"]: "UP"}, "one is down")
+    machine.heard(lambda said: words(said) == {ids["c1"]: "DOWN", ids["c2"]: "UP"}, "one member is down")
     assert machine.checker() == pid
 
 
 @pytest.mark.parametrize("machine", [0.5], indirect=True)
-def test_heartbeats_go_on_while_the_checker_is_silent(machine):
+def test_heartbeats_continue_while_the_checker_is_stopped(machine):
     """Heartbeats report HAProxy's listeners too; a push waits for the checker."""
     machine.serve(SERVER)
-    machine.heard(lambda said: set((words(said) or {"": ""}).values()) == {"UP"}, "both are up")
+    machine.heard(lambda said: set((words(said) or {"": ""}).values()) == {"UP"}, "both members are up")
     pid = machine.checker()
     other = virtual_server(member("c1", PLACES["c1"]), monitor=MONITOR)
     os.kill(pid, signal.SIGSTOP)
     try:
         with apart(machine) as push:
             answer = push(machine.bundle(machine.generation + 1, None, virtual_servers=[other]))
-            # More than may have been sent before; without them the mailbox raises TimeoutError.
+            # More heartbeats than the agent may have sent before. The mailbox raises TimeoutError without them.
             heard = [machine.mailbox.next().sequence for _ in range(6)]
             assert sorted(set(heard)) == heard
             assert not answer.done()

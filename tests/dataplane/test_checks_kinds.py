@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checker detects failed and recovered members with every kind of check, over real sockets in namespaces."""
+"""The checker detects failed and recovered members with every kind of check, over real sockets."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_failed_members_recover(place, checker):
         ip(f"-n {place.members} addr del {where} dev eth0")
     try:
         become(("DOWN", "DOWN"))
-        # The state is public before the engine has been told.
+        # The checker publishes the state before it calls the engine.
         eventually(lambda: set(checker.told()[-1]["up"].values()) == {False}, "the engine forwards to no member")
     finally:
         for _, where, extra in places:
@@ -114,14 +114,14 @@ def test_failed_members_recover(place, checker):
     ("kind", "seen"),
     [("TCP", "refused"), ("UDP-CONNECT", "port unreachable"), ("SCTP", "protocol unreachable"), ("HTTP", "refused")],
 )
-def test_why_it_is_down(checker, kind, seen):
+def test_a_failed_check_reports_its_reason(checker, kind, seen):
     checker.serve(server(member(3), checked=monitor(kind)))
     checker.become("DOWN")
     assert seen in next(iter(checker.members().values()))["reason"]
 
 
 def test_an_absent_host_is_down(checker):
-    """The kernel detects it after three seconds, later than the check's time-out."""
+    """The kernel detects an absent host after three seconds, later than the check's time-out."""
     kinds = ("TCP", "UDP-CONNECT", "SCTP", "PING", "HTTP")
     wanted = [
         replace(
@@ -137,10 +137,10 @@ def test_an_absent_host_is_down(checker):
     def down():
         return {one["pool"]["status"] for one in checker.state()["servers"].values()} == {"DOWN"}
 
-    eventually(down, "all of them are down")
+    eventually(down, "all members are down")
 
 
-def test_sctp_that_is_refused_and_what_the_member_is_left_with(place, checker):
+def test_sctp_checks_detect_refusals_and_abort_their_associations(place, checker):
     program = sctp(place, address(4), kind=sctp_packet.ABORT)
     try:
         checker.serve(server(member(4), checked=monitor("SCTP"), protocol="SCTP"))
@@ -171,7 +171,7 @@ def test_a_member_is_checked_at_its_monitor_address(place, checker):
 
 
 def drip(connection):
-    """Send single bytes endlessly: no line is complete within the check's time-out."""
+    """Send single bytes slowly: no line is complete within the check's time-out."""
     connection.recv(4096)
     for byte in b"HTTP/1.1 200 OK" * 3:
         connection.sendall(bytes((byte,)))
@@ -217,7 +217,7 @@ def headers(connection):
         (says(ERROR), "DOWN", "status 503"),
     ],
 )
-def test_members_that_answer_strangely(place, checker, say, word, seen):
+def test_checks_of_unusual_http_answers(place, checker, say, word, seen):
     program = tcp(place, address(7), say=say)
     try:
         checker.serve(server(member(7), checked=monitor("HTTP")))

@@ -91,7 +91,7 @@ def test_a_closed_member_port_is_detected_under_load(place, checker, record_prop
             checker.become("DOWN", "UP")
             record_property("found after (3 checks, 1 s apart)", f"{time.monotonic() - begin:.1f} s")
             assert watched(checker, 4) == ["DOWN"]
-            record_property("a second of clients", str(clients.second()))
+            record_property("sent, received, refused in a second", str(clients.second()))
             one = udp(place, address(1), reply=b"here")
             checker.become("UP", "UP")
             assert watched(checker, 2) == ["UP"]
@@ -125,7 +125,7 @@ def test_the_only_member_fails_under_load(place, checker):
 def test_an_absent_member_host_is_detected_under_load(place, checker):
     """Clients' packets fill the queue in which a check would wait for the link address.
 
-    The kernel believes an address for half a minute to one; here, for a second.
+    The kernel keeps a link address for 30 to 60 seconds; the test sets one second.
     """
     settings = ("base_reachable_time_ms=1000", "delay_first_probe_time=1", "retrans_time_ms=300")
     place.run(place.inner, "sysctl", "-qw", *(f"net.ipv4.neigh.eth0.{one}" for one in settings))
@@ -145,7 +145,7 @@ def test_an_absent_member_host_is_detected_under_load(place, checker):
         one.close()
 
 
-def test_forwarding_goes_on_without_a_checker(place, checker):
+def test_forwarding_continues_without_a_checker(place, checker):
     one, two = udp(place, address(1), reply=b"here"), udp(place, address(2), reply=b"here")
     try:
         checker.serve(server(member(1), member(2), checked=monitor("UDP-CONNECT"), vips=(VIP,)))

@@ -50,10 +50,10 @@ def test_a_status_change_reaches_the_engine_at_once(place, checker):
         program.close()
     checker.become("DOWN")
     since = next(iter(checker.members().values()))["since"]
-    assert checker.told()[-1]["at"] - since < 0.5  # milliseconds; the machine is shared
+    assert checker.told()[-1]["at"] - since < 0.5  # usually milliseconds; other tests use the machine, too
 
 
-def test_a_new_member_waits_for_its_check_and_the_others_stay(place, checker):
+def test_a_new_member_waits_for_its_check_and_the_others_stay_up(place, checker):
     programs = [tcp(place, address(1))]
     try:
         checker.serve(server(member(1), checked=monitor("TCP")))
@@ -81,7 +81,7 @@ def test_a_refused_update_changes_nothing(checker):
     assert checker.state()["digest"] == "1"
 
 
-def test_an_engine_that_fails_is_asked_again(place, checker):
+def test_a_failed_call_of_the_engine_is_retried(place, checker):
     broken = checker.directory / "broken"
     program = tcp(place, address(1))
     try:
@@ -90,12 +90,12 @@ def test_an_engine_that_fails_is_asked_again(place, checker):
         broken.touch()
     finally:
         program.close()
-    eventually(lambda: "broken" in (checker.state()["error"] or ""), "it says that it cannot")
+    eventually(lambda: "broken" in (checker.state()["error"] or ""), "the state contains the error")
     before = len(checker.told())
     broken.unlink()
-    eventually(lambda: len(checker.told()) > before, "it has told the engine")
+    eventually(lambda: len(checker.told()) > before, "the checker calls the engine")
     assert checker.told()[-1]["up"] == {member(1).id: False}
-    eventually(lambda: checker.state()["error"] is None, "all is well")
+    eventually(lambda: checker.state()["error"] is None, "the state contains no error")
 
 
 def test_a_failed_push_keeps_the_former_state(checker):
@@ -117,19 +117,19 @@ def test_member_states_survive_a_replacement(place, checker, number):
         first = replace(wanted, monitor=monitor("TCP"))
         checker.serve(first)
         checker.become("UP", "DOWN")
-        checker.serve(wanted)  # from now on it looks once in an hour
+        checker.serve(wanted)  # from now on the checker checks once an hour
         known = checker.members()
         (checker.directory / "counters").write_text(f'{{"{SERVER}": [1, 10, 100, 1000, 2]}}')
         birth, told = checker.state()["birth"], len(checker.told())
         if number == signal.SIGHUP:
             os.kill(checker.pid, number)
-            eventually(lambda: len(checker.told()) > told and checker.answers(), "its successor answers")
+            eventually(lambda: len(checker.told()) > told and checker.answers(), "the successor answers")
         else:
             checker.kill(number)
             (checker.directory / "counters").write_text(f'{{"{SERVER}": [1, 12, 120, 1200, 2]}}')
             checker.start()
         assert checker.members() == known
-        eventually(lambda: len(checker.told()) > told, "it has told the engine")
+        eventually(lambda: len(checker.told()) > told, "the checker calls the engine")
         assert checker.told()[-1]["up"] == {member(1).id: True, member(2).id: False}
         after = checker.state()
         assert after["birth"] == birth
@@ -154,7 +154,7 @@ def test_counters_continue_after_the_tables_are_recreated(checker):
     for number, total in ((10, 10), (15, 15), (3, 18), (7, 22), (0, 22), (1, 23)):
         counters.write_text(f'{{"{SERVER}": [0, {number}, 0, 0, 0]}}')
         assert checker.state()["servers"][SERVER]["total_connections"] == total
-    said = checker.serve()  # nothing is wanted any more
+    said = checker.serve()  # removes the last listener
     assert said["servers"] == {}
     assert said["former"][SERVER]["total_connections"] == 23
     assert checker.told()[-1]["released"]
@@ -170,13 +170,13 @@ def test_slow_or_invalid_client_delays_no_other(checker):
 
 
 def thousand(kind):
-    """Each of them at one address, at a port of its own. (A real host says "no" once a second.)"""
+    """Return a thousand members at one address, each at a separate port."""
     members = [replace(member(1, port=2000 + number), id=str(UUID(int=5000 + number))) for number in range(THOUSAND)]
     return server(*members, checked=monitor(kind, interval=5, timeout=3, rise=3, fall=3))
 
 
 def open_ports(kind):
-    """The members' sockets; the kernel takes connections for them."""
+    """Return the members' sockets; the kernel accepts their connections."""
     opened = []
     for number in range(THOUSAND):
         one = socket.socket(socket.AF_INET, socket.SOCK_STREAM if kind == "TCP" else socket.SOCK_DGRAM)
@@ -188,20 +188,21 @@ def open_ports(kind):
 
 
 @pytest.mark.parametrize(("kind", "word"), [("UDP-CONNECT", "UP"), ("TCP", "DOWN")])
-def test_a_thousand_members_cost_little(place, checker, kind, word, record_property):
+def test_a_thousand_members_need_little_processor_time(place, checker, kind, word, record_property):
+    # A host with the default limit sends one ICMP error a second.
     place.run(place.members, "sysctl", "-qw", "net.ipv4.icmp_ratelimit=0")
     opened = place.within(place.members, open_ports, kind) if word == "UP" else []
     try:
         begin = time.monotonic()
         checker.serve(thousand(kind))
-        eventually(lambda: set(checker.words()) == {word}, f"each is {word}", 60)
+        eventually(lambda: set(checker.words()) == {word}, f"each member is {word}", 60)
         first = time.monotonic() - begin
         before, begin = checker.cpu(), time.monotonic()
-        time.sleep(6)  # what is measured is what an interval costs
+        time.sleep(6)  # the test measures the cost of an interval
         share = (checker.cpu() - before) / (time.monotonic() - begin)
         record_property(f"first checks of 1,000, {kind}, {word}", f"{first:.1f} s")
         record_property(f"1,000, {kind}, each 5 s, {word}", f"{100 * share:.1f} % of a core, {checker.pss():.1f} MiB")
-        assert first > 2.0, "they do not burst"
+        assert first > 2.0, "the first checks came in a burst"
         assert share < 0.25
         assert set(checker.words()) == {word}
     finally:

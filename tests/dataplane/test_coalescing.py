@@ -49,8 +49,8 @@ def test_only_the_newest_waiting_push_is_applied(serving, order):
             answers = {}
             for place, generation in enumerate(order, start=1):
                 answers[generation] = push(wanted(serving, generation, ["m1", "m2"]))
-                eventually(lambda place=place: changes(serving)["waiting"] == place, f"{place} wait")
-        # One that came during a reload was applied after it.
+                eventually(lambda place=place: changes(serving)["waiting"] == place, f"{place} pushes wait")
+        # The pushes during a reload are applied after it.
         assert second.result(30)[1]["generation"] == 2
         for generation in order:
             status, answer = answers[generation].result(30)
@@ -73,8 +73,8 @@ def test_the_next_newest_push_is_applied_if_the_newest_is_invalid(serving):
             three, four = push(wanted(serving, 3)), push(wanted(serving, 4))
             five = push(wanted(serving, 5, ["m1", "m2"], m2="chek"))
             elsewhere = push({**wanted(serving, 6), "load_balancer_id": serving.id})
-            eventually(lambda: changes(serving)["waiting"] == 4, "four wait")
-            # A foreign or malformed bundle is refused without a wait.
+            eventually(lambda: changes(serving)["waiting"] == 4, "four pushes wait")
+            # The agent refuses a foreign or malformed bundle without a wait.
             assert push({**wanted(serving, 9), "amphora_id": serving.load_balancer_id}).result(10)[0] == 409
             assert push({}).result(10)[0] == 400
         assert elsewhere.result(30)[0] == 409
@@ -99,7 +99,7 @@ def test_many_concurrent_pushes_end_with_the_newest_without_failed_requests(serv
     assert serving.call("GET", "/v2/bundle")[1]["generation"] == 13
 
 
-def test_stick_tables_outlive_reloads_without_a_pause(amphora):
+def test_stick_tables_survive_reloads_in_immediate_succession(amphora):
     """Two pushes always wait, so that reloads follow each other immediately."""
     sticky = "    stick-table type ip size 1k expire 1h peers amphora\n    stick on src\n"
     clients = [f"192.0.2.{n}" for n in range(1, 31)]
@@ -112,8 +112,8 @@ def test_stick_tables_outlive_reloads_without_a_pause(amphora):
             futures = [push(wanted(amphora, n, extra=sticky)) for n in (first, first + 1)]
             assert [future.result(60)[0] for future in futures] in ([200, 200], [409, 200])
             assert futures[1].result()[1]["how"] == "reload"
-    eventually(lambda: generation_in_memory(amphora) == 11, "the last one is served")
+    eventually(lambda: generation_in_memory(amphora) == 11, "the last generation is served")
     answer = eventually(
-        lambda: (a := amphora.ask_haproxy(f"show table {table}")) and "used:30" in a and a, "all entries are there"
+        lambda: (a := amphora.ask_haproxy(f"show table {table}")) and "used:30" in a and a, "the table has all entries"
     )
     assert all(f"key={address} " in answer for address in clients)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A crash, a full disk or a power cut at every point of a change: the amphora serves the last confirmed generation."""
+"""The last confirmed generation is served after a crash, full disk or power cut during a change."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ ALWAYS = [
     Point.FINISHED,
     Point.TIDIED,
 ]
-# From here on the new generation is the confirmed one.
+# The new generation is confirmed at these points.
 AFTER = {Point.CONFIRMED, Point.FINISHED, Point.TIDIED}
 BY_RUNTIME = [*ALWAYS, Point.EARLY]
 BY_RELOAD = [*ALWAYS, Point.HANDED_OVER, Point.RELOADING]
 
 
 def served(amphora) -> tuple[str, int]:
-    """Return the generation that the running HAProxy serves, from its member order and a number."""
+    """Return members and fullconn of the running HAProxy, which identify its generation."""
     rows = [line.split(",") for line in amphora.ask_haproxy("show stat -1 6 -1").splitlines() if "amphora:" not in line]
     members = sorted(row[1] for row in rows if len(row) > 6 and row[1] not in ("svname", "BACKEND"))
     full = next(int(row[6]) for row in rows if len(row) > 6 and row[1] == "BACKEND")
@@ -57,7 +57,7 @@ def wanted(generation: int, number: int, members) -> str:
 
 
 def settled(amphora, generation) -> bool:
-    """Assert that only the confirmed generation is served and stored."""
+    """Return whether this generation is confirmed, and is the only one served and stored."""
     with suppress(OSError, StopIteration, KeyError):
         return (
             amphora.call("GET", "/v2/bundle")[1]["generation"] == generation
@@ -80,11 +80,11 @@ def test_the_agent_is_killed_at_each_point_of_a_change(amphora, by):
         before = agents(amphora)
         push_quietly(amphora, generation, wanted(generation, number, both[current]))
         assert not armed.exists(), f"{point} was not reached"
-        eventually(lambda before=before: not alive(before[-1]), "the agent is dead")
-        eventually(amphora.answers, "the next one answers")
+        eventually(lambda before=before: not alive(before[-1]), "the agent has ended")
+        eventually(amphora.answers, "the restarted agent answers")
         known = amphora.call("GET", "/v2/bundle")[1]["generation"]
         assert known == (generation if point in AFTER else generation - 1), point
-        eventually(lambda known=known: settled(amphora, known), f"{known} is served after {point}")
+        eventually(lambda known=known: settled(amphora, known), f"generation {known} is served after {point}")
         if known != generation:
             assert served(amphora) == expected, point
         assert answered(amphora) in ("m1", "m2")
@@ -117,12 +117,14 @@ def test_haproxy_is_killed_at_each_point_of_a_change(amphora, victim):
             for pid in victims:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            eventually(lambda victims=victims: not any(alive(pid) for pid in victims), "it is dead")
+            eventually(lambda victims=victims: not any(alive(pid) for pid in victims), "HAProxy has ended")
         status, said = answer.result(60)
         known = amphora.call("GET", "/v2/bundle")[1]["generation"]
         assert known == (generation if status == 200 else generation - 1), (point, said)
-        eventually(lambda known=known: settled(amphora, known), f"{known} is served after {point}: {said}", 30)
-        eventually(lambda: answered(amphora) is not None, "it answers")
+        eventually(
+            lambda known=known: settled(amphora, known), f"generation {known} is served after {point}: {said}", 30
+        )
+        eventually(lambda: answered(amphora) is not None, "a member answers")
         if status != 200:
             assert amphora.push(generation, wanted(generation, number, members))[0] == 200
 
@@ -143,10 +145,10 @@ def small(network, authority, tmp_path):
 
 @pytest.mark.parametrize("by", ["runtime", "reload"])
 def test_a_full_disk_at_each_point_of_a_change(small, network, by):
-    """The change is refused before its first step, and completed after it; it is never applied in part."""
+    """The agent refuses the change before its first step, and completes it after that step."""
     both, current, number = [["m1"], ["m1", "m2"]], 0, 100
     assert small.push(1, wanted(1, number, both[0]))[0] == 200
-    assert small.push(2, wanted(2, number, both[0]))[0] == 200  # interfaces are looked at twice
+    assert small.push(2, wanted(2, number, both[0]))[0] == 200  # the agent checks interfaces with two pushes
     generation = 2
     for point in [p for p in (BY_RUNTIME if by == "runtime" else BY_RELOAD) if p not in AFTER]:
         generation += 1
@@ -180,7 +182,7 @@ def test_a_full_disk_prevents_neither_service_after_a_reboot_nor_heartbeats(smal
     network.plug()
     small.start()
     eventually(lambda: answered(small) is not None, "the last confirmed generation is served")
-    eventually(lambda: settled(small, 2), "nothing is left to do")
+    eventually(lambda: settled(small, 2), "only generation 2 is served and stored")
     assert served(small)[1] == 101
     eventually(lambda: int((small.var / "epoch").read_text() or 0) > epoch, "heartbeats are sent, under a newer epoch")
     filler.unlink()
@@ -189,7 +191,7 @@ def test_a_full_disk_prevents_neither_service_after_a_reboot_nor_heartbeats(smal
 
 @pytest.mark.parametrize("point", [Point.MARKED, Point.SWITCHED, Point.RELOADING, Point.LOADED, Point.CONFIRMED])
 def test_a_power_cut_at_any_point_with_a_full_disk(small, network, point):
-    """A file system in memory loses nothing in a power cut: this is about the order of things, not about fsync."""
+    """Checks the order of writes, not fsync: a file system in memory loses nothing in a power cut."""
     assert small.push(1, wanted(1, 100, ["m1"]))[0] == 200
     with held_at(small, point, small.bundle(2, wanted(2, 101, ["m1", "m2"]))) as answer:
         fill(small)
@@ -199,9 +201,9 @@ def test_a_power_cut_at_any_point_with_a_full_disk(small, network, point):
         assert answer.exception(60) is not None
     network.plug()
     small.start()
-    eventually(lambda: answered(small) is not None, "something is served")
+    eventually(lambda: answered(small) is not None, "a member answers")
     generation = 2 if point is Point.CONFIRMED else 1
-    eventually(lambda: settled(small, generation), f"{generation} is served")
+    eventually(lambda: settled(small, generation), f"generation {generation} is served")
     assert served(small)[1] == 99 + generation
     (small.var / "filler").unlink()
     assert small.push(2, wanted(2, 101, ["m1", "m2"]))[0] == 200
@@ -215,9 +217,9 @@ def test_the_agent_is_killed_between_two_certificates(amphora, tenant, network):
     for generation, point in enumerate((Point.FILES, Point.SWITCHED, Point.RELOADING, Point.LOADED), start=2):
         arm(amphora, point)
         push_quietly(amphora, generation, secure(extra=f"    fullconn {generation}\n"), files(new))
-        eventually(amphora.answers, "the next one answers")
-        eventually(lambda: not (amphora.var / "unfinished").exists(), "what was before is served")
-        eventually(lambda: shown(amphora) == old.der, "with its certificate")
+        eventually(amphora.answers, "the restarted agent answers")
+        eventually(lambda: not (amphora.var / "unfinished").exists(), "the rollback is finished")
+        eventually(lambda: shown(amphora) == old.der, "the former certificate is presented")
         assert amphora.call("GET", "/v2/bundle")[1]["generation"] == generation - 1
         assert amphora.push(generation, secure(), files(old))[0] == 200
     arm(amphora, Point.LOADED)
@@ -238,15 +240,15 @@ def test_a_failed_change_is_rolled_back_without_a_push(amphora):
     assert amphora.push(1, wanted(1, 100, ["m1"]))[0] == 200
     squat = f"import socket; s = socket.create_server(('{VIP}', 8080)); print('bound', flush=True); s.accept()"
     amphora.supervisor(op="start", name="squatter", argv=["python3", "-c", squat], inner=True, restart=False)
-    eventually(lambda: "bound" in amphora.supervisor(op="log", name="squatter")["lines"], "the port is taken")
+    eventually(lambda: "bound" in amphora.supervisor(op="log", name="squatter")["lines"], "the port is in use")
     second = text(listener(["m1"], extra="    fullconn 101\n", port=8080))
     with held_at(amphora, Point.RELOADING, amphora.bundle(2, second)) as answer:
         master, _ = haproxy_pids(amphora)
         os.kill(master, signal.SIGKILL)
-        eventually(lambda: not alive(master), "it is dead")
+        eventually(lambda: not alive(master), "the master has ended")
     status, said = answer.result(90)
     assert status == 500, said
     eventually(lambda: settled(amphora, 1), "the first generation is served again", 30)
     assert served(amphora)[1] == 100
-    eventually(lambda: answered(amphora) == "m1", "it answers")
+    eventually(lambda: answered(amphora) == "m1", "member m1 answers")
     assert MAC in str(amphora.call("GET", "/v2/diagnostics")[1]["interfaces"])

@@ -45,7 +45,7 @@ class Audited(Amphora):
                 last if found["counts"].get(word, 0) > since and last["repaired"] and not found["unrepaired"] else None
             )
 
-        return eventually(mended, f"{word} is mended")
+        return eventually(mended, f"the drift of {word} is repaired")
 
     def counted(self, word: str) -> int:
         return self.drift()["counts"].get(word, 0)
@@ -53,12 +53,12 @@ class Audited(Amphora):
     def looks(self, more: int = 3) -> None:
         """Wait for this number of audits."""
         before = self.drift()["checks"]
-        eventually(lambda: self.drift()["checks"] >= before + more, "it looks")
+        eventually(lambda: self.drift()["checks"] >= before + more, "the agent audits")
 
     def kill_agent(self) -> None:
         (worker,) = children(self.outside_pid(self.status("amphora-agent")["pid"]))
         os.kill(worker, signal.SIGKILL)
-        eventually(lambda: not alive(worker), "the agent's worker is dead")
+        eventually(lambda: not alive(worker), "the agent's worker has ended")
         eventually(self.answers, "the agent answers")
 
     def edit(self, name: str, before: str, after: str, *, rename: bool = False) -> None:
@@ -92,12 +92,12 @@ def audited(machine):
     state = machine.call("GET", "/v2/bundle")[1]
     status, answer = machine.push((state["generation"] or 0) + 1, TEXT, allowed=ALLOWED)
     assert status == 200, answer
-    eventually(lambda: machine.network.thread("cl").run(get)[0] == 200, "it serves")
-    eventually(lambda: not machine.drift()["unrepaired"], "nothing is left of an earlier test")
+    eventually(lambda: machine.network.thread("cl").run(get)[0] == 200, "the amphora serves")
+    eventually(lambda: not machine.drift()["unrepaired"], "the drift of an earlier test is repaired")
     return machine
 
 
-# Manual change, word in the report, and whether clients stay undisturbed.
+# Manual change, and its word in the report.
 BY_HAND = {
     "file-in-place": (lambda one: one.edit("haproxy.cfg", "timeout client 10s", "timeout client 1s"), "haproxy.cfg"),
     "file-replaced": (
@@ -179,7 +179,7 @@ def test_changes_that_stop_the_service_are_repaired(audited, case):
     assert again[1]["how"] == "unchanged", again
 
 
-def test_a_reload_by_hand_with_another_file_is_noticed_after_the_file_is_put_back(audited):
+def test_a_manual_reload_with_another_file_is_detected_after_the_file_is_restored(audited):
     before = audited.counted("haproxy.cfg")
     audited.looks()
     file = audited.var / "haproxy.cfg"
@@ -218,7 +218,7 @@ def test_a_restarted_agent_serves_the_confirmed_text_after_a_repair(audited):
 
 
 def test_changes_without_an_agent_are_detected(audited):
-    """The text is in no other file then: the amphora says that it has confirmed nothing, and is pushed."""
+    """No other file has the confirmed text: the amphora reports no generation, and needs a push."""
     generation = audited.call("GET", "/v2/bundle")[1]["generation"]
     master = audited.outside_pid(audited.status("amphora-agent")["pid"])
     (worker,) = children(master)
@@ -226,7 +226,7 @@ def test_changes_without_an_agent_are_detected(audited):
     os.kill(worker, signal.SIGKILL)
     audited.edit("haproxy.cfg", "timeout client 10s", "timeout client 4s")
     os.kill(master, signal.SIGCONT)
-    eventually(lambda: not alive(worker), "the agent's worker is dead")
+    eventually(lambda: not alive(worker), "the agent's worker has ended")
     eventually(audited.answers, "the agent answers")
     assert audited.call("GET", "/v2/bundle")[1]["generation"] is None
     assert audited.push(generation, TEXT, allowed=ALLOWED)[0] == 200
@@ -236,7 +236,7 @@ def test_changes_without_an_agent_are_detected(audited):
 def test_a_missing_interface_is_reported_until_it_returns(audited, mailbox_of):
     mailbox = mailbox_of(audited)
     audited.network.unplug()
-    heard = eventually(lambda: "interface" in mailbox.next().document.get("drift", []) or None, "it is said")
+    heard = eventually(lambda: "interface" in mailbox.next().document.get("drift", []) or None, "drift is reported")
     assert heard
     said = mailbox.next().document
     assert said["drift"] == ["interface"]
@@ -244,12 +244,12 @@ def test_a_missing_interface_is_reported_until_it_returns(audited, mailbox_of):
     assert any(MAC in sentence for sentence in said["drifted"]["sentences"])
     assert audited.drift()["unrepaired"] == ["interface"]
     audited.network.plug()
-    eventually(lambda: "drift" not in mailbox.next().document, "it is well again")
-    eventually(lambda: audited.network.thread("cl").run(get)[0] == 200, "it serves")
+    eventually(lambda: "drift" not in mailbox.next().document, "heartbeats report no drift")
+    eventually(lambda: audited.network.thread("cl").run(get)[0] == 200, "the amphora serves")
 
 
 @pytest.mark.parametrize("how", ["written", "removed"])
-def test_an_emptied_file_is_reported_and_repaired_by_the_same_push(audited, how):
+def test_a_changed_file_is_reported_and_repaired_by_the_same_push(audited, how):
     name = f"tls/{LISTENER}/policy.pem"
     wanted = text(listener(["m1", "m2"]))
     generation = audited.call("GET", "/v2/bundle")[1]["generation"] + 1
@@ -263,10 +263,10 @@ def test_an_emptied_file_is_reported_and_repaired_by_the_same_push(audited, how)
     else:
         file.unlink()
     with Client(audited.network) as client:
-        eventually(lambda: audited.drift()["unrepaired"] == ["files"], "it is said")
+        eventually(lambda: audited.drift()["unrepaired"] == ["files"], "the agent reports the file")
         status, answer = audited.call("PUT", "/v2/bundle", body)
         assert (status, answer["how"]) == (200, "unchanged"), answer
-        eventually(lambda: audited.drift()["unrepaired"] == [], "it is well again")
+        eventually(lambda: audited.drift()["unrepaired"] == [], "the agent reports no drift")
         client.hears("m1")
     assert client.failures == []
 
@@ -299,7 +299,7 @@ def test_a_reboot_is_no_drift(audited):
     audited.start()
     eventually(audited.answers, "the agent answers")
     audited.network.plug()
-    eventually(lambda: serves(audited), "what was confirmed is served")
+    eventually(lambda: serves(audited), "the confirmed generation is served")
     audited.looks()
     assert audited.call("GET", "/v2/bundle")[1]["generation"] == generation
     assert audited.drift()["unrepaired"] == []

@@ -46,7 +46,7 @@ def mended(node, word, do):
         found = drift(node)
         return found["counts"].get(word, 0) > before and not found["unrepaired"] and found["last"]["repaired"]
 
-    eventually(ask, f"{word} is mended")
+    eventually(ask, f"the drift of {word} is repaired")
 
 
 @pytest.mark.parametrize("which", ["holder", "standby"])
@@ -82,9 +82,9 @@ def test_vips_that_move_are_no_drift(booted):
     before = {node: drift(node)["counts"] for node in (first, second)}
     keepalived = first.processes("keepalived")
     os.kill(keepalived[0], signal.SIGTERM)
-    eventually(second.holds, "the other one has the VIPs")
+    eventually(second.holds, "the other node has the VIPs")
     eventually(first.is_well, "keepalived is started again")
     for node in (first, second):
         looks = drift(node)["checks"]
-        eventually(lambda node=node, looks=looks: drift(node)["checks"] >= looks + 3, "it looks")
+        eventually(lambda node=node, looks=looks: drift(node)["checks"] >= looks + 3, "the agent audits")
         assert drift(node)["counts"] == before[node]

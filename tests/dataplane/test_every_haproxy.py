@@ -22,12 +22,12 @@ from wanted import VIP, id_of, listener, load_balancer, member, monitor, pool
 
 pytestmark = [pytest.mark.root, on_every_haproxy]
 FOREVER = 60_000
-"""Milliseconds; each number more is a change that takes a new worker."""
+"""Milliseconds; each other number is a change that needs a new worker."""
 
 
 @pytest.fixture
 def renewed(served):
-    """Push a changed word; assert that a new worker serves."""
+    """Push a changed time-out; assert that a new worker serves."""
 
     def pushed(number: int, *pools, port: int = 80, **more):
         before = worker(served)
@@ -46,8 +46,8 @@ def first(served, *pools, **more) -> None:
 def test_clients_keep_their_members_over_reloads(served, renewed):
     """Stick tables pass from worker to worker, also in immediate succession.
 
-    The first test: HAProxy up to 2.8 keeps a change waiting for five seconds after its start, and longer when young
-    workers have followed each other.
+    This test is the first one, because HAProxy up to 2.8 delays a change for five seconds after its start. The delay is
+    longer after several new workers.
     """
     peers = [served.web(name, (MEMBER, MEMBER6)[place % 2]) for place, name in enumerate("abc")]
     sticky = pool("pool", *map(member, peers), persistence=("SOURCE_IP", None))
@@ -79,8 +79,8 @@ def test_a_reload_right_after_a_start(served, renewed):
         renewed(1, pool("pool", member(served.web("web"))))
 
 
-def test_reloads_cost_no_request(served, renewed):
-    """No request fails: on new connections, on kept ones, and during a response."""
+def test_no_request_fails_during_reloads(served, renewed):
+    """Covers new connections, kept connections, and unfinished requests."""
     web = served.web()
     first(served, pool("pool", member(web)))
     kept, waiting = served.visitor.connect(), served.visitor.connect()
@@ -100,7 +100,7 @@ def test_reloads_cost_no_request(served, renewed):
 
 
 def test_a_worker_that_cannot_start_changes_nothing(served, renewed):
-    """A port is taken: HAProxy reads the file without a complaint, and only the new worker notices."""
+    """Another process uses a port: HAProxy accepts the file, and only the new worker fails."""
     web = served.web()
     first(served, pool("pool", member(web)))
     before = worker(served)
@@ -108,7 +108,7 @@ def test_a_worker_that_cannot_start_changes_nothing(served, renewed):
     served.amphora.supervisor(op="start", name="squatter", argv=["python3", "-c", squat], inner=True, restart=False)
     try:
         log = lambda: served.amphora.supervisor(op="log", name="squatter")["lines"]  # noqa: E731
-        eventually(lambda: "bound" in log(), "the port is taken")
+        eventually(lambda: "bound" in log(), "the port is in use")
         more = load_balancer(listener(80), listener(81), pool("pool", member(web)))
         failed = served.push(more, status=500)
         assert ":81" in failed.answer["error"]["happened"]
@@ -137,21 +137,21 @@ def test_members_that_are_down_stay_down_over_reloads(served, renewed):
     served.until_states("pool", {"good": "UP", "dead": "UP"})
     dead.stop()
     served.until_states("pool", {"good": "UP", "dead": "DOWN"})
-    # The next worker's first check comes so late that what it says before is what it was told.
+    # The next worker checks late, so until then it reports the state of its predecessor.
     for number in (1, 2):
         renewed(number, pool("pool", member(good), member(dead), monitor=monitor("TCP", delay=30, timeout=2)))
         assert served.status(id_of("member", "dead")) == {"DOWN"}
         assert {served.visitor.fetch().member for _ in range(4)} == {"good"}
 
 
-def test_counters_go_on_over_reloads(served, renewed):
+def test_counters_continue_over_reloads(served, renewed):
     """Counters are sums over replaced workers, one of which still has a client."""
     parts = pool("counted", member(served.web("a")), member(served.web("b", MEMBER6)))
     first(served, parts, pool="counted")
     asked: Counter[str] = Counter()
     lasting = served.visitor.connect()
     asked[ask(lasting).member] += 1
-    before = eventually(lambda: metrics(served.amphora), "metrics are told")
+    before = eventually(lambda: metrics(served.amphora), "metrics are available")
     for number in range(1, 4):
         asked.update(served.visitor.fetch().member for _ in range(5))
         renewed(number, parts, pool="counted")
@@ -167,10 +167,10 @@ def test_counters_go_on_over_reloads(served, renewed):
             name: total(after, "member_sessions_total", labels, id_of("member", name)) for name in ("a", "b")
         }
 
-    eventually(told, f"{asked} are told")
+    eventually(told, f"metrics report {asked}")
 
 
-def test_a_worker_that_is_killed(served):
+def test_a_killed_worker_is_replaced(served):
     """The master ends with its worker; the restart reads the file, which contains runtime updates too."""
     a, b = served.web("a"), served.web("b", MEMBER6)
     first(served, pool("pool", member(a)))
@@ -178,7 +178,7 @@ def test_a_worker_that_is_killed(served):
     assert found.how == "runtime"
     master, victim = haproxy_pids(served.amphora)
     os.kill(victim, signal.SIGKILL)
-    eventually(lambda: not alive(master) and not alive(victim), "both are gone")
+    eventually(lambda: not alive(master) and not alive(victim), "master and worker have ended")
     eventually(lambda: not served.visitor.refused(), "a member answers")
     assert {served.visitor.fetch().member for _ in range(4)} == {"a", "b"}
     assert haproxy_pids(served.amphora)[0] != master
@@ -187,8 +187,8 @@ def test_a_worker_that_is_killed(served):
     assert served.visitor.fetch().member == "a"
 
 
-def test_operators_are_not_warned(served, renewed, tenant):
-    """Of what is deprecated or dangerous in the whole of what HAProxy reads: the machine's part, the head, the text."""
+def test_haproxy_logs_no_warning_about_its_configuration(served, renewed, tenant):
+    """Covers the whole configuration: the machine's part, the head, and the text."""
     certificate = tenant.issue("www.example.com")
     web = served.web("web")
     parts = (
@@ -201,6 +201,6 @@ def test_operators_are_not_warned(served, renewed, tenant):
     served.push(load_balancer(*kept), {"own": certificate.pem})
     said = served.amphora.ask_haproxy("show startup-logs")
     lines = [*said.splitlines(), *served.amphora.supervisor(op="log", name="haproxy")["lines"]]
-    # What a worker says of a member that it was told is down looks like a complaint about the configuration too.
+    # A worker's message about a member that is down from its start has the form of a warning.
     complaints = [line for line in lines if re.search(r"deprecated|parsing \[|config : (?!Server )", line)]
     assert complaints == []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files beside HAProxy's configuration: certificates with their keys, authorities, revocation lists."""
+"""The files beside HAProxy's configuration: certificates with keys, authorities, revocation lists."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def run_directory(amphora) -> Path:
 
 
 def sets(amphora) -> list[dict[str, str]]:
-    """The sets of files in the amphora's memory: each file's content by its name."""
+    """Return the sets of files in the amphora's memory: each file's content by its name."""
     root = run_directory(amphora) / "files"
     found = sorted(root.iterdir()) if root.exists() else []
     return [{str(f.relative_to(d)): f.read_text() for f in d.rglob("*") if f.is_file()} for d in found]
@@ -77,7 +77,7 @@ def test_a_listener_is_served_with_its_files_and_a_certificate_is_replaced(ampho
         assert (status, answer.get("how")) == (200, "runtime"), answer
         assert answer["reason"] == f"file {PEM} of listener {LISTENER} has another content"
         assert presented(amphora) == new.der
-        # A change of members alone needs no reload, whatever files there are.
+        # A change of members needs no reload with files, either.
         assert amphora.push(3, secure(["m1", "m2"]), files(new))[1]["how"] == "runtime"
         client.hears("m2")
     assert client.failures == []
@@ -85,7 +85,7 @@ def test_a_listener_is_served_with_its_files_and_a_certificate_is_replaced(ampho
     for place in (run_directory(amphora) / "files").rglob("*"):
         expected = 0o100600 if place.is_file() else 0o40700
         assert (place.stat().st_mode, place.stat().st_uid) == (expected, 0)
-    # What is the same was not written again.
+    # The agent does not rewrite an unchanged file.
     assert next((run_directory(amphora) / "files").glob("*/" + LIST)).stat().st_ino == inode
     status, answer = amphora.push(4, text(listener(["m1", "m2"])))
     assert (status, answer.get("how")) == (200, "reload"), answer
@@ -160,7 +160,7 @@ def test_the_amphora_serves_after_a_restart_of_the_agent(amphora, tenant):
     assert amphora.status("haproxy")["pid"] == haproxy
     os.kill(amphora.outside_pid(haproxy), signal.SIGKILL)
     eventually(lambda: amphora.status("haproxy")["pid"] not in (None, haproxy), "HAProxy is started again")
-    eventually(lambda: shown(amphora) == certificate.der, "it serves again")
+    eventually(lambda: shown(amphora) == certificate.der, "the listener serves again")
 
 
 def shown(amphora) -> bytes | None:
@@ -173,7 +173,7 @@ def shown(amphora) -> bytes | None:
 def kill_agent(amphora) -> None:
     (worker,) = children(amphora.outside_pid(amphora.status("amphora-agent")["pid"]))
     os.kill(worker, signal.SIGKILL)
-    eventually(lambda: not alive(worker), "the agent is dead")
+    eventually(lambda: not alive(worker), "the agent has ended")
     eventually(amphora.answers, "the agent answers")
 
 
@@ -183,7 +183,7 @@ def test_a_rebooted_agent_without_keys_reports_the_lost_generation(amphora, mail
     confirmed = (amphora.var / "confirmed.json").read_text()
     assert "BEGIN" not in confirmed
     assert hashlib.sha256(certificate.pem.encode()).hexdigest() in confirmed
-    eventually(lambda: mailbox.next().document["generation"] == 7, "7 is reported")
+    eventually(lambda: mailbox.next().document["generation"] == 7, "a heartbeat reports generation 7")
     epoch = mailbox.next().epoch
     amphora.power_off()
     network.unplug()
@@ -200,18 +200,18 @@ def test_a_rebooted_agent_without_keys_reports_the_lost_generation(amphora, mail
     assert amphora.status("haproxy") is None
     status, answer = amphora.push(6, secure(), files(certificate))
     assert (status, answer["generation"]) == (409, 7)
-    # Refused by HAProxy: nothing is served before, nothing after.
+    # HAProxy refuses the bundle; the amphora serves no generation before and after it.
     assert amphora.push(7, secure(), {**files(certificate), PEM: "nothing\n"})[0] == 422
     assert amphora.call("GET", "/v2/bundle") == (200, nothing)
     status, answer = amphora.push(7, secure(), files(certificate))
     assert (status, answer.get("how")) == (200, "start"), answer
     assert presented(amphora) == certificate.der
     assert amphora.call("GET", "/v2/bundle")[1]["lost_generation"] is None
-    eventually(lambda: mailbox.next().document["generation"] == 7, "7 is reported again")
+    eventually(lambda: mailbox.next().document["generation"] == 7, "a heartbeat reports generation 7 again")
     assert amphora.push(7, secure(), files(certificate))[1]["how"] == "unchanged"
 
 
-def test_the_limits_of_the_process_are_those_of_the_bundle_and_never_above_the_machines(amphora):
+def test_the_limits_of_the_bundle_apply_up_to_the_limits_of_the_machine(amphora):
     def limits() -> tuple[int, int]:
         info = dict(re.findall(r"^(\w+): (\d+)$", amphora.ask_haproxy("show info"), re.MULTILINE))
         return int(info["Maxconn"]), int(info["Nbthread"])
@@ -277,7 +277,7 @@ def test_private_keys_are_in_their_files_only(network, authority, tmp_path, tena
         root = Path(f"/proc/{amphora.init()}/root")
         written = {f: f.read_bytes() for f in written_files(root, tmp_path)}
         secret = run_directory(amphora) / "files"
-        # The search would find them: it does where they have to be.
+        # The search works: it finds a key in its own file.
         assert any(tells(pairs[1], content) for file, content in written.items() if secret in file.parents)
         for pair in pairs:
             assert not tells(pair, everything.encode())
@@ -289,13 +289,13 @@ def test_private_keys_are_in_their_files_only(network, authority, tmp_path, tena
 
 
 def tells(pair: pki.Certificate, content: bytes) -> bool:
-    """Whether a piece of a key is in something; the key's first line says only of what kind it is."""
+    """Return whether the content has a part of a key; a key's first line contains only its type."""
     lines = pair.key_pem.splitlines()[2:-1]
     return any(line[n : n + 12].encode() in content for line in lines for n in range(0, len(line) - 11, 4))
 
 
 def written_files(root: Path, directory: Path):
-    """Every file of the amphora's own."""
+    """Yield every file of the amphora."""
     for place in (root / "run", root / "var/lib/amphora-agent", root / "etc/amphora-agent", directory):
         for file in place.rglob("*"):
             if file.is_file() and not file.is_symlink() and file.stat().st_size < 10**7 and "netns" not in file.parts:
@@ -312,7 +312,7 @@ def test_no_process_or_file_of_the_amphora_remains(amphora, tenant):
 
 @pytest.mark.parametrize("removed", [False, True])
 def test_the_agent_recovers_from_a_kill_at_any_moment_of_a_push(amphora, tenant, removed):
-    """Swept over the time a push takes; whatever was reached, what is confirmed and what is served agree again."""
+    """Kills the agent at twelve moments of a push; the confirmed generation is served each time."""
     pairs = [tenant.issue("www.example.com", number=number) for number in (0, 1)]
     assert amphora.push(1, secure(), files(pairs[0]))[0] == 200
     began = time.monotonic()
@@ -332,8 +332,8 @@ def test_the_agent_recovers_from_a_kill_at_any_moment_of_a_push(amphora, tenant,
         known = amphora.call("GET", "/v2/bundle")[1]["generation"]
         assert known in (generation - 1, generation)
         expected = pair if known == generation else pairs[1 - step % 2]
-        eventually(lambda expected=expected: shown(amphora) == expected.der, "what is confirmed is served")
-        eventually(lambda: len(sets(amphora)) == 1, "nothing is left over")
+        eventually(lambda expected=expected: shown(amphora) == expected.der, "the confirmed certificate is presented")
+        eventually(lambda: len(sets(amphora)) == 1, "one set of files remains")
         eventually(lambda: not (amphora.var / "unfinished").exists(), "the change is finished")
         status, answer = amphora.push(generation, secure(), content)
         assert status == 200, answer

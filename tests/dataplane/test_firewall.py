@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The amphora's firewall in a real kernel: the rules for permitted sources, and their effect on clients."""
+"""The amphora's firewall in a real kernel: rules for permitted sources, and their effect on clients."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_edited_firewall_rules_are_repaired(wire):
         assert wire.everything()["nft"] == before
 
 
-def test_a_machine_without_nftables_serves_nothing_that_is_restricted(wire, monkeypatch):
+def test_a_restricted_listener_is_refused_without_nftables(wire, monkeypatch):
     monkeypatch.setattr(libnftables, "_library", lambda: None)
     monkeypatch.setenv("PATH", "/nonexistent")
     first = bundle(eth1())
@@ -57,7 +57,7 @@ def test_a_machine_without_nftables_serves_nothing_that_is_restricted(wire, monk
     assert addresses(wire) == {FIXED, FIXED6, VIP, VIP6}
 
 
-def test_without_the_library_the_command_does_the_same(wire, monkeypatch):
+def test_the_nft_command_has_the_same_result_as_the_library(wire, monkeypatch):
     wanted = bundle(
         allowed=(
             (80, ["192.0.2.0/24", "10.0.1.0/24", "10.0.2.0/24", "::ffff:192.0.2.0/120"]),
@@ -75,7 +75,7 @@ def test_without_the_library_the_command_does_the_same(wire, monkeypatch):
     assert "table" not in wire.everything()["nft"]
 
 
-def test_with_many_files_open_the_library_is_left_alone(wire):
+def test_the_library_is_not_used_with_many_open_files(wire):
     """The library uses select(2), and aborts the process if its descriptor is above 1023."""
     text = firewall.render(firewall.restrictions_of(bundle(allowed=((80, []),))))
     null = os.open("/dev/null", os.O_RDONLY)
@@ -117,7 +117,7 @@ class Callers:
         while not self._ending.is_set():
             with socket.socket() as opened:
                 opened.settimeout(10)
-                # It ends with a reset: nothing waits.
+                # The connection ends with a reset, without TIME_WAIT.
                 opened.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 try:
                     opened.connect(self._target)
@@ -151,7 +151,7 @@ def taking(server: socket.socket, ending: threading.Event) -> None:
 
 @pytest.mark.parametrize("before", [True, False], ids=["changed", "from nothing"])
 def test_permitted_client_is_not_refused_during_a_change(wire, before):
-    """A set of ranges that comes with its rules is asked before it answers: some of ten thousand were refused."""
+    """The kernel may query a set before it is complete, and then refuses permitted clients."""
     wire.change(bundle(eth1()))
     neighbours(wire, "198.51.100.12/24")
     ours = "198.51.100.0/24"
@@ -178,7 +178,7 @@ def test_permitted_client_is_not_refused_during_a_change(wire, before):
 
 
 def at(wire, address: str, port: int):
-    """A server in the load balancer's namespace."""
+    """Open a server in the load balancer's namespace."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     opened = wire.inner.run(socket.socket, family, socket.SOCK_STREAM)
     opened.bind((address, port))
@@ -204,7 +204,7 @@ def neighbours(wire, *own: str) -> None:
 
 
 def test_only_partners_reach_vrrp_and_stick_tables(wire):
-    """Entries of stick tables and advertisements of VRRP; HAProxy's own next process is no stranger."""
+    """HAProxy's next process on the same amphora reaches the stick tables, too."""
     wire.change(bundle(eth1(), allowed=((1025, []),), vrrp=PAIR))
     neighbours(wire, "198.51.100.12/24", "198.51.100.13/24")
     outside = wire.spaces["peer"]
@@ -226,14 +226,14 @@ def test_only_partners_reach_vrrp_and_stick_tables(wire):
 
 
 def test_the_loopback_is_open(wire):
-    """HAProxy's checks ask the agent's responder there, whatever port a listener has."""
+    """HAProxy's checks reach the agent's responder on the loopback, with any port of a listener."""
     wire.change(bundle(eth1(), allowed=((9101, []),)))
     neighbours(wire, "198.51.100.12/24")
     with at(wire, "127.0.0.1", 9101), at(wire, "::1", 9101), at(wire, "198.51.100.5", 9101):
         assert reaches(wire.inner, "127.0.0.1", "127.0.0.1", 9101)
         assert reaches(wire.inner, "::1", "::1", 9101)
         assert not reaches(wire.spaces["peer"], "198.51.100.12", "198.51.100.5", 9101)
-        # The load balancer itself is a client like any other where it is asked by its VIP.
+        # The rules treat the load balancer as any other client of its VIP.
         assert not reaches(wire.inner, "198.51.100.11", "198.51.100.5", 9101)
 
 
@@ -245,7 +245,7 @@ def worker(served) -> str:
 
 
 def refused(served, source: str, port: int = 80) -> bool:
-    """Whether a client is answered with a reset, by the kernel and at once."""
+    """Return whether the kernel resets a client's connection at once."""
     vip = "2001:db8:1::5" if ":" in source else "198.51.100.5"
     with suppress(ConnectionRefusedError):
         served.visitor.connect(port, vip, source=source).close()
@@ -304,7 +304,7 @@ def test_a_thousand_networks(served):
 
 
 class Attempts:
-    """Requests without a pause from one place to one port; a refused client continues."""
+    """Continuous requests from one address to one port; a refused client continues."""
 
     def __init__(self, served, source: str, port: int) -> None:
         self.answered = 0
@@ -330,9 +330,9 @@ class Attempts:
                 self.refused += 1
 
     def goes_on(self) -> None:
-        """Wait for some more, so that what was done before has been seen."""
+        """Wait for further attempts, which follow the last change."""
         before = self.answered + self.refused
-        eventually(lambda: self.answered + self.refused > before + 5, "it is tried")
+        eventually(lambda: self.answered + self.refused > before + 5, "the client has sent further requests")
 
     def __enter__(self) -> Attempts:
         self._thread.start()
@@ -345,7 +345,7 @@ class Attempts:
 
 @pytest.mark.feature("listener.allowed_cidr")
 def test_a_restricted_listener_is_never_open(served):
-    """A restriction is added, changed and removed, and another listener takes the port: others are never served."""
+    """Other clients are never served while restrictions and listeners change."""
     parts = pool("pool", member(served.web()))
 
     def closed(port, **more):
@@ -363,7 +363,7 @@ def test_a_restricted_listener_is_never_open(served):
             stranger.goes_on()
         assert not refused(served, CLIENT, 81)
     assert stranger.answered == 0
-    # A client that is permitted before and after is permitted meanwhile.
+    # A client that is permitted before and after a change is permitted during it.
     served.push(load_balancer(listener(80), parts))
     with Attempts(served, CLIENT, 80) as friend:
         for wanted in ((closed(80),), (closed(80), listener(81)), (listener(80), closed(81))):
@@ -374,14 +374,14 @@ def test_a_restricted_listener_is_never_open(served):
 
 
 @pytest.mark.feature("listener.allowed_cidr")
-def test_after_a_failed_push_the_former_networks_hold(served):
+def test_a_failed_push_keeps_the_former_networks(served):
     web = served.web()
     tree = load_balancer(listener(80, allowed_cidrs=(f"{CLIENT}/32",)), pool("pool", member(web)))
     served.push(tree)
     before = served.amphora.call("GET", "/v2/diagnostics")[1]["firewall"]
     generation = next(served.lab.generations)
     document = {"allowed": [{"port": 80, "networks": ["0.0.0.0/0", "::/0"]}]}
-    # HAProxy refuses the text, and then an interface is missing.
+    # HAProxy refuses the first text; an interface of the second bundle is missing.
     status, answer = served.amphora.push(generation, "defaults\n    no such words\n", **document)
     assert status == 422, answer
     status, answer = served.amphora.push(

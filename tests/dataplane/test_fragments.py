@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fragments do not bypass the firewall: listeners with allowed CIDRs, VRRP, and the stick tables of a pair."""
+"""Fragments do not bypass the firewall of listeners, VRRP, and the stick tables of a pair."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ def version(request):
 
 @pytest.fixture(params=[False, True], ids=["TCP alone", "UDP too"])
 def restricted(request, wire, version):
-    """A machine with these rules."""
+    """A namespace with the rules."""
     restrict(wire, version, udp=request.param)
     return wire
 
 
 def taken(wire, version: int, source: str, target: str, port: int) -> set[str]:
-    """The forms in which a segment from there is answered by the server."""
+    """Return the forms of a segment from a source that the server answers."""
     ends, sent = Ends(source, target), {}
     with closing(Link(wire, version)) as link:
         for name, make in {**DROPPED[version], **UNUSUAL[version], **SERVED[version]}.items():
             sent[next_port := next(_ports)] = name
             link.send(make(ends, next(_numbers), TCP, fragments.syn(ends, next_port, port)))
-        # Answered by the server or by the rules, after all others.
+        # The server or the rules answer this segment after all others.
         last = next(_ports)
         link.send(SERVED[version]["whole"](ends, next(_numbers), TCP, fragments.syn(ends, last, port)))
         replies = link.replies(last)
@@ -50,7 +50,7 @@ def taken(wire, version: int, source: str, target: str, port: int) -> set[str]:
 
 
 @pytest.mark.parametrize(("port", "own"), [(80, False), (firewall.PEERS_PORT, True)], ids=["listener", "stick tables"])
-def test_a_segment_in_pieces_obeys_the_rules(restricted, version, port, own):
+def test_the_rules_apply_to_fragmented_segments(restricted, version, port, own):
     target = (OWN if own else VIP)[version]
     with serving(restricted, version, target, port):
         assert taken(restricted, version, FORBIDDEN[version], target, port) == set()
@@ -59,7 +59,7 @@ def test_a_segment_in_pieces_obeys_the_rules(restricted, version, port, own):
         )
 
 
-def test_an_advertisement_in_pieces_obeys_the_rules(restricted, version):
+def test_the_rules_apply_to_fragmented_advertisements(restricted, version):
     forms = {**DROPPED[version], **UNUSUAL[version], **SERVED[version]}
     with (
         closing(Link(restricted, version)) as link,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random packets against the firewall: the amphora answers exactly those that a model of reassembly predicts.
+"""The amphora answers exactly the random packets that a model of reassembly predicts.
 
     AMPHORA_FRAGMENTS_SEED=7 ./run-tests tests/dataplane/test_fragments_random.py
 
@@ -21,13 +21,13 @@ from restricted import ALLOWED, FORBIDDEN, RST, SYN_ACK, VIP, Link, restrict, se
 pytestmark = pytest.mark.root
 
 SEED = int(os.environ.get("AMPHORA_FRAGMENTS_SEED", "1"))
-# The kernel keeps fragments of packets that are never complete for up to a minute, and has room for those of about
-# 4,000 packets in a namespace. Then it drops all fragments.
+# The kernel keeps fragments of incomplete packets for up to a minute, and of at most about 4,000 packets in a
+# namespace. Above this limit, it drops all fragments.
 _PACKETS = 1500
 RESTRICTED, OPEN = 80, 81
-# Packets on their way at once: the kernel forgets fragments that 64 others of their sender follow.
+# Packets in flight at once: the kernel drops fragments after 64 later ones of the same sender.
 _TOGETHER = 3
-# Packets for one answer that says that all before were taken; with their fragments fewer than a queue of the kernel's.
+# Packets before one answer that confirms all of them; the kernel's queue can hold their fragments.
 _BATCH = 30
 
 
@@ -37,7 +37,7 @@ def version(request):
 
 
 def answers(found: Sample, version: int) -> set[int | None]:
-    """The flags of TCP with which a packet may be answered; None for silence."""
+    """Return the TCP flags of the possible answers to a packet; None means no answer."""
     served = found.allowed or found.port == OPEN
     answer = SYN_ACK if served else RST | 0x10
     return {Fate.WHOLE: {answer}, Fate.LOST: {None}, Fate.EITHER: {answer, None}}[found.fate(version)]
@@ -47,7 +47,7 @@ def answers(found: Sample, version: int) -> set[int | None]:
 @pytest.mark.parametrize(
     "seed", [SEED, *(pytest.param(SEED + more, marks=pytest.mark.extended) for more in range(1, 11))]
 )
-def test_random_packets_obey_the_rules(wire, version, udp, seed):
+def test_the_rules_apply_to_random_packets(wire, version, udp, seed):
     restrict(wire, version, udp=udp)
     chance, ports = random.Random(seed), itertools.count(10000)
     ends = {allowed: Ends(each[version], VIP[version]) for allowed, each in ((True, ALLOWED), (False, FORBIDDEN))}
@@ -71,7 +71,7 @@ def test_random_packets_obey_the_rules(wire, version, udp, seed):
                 if found not in expected:
                     wrong.append(f"{one} was answered by {found}, not by one of {expected}")
     assert not wrong, f"seed {seed}, {len(wrong)} of {_PACKETS} packets:\n" + "\n".join(wrong[:5])
-    # Each kind of packet was among them.
+    # The sample contains each kind of packet.
     for allowed, port in itertools.product((True, False), (RESTRICTED, OPEN)):
         answer = SYN_ACK if allowed or port == OPEN else RST | 0x10
         assert {(Fate.WHOLE, allowed, port, answer), (Fate.LOST, allowed, port, None)} <= seen

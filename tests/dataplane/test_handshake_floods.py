@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agent under a flood of TLS handshakes without a controller certificate from the management network."""
+"""The agent under a flood of TLS handshakes without a controller's certificate."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ pytestmark = pytest.mark.root
 STRANGER, NEWCOMER = "203.0.113.66", "203.0.113.67"
 INTERVAL = 0.5
 SECONDS = 3.0
-# Begins handshakes for as long as it is told to, and says how many it began, and how many the agent answered. Each is a
-# whole ClientHello: what it costs is the server's answer.
+# Starts handshakes for the given time, and prints the numbers of started and of answered handshakes. Each handshake
+# sends a whole ClientHello, because the server's answer is the expensive part.
 FLOOD = """
 import json, selectors, socket, ssl, sys, time
 source, target, seconds = sys.argv[1], sys.argv[2], float(sys.argv[3])
@@ -64,7 +64,7 @@ print(json.dumps([begun, answered]), flush=True)
 
 @pytest.fixture
 def addresses(network):
-    """More of them in the controller's namespace."""
+    """Add client addresses to the controller's namespace."""
     name = network.name("ctl")
     for address in (STRANGER, NEWCOMER):
         ip(f"-n {name} addr add {address}/24 dev eth0")
@@ -75,7 +75,7 @@ def addresses(network):
 
 @pytest.fixture
 def flood(addresses):
-    """Begins one; what it has come to can be read from its output."""
+    """Return a function that starts a flood, whose output contains the result."""
     begun = []
 
     def begin():
@@ -130,8 +130,8 @@ def test_a_flood_delays_neither_heartbeats_nor_controllers(amphora, network, mai
     assert refused["too many handshakes from there"] > 0
 
 
-def test_without_a_certificate_no_address_becomes_known(amphora, network, addresses):
-    """A complete handshake without a controller's certificate does not make its address known."""
+def test_a_handshake_without_a_certificate_makes_no_address_known(amphora, network, addresses):
+    """The handshake is complete, but has no controller's certificate."""
     context = amphora.tls(None)
 
     def strangers() -> int:

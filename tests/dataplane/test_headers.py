@@ -13,7 +13,7 @@ pytestmark = pytest.mark.root
 
 ADDRESSES = {VIP: CLIENT, VIP6: CLIENT6}
 FORWARDED = ("X-Forwarded-For", "X-Forwarded-Port", "X-Forwarded-Proto")
-# Octavia's API takes them; there is one sensible meaning.
+# Octavia's API accepts these headers; each contains the client's address.
 ALSO = ("X-Forwarded-IP", "X-Client-IP", "X-Real-IP")
 OF_CLIENTS = (
     "X-SSL-Client-Verify",
@@ -35,12 +35,12 @@ def terminated(port: int = 443, **more):
 
 @pytest.fixture(scope="module")
 def clients():
-    """The authority of clients, which has nothing to do with the servers' one."""
+    """The clients' authority, which differs from the servers' authority."""
     return Authority("clients")
 
 
 def of(seen) -> dict[str, str]:
-    """The inserted headers that the member saw; each one once."""
+    """Return the inserted headers that the member received; assert that each occurs once."""
     found = {name: seen.values(name) for name in EVERY if seen.values(name)}
     assert all(len(values) == 1 for values in found.values()), found
     return {name: values[0] for name, values in found.items()}
@@ -53,7 +53,7 @@ def of(seen) -> dict[str, str]:
 )
 @pytest.mark.parametrize("vip", VIPS)
 @pytest.mark.parametrize("protocol", ["HTTP", "PROXY", "PROXYV2"])
-def test_where_a_request_came_from(served, vip, protocol):
+def test_forwarded_headers_describe_the_client(served, vip, protocol):
     web = served.web(proxied=protocol != "HTTP")
     served.push(
         load_balancer(listener(8080, insert_headers=FORWARDED + ALSO), pool("pool", member(web), protocol=protocol))
@@ -75,7 +75,7 @@ def test_where_a_request_came_from(served, vip, protocol):
     "listener.insert_headers.X-Forwarded-Proto",
 )
 @pytest.mark.parametrize("vip", VIPS)
-def test_where_a_tls_request_came_from(served, tenant, vip):
+def test_forwarded_headers_describe_the_tls_client(served, tenant, vip):
     tree = load_balancer(terminated(8443, insert_headers=FORWARDED), pool("pool", member(served.web())))
     served.push(tree, {"cert": tenant.issue("www.example.com").pem})
     seen = served.visitor.fetch(port=8443, address=vip, tls=trusting(tenant)).seen
@@ -87,7 +87,7 @@ def test_where_a_tls_request_came_from(served, tenant, vip):
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_only_what_is_wanted_is_inserted(served, tenant, clients, name):
+def test_only_the_configured_header_is_inserted(served, tenant, clients, name):
     tree = load_balancer(
         terminated(
             443,
@@ -102,7 +102,7 @@ def test_only_what_is_wanted_is_inserted(served, tenant, clients, name):
     assert set(of(seen)) == {name}
 
 
-def test_without_insert_headers_there_are_none(served):
+def test_no_header_is_inserted_by_default(served):
     served.push(load_balancer(listener(80), pool("pool", member(served.web()))))
     assert of(served.visitor.fetch().seen) == {}
 
@@ -117,7 +117,7 @@ def test_without_insert_headers_there_are_none(served):
     "listener.insert_headers.X-SSL-Client-Not-Before",
     "listener.insert_headers.X-SSL-Client-Not-After",
 )
-def test_identity_of_a_client(served, tenant, clients):
+def test_certificate_headers_identify_the_client(served, tenant, clients):
     subject = named("Ada O'Hara", country_name="GB", organization_name="Engines & Söhne")
     ada = clients.issue("ada.example.com", subject=subject)
     tree = load_balancer(
@@ -149,7 +149,7 @@ def test_identity_of_a_client(served, tenant, clients):
 
 @pytest.mark.feature("listener.insert_headers.X-SSL-Client-Verify", "listener.insert_headers.X-SSL-Client-Has-Cert")
 def test_client_without_a_certificate_is_anonymous(served, tenant, clients):
-    """Nothing that a client says about itself survives, with or without a certificate."""
+    """The listener removes certificate headers of the client."""
     tree = load_balancer(
         terminated(
             insert_headers=OF_CLIENTS,
@@ -201,7 +201,7 @@ HSTS = "Strict-Transport-Security"
     ],
 )
 def test_strict_transport_security(served, tenant, wanted, header):
-    """Once and as configured, in answers of members and of HAProxy."""
+    """Answers of members and of HAProxy contain the configured header once."""
     secrets = {"cert": tenant.issue("www.example.com").pem}
     web = served.web()
     moved = policy("REDIRECT_TO_URL", 1, rule("PATH", "EQUAL_TO", "/old"), redirect_url="https://example.com/")
@@ -215,7 +215,7 @@ def test_strict_transport_security(served, tenant, wanted, header):
         reply = served.visitor.fetch(path, port=443, tls=trusting(tenant))
         assert reply.status == status
         assert reply.header(HSTS) == header
-        # A browser has to ignore it on plain HTTP (RFC 6797), and it is not said there.
+        # Browsers ignore the header on plain HTTP (RFC 6797), so HAProxy does not send it.
         assert served.visitor.fetch(port=80).values(HSTS) == []
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """L7 policies on the wire: matches, actions, and the precedence of policies.
 
-Invariant: many cases are served at once, each behind its own rule on the header X-Case, so a request meets the
+Invariant: one listener serves many cases, each behind its own rule on the header X-Case. A request matches the
 policies of one case only.
 """
 
@@ -25,14 +25,14 @@ REDIRECTS = {"redirect_url": URL, "redirect_prefix": "https://moved.example"}
 
 @pytest.fixture
 def pcre2():
-    """For regular expressions, which are PCRE2's: those of every distribution's HAProxy."""
+    """Skip tests of regular expressions without PCRE2, which HAProxy has in every distribution."""
     if not HAProxy("system").pcre2:
-        pytest.skip("the HAProxy that comes first in PATH was built without PCRE2")
+        pytest.skip("the first HAProxy in PATH was built without PCRE2")
 
 
 @dataclass(frozen=True)
 class Case:
-    """A rule, with requests that it is true for, and others."""
+    """A rule with requests that match, and requests that do not match."""
 
     kind: str
     compare: str
@@ -140,7 +140,7 @@ ACTIONS = ("REJECT", "REDIRECT_TO_POOL")
 
 
 def served_at_once(cases, port: int = 80, **more):
-    """A listener with all cases, each with both actions and both ways round; their numbers in order."""
+    """Return a listener with all cases, each with both actions, plain and inverted, numbered in order."""
     numbers = itertools.count(1)
     policies = [
         policy(
@@ -208,7 +208,7 @@ def test_rules(served, pools, vip):
 
 @pytest.mark.usefixtures("pcre2")
 def test_rules_in_http_2(served, pools, tenant):
-    """The host is a pseudo-header there, names are in lower case, and cookies may come in pieces."""
+    """HTTP/2 has a pseudo-header for the host, names in lower case, and cookies in several fields."""
     cases = [*HOSTS, *PATHS[:5], *FIELDS[:6]]
     tls_listener = served_at_once(
         cases, 443, protocol="TERMINATED_HTTPS", default_tls_container_ref="cert", alpn_protocols=("h2",)
@@ -266,7 +266,7 @@ def test_rules_about_a_clients_certificate(served, pools, tenant, vip, alpn):
         ask_all(served, chosen, port=443, tls=settings[shown], address=vip)
 
 
-# -- which policy wins ---------------------------------------------------------------------------------------------
+# -- precedence of policies ----------------------------------------------------------------------------------------
 
 OUTCOMES = {
     "REJECT": "403",
@@ -285,8 +285,8 @@ OUTCOMES = {
     "l7policy.redirect_pool_id",
 )
 @pytest.mark.parametrize("vip", VIPS)
-def test_the_first_policy_that_matches_wins_whatever_it_does(served, pools, vip):
-    """All orders of the four actions; policy n of a case does not match a request that says so."""
+def test_the_first_matching_policy_of_any_action_applies(served, pools, vip):
+    """Covers all orders of the four actions; X-Skip names the policies of a case that do not match."""
     numbers = itertools.count(1)
     orders = list(itertools.permutations(OUTCOMES))
     policies = [
@@ -300,7 +300,7 @@ def test_the_first_policy_that_matches_wins_whatever_it_does(served, pools, vip)
         for case, order in enumerate(orders)
         for place, action in enumerate(order)
     ]
-    # In another order than their positions.
+    # The order in the listener differs from the positions.
     served.push(load_balancer(listener(80, *reversed(policies)), *pools))
     for case, order in enumerate(orders):
         for skipped in range(5):
@@ -372,7 +372,7 @@ TARGETS = (
 
 @pytest.mark.feature("l7policy.redirect_url", "l7policy.redirect_http_code")
 @pytest.mark.parametrize("vip", VIPS)
-def test_a_target_arrives_as_it_was_written(served, pools, vip):
+def test_a_redirect_url_is_sent_unchanged(served, pools, vip):
     codes = (None, 301, 302, 303, 307, 308)
     cases = list(itertools.product(TARGETS, codes))
     policies = [
@@ -394,7 +394,7 @@ def test_a_target_arrives_as_it_was_written(served, pools, vip):
 @pytest.mark.feature("l7policy.redirect_prefix")
 @pytest.mark.parametrize("vip", VIPS)
 def test_a_prefix_is_followed_by_path_and_query(served, pools, vip):
-    """With one slash between them, whether or not the prefix ends in one."""
+    """One slash is between them, with and without a slash at the end of the prefix."""
     prefixes = {
         "https://example.com": "https://example.com",
         "https://example.com/": "https://example.com",
@@ -413,12 +413,12 @@ def test_a_prefix_is_followed_by_path_and_query(served, pools, vip):
             assert what(reply) == f"302 {beginning}{path}"
 
 
-# -- regular expressions that find no end --------------------------------------------------------------------------
+# -- expensive regular expressions ---------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("pcre2")
 def test_unfinished_regex_search_grants_no_access(served, pools):
-    """Effort grows with the square of the path: it ends at the limit, and then a policy that rejects rejects."""
+    """The search effort is quadratic. A search above the limit matches REJECT policies only."""
     pattern = "(?:a|b|ab)(?:.|b)*q"
     wanted = [
         policy(
@@ -443,7 +443,7 @@ def test_unfinished_regex_search_grants_no_access(served, pools):
 
 
 @pytest.mark.usefixtures("pcre2")
-def test_a_pattern_whose_effort_explodes_is_refused_and_its_listener_with_it(served, pools):
+def test_an_exponential_pattern_and_its_listener_are_refused(served, pools):
     bad = policy("REJECT", 1, rule("PATH", "REGEX", "^/(a+)+$"))
     good = listener(81, policy("REDIRECT_TO_POOL", 2, rule("PATH", "REGEX", "^/a+$"), to_pool="other"))
     served.push(
