@@ -79,7 +79,7 @@ def test_members_change_without_a_reload(served, tenant, wanted):
     with served.visitor.load(1) as load:
         for members, _ in steps:
             how = push(*members)
-            # HAProxy removes only idle servers at run time. A persistent client keeps its server busy: a reload follows.
+            # HAProxy removes only idle servers at run time. A persistent client keeps its server busy until a reload.
             assert how == "runtime" or (how == "reload" and wanted.get("persistence") == ("SOURCE_IP", None))
             load.goes_on(2)
     assert not load.failures, load.failures[:3]
