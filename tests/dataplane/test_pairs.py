@@ -293,7 +293,7 @@ def test_cut_cable(pair):
 
 @pytest.mark.parametrize("silent", [False, True], ids=["heard", "silent"])
 def test_partition(pair, silent):
-    """Both parts of a partition have the VIPs. After it, one node releases them, and clients use the other.
+    """Both nodes have the VIPs during a partition. After it, one releases them, and clients use the other.
 
     `silent` drops all advertisements of the node that releases. Its last one can also be lost without `silent`: it
     waits for the partner's link-layer address for at most three seconds.

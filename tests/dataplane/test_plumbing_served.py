@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Networks of a serving amphora: routes of answers, several VIPs, and networks that change under traffic."""
+"""Networks of a serving amphora: routes of answers, several VIPs, and changes under traffic."""
 
 from __future__ import annotations
 
