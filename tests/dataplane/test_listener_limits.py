@@ -186,7 +186,7 @@ def test_an_upgraded_connection_has_its_own_timeout(served, tenant, tls):
     served.push(tree, {"cert": tenant.issue("www.example.com").pem})
     connection = served.visitor.tls(443, tls=trusting(tenant)) if tls else served.visitor.connect()
     assert upgrade(connection).status == 101
-    connection.settimeout(0.9)  # three times the other timeouts
+    connection.settimeout(0.9)  # three times the other time-outs
     with pytest.raises(TimeoutError):
         connection.recv(100)
     connection.settimeout(10)

@@ -46,7 +46,7 @@ def test_the_exported_counters(served, vip):
         found = samples(reply.body.decode())
 
         def value(name: str, *labels: str) -> float:
-            """The only sample of this name with these labels."""
+            """Return the only sample of this name with these labels."""
             (one,) = [
                 number
                 for (each, text), number in found.items()

@@ -73,7 +73,7 @@ def test_each_monitor_type_finds_the_healthy_members(served, tenant, kind, addre
 
 @pytest.mark.feature("healthmonitor.type.PING", "member.monitor_address")
 def test_the_ping_goes_to_the_monitor_address(served):
-    """The members' own addresses do not matter. A member that is added at run time is checked, too."""
+    """PING monitors use the monitor address, also for a member that is added at run time."""
     web = served.web()
     there = member(web, id=id_of("member", "there"), monitor_address="2001:db8:1::111")
     gone = member(web, id=id_of("member", "gone"), protocol_port=web.port + 1, monitor_address=ABSENT[MEMBER6])

@@ -99,7 +99,7 @@ def test_the_monitor_address_and_port_change_at_run_time(served, push):
 
 
 def test_a_new_member_serves_after_its_first_check(served, push, lab):
-    """HAProxy supports this from 3.1 on. Earlier versions start the member as up, and retry requests."""
+    """HAProxy 3.1 waits for the check. Earlier versions start the member as up, and retry requests."""
     a, b = served.web("a", MEMBER), served.web("b", MEMBER6)
 
     def wanted(*members):

@@ -47,7 +47,7 @@ def test_only_controllers_get_an_answer(amphora):
     for caller, certificate in refused.items():
         file = amphora.write("other.pem", certificate) if certificate else None
         with pytest.raises((ssl.SSLError, ConnectionError, http.client.RemoteDisconnected)):
-            pytest.fail(f"{caller} was answered {ask(amphora, amphora.tls(file))}")
+            pytest.fail(f"{caller} received status {ask(amphora, amphora.tls(file))}")
     assert ask(amphora, amphora.tls(amphora.client_certificate)) == 200
     old = amphora.tls(amphora.client_certificate)
     old.maximum_version = ssl.TLSVersion.TLSv1_2

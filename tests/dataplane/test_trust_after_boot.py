@@ -14,7 +14,7 @@ from throwaway_authority import CLIENT, SERVER, Authority
 pytestmark = pytest.mark.root
 
 
-def test_a_rotated_authority_outlives_a_boot(amphora, network):
+def test_a_rotated_authority_survives_a_boot(amphora, network):
     old, new = amphora.authority, Authority("newer")
     etc = Path(amphora.write("x", "")).parent / "etc"
     drive = {name: (etc / name).read_text() for name in ("client_ca.pem", "server.pem", "agent.conf", "heartbeat.key")}

@@ -56,7 +56,7 @@ def flows_of(lab):
 
 def is_counted(lab, **flows):
     """Wait until the checker has counted all flows and has rebalanced."""
-    eventually(lambda: flows_of(lab) == flows, f"{flows}")
+    eventually(lambda: flows_of(lab) == flows, f"the checker counts {flows}")
     time.sleep(2 * _REBALANCE_SECONDS)  # no event reports a rebalance
 
 

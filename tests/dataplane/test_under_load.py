@@ -2,7 +2,7 @@
 """Any number of changes does not disturb client traffic.
 
 Invariant: traffic of every kind runs through a whole test and is verified after each part: no failed request, no
-reset, no connection closed without notice, and every WebSocket and download ends in its own way.
+reset, no connection closed without notice, and every WebSocket and download ends in the regular way.
 """
 
 from __future__ import annotations
