@@ -31,7 +31,7 @@ def lasts(seconds: float, wanted: float) -> bool:
 @pytest.mark.feature("listener.connection_limit")
 @pytest.mark.parametrize("vip", VIPS)
 def test_the_connection_limit_is_exact(served, vip):
-    """The limit is served, one more waits until one of them ends; the other listener has its own."""
+    """A connection over the limit waits until another one ends; each listener has its own limit."""
     echo = served.echo()
     served.push(
         load_balancer(
@@ -42,7 +42,7 @@ def test_the_connection_limit_is_exact(served, vip):
     )
     inside = [served.visitor.connect(80, vip) for _ in range(3)]
     assert [each.recv(100) for each in inside] == [b"echo\n"] * 3
-    waiting = served.visitor.connect(80, vip)  # the kernel takes it, HAProxy does not
+    waiting = served.visitor.connect(80, vip)  # the kernel accepts the connection, HAProxy does not
     assert served.visitor.connect(81, vip).recv(100) == b"echo\n"
     waiting.settimeout(0.3)
     with pytest.raises(TimeoutError):
@@ -63,7 +63,7 @@ def test_a_connection_limit_is_changed_and_removed(served):
         )
 
     def admitted(wanted: int) -> int:
-        """How many of six connections are served: those that have to be, however long it takes, and then no more."""
+        """Return how many of six connections are served: wait for the wanted ones, then briefly for more."""
         opened = [served.visitor.connect() for _ in range(6)]
         greeted: set[socket.socket] = set()
         while waiting := {*opened} - greeted:
@@ -143,7 +143,7 @@ def test_the_member_connect_timeout(served, address):
 @pytest.mark.feature_partly("listener.timeout-tcp-inspect")
 @pytest.mark.parametrize("protocol", ["TCP", "HTTP"])
 def test_a_late_request_is_served(served, protocol):
-    """It limits the inspection of data, not its arrival: no client is delayed or closed."""
+    """The time-out limits the inspection of data, not its arrival: HAProxy closes no connection."""
     peer = served.echo() if protocol == "TCP" else served.web()
     served.push(
         load_balancer(
@@ -153,7 +153,7 @@ def test_a_late_request_is_served(served, protocol):
     connection = served.visitor.connect()
     begin = time.monotonic()
     if protocol == "TCP":
-        assert connection.recv(100) == b"echo\n"  # a server that speaks first does not wait
+        assert connection.recv(100) == b"echo\n"  # HAProxy does not delay a member that sends first
         assert time.monotonic() - begin < 0.6
     connection.settimeout(0.8)
     with pytest.raises(TimeoutError):
@@ -186,7 +186,7 @@ def test_an_upgraded_connection_has_its_own_timeout(served, tenant, tls):
     served.push(tree, {"cert": tenant.issue("www.example.com").pem})
     connection = served.visitor.tls(443, tls=trusting(tenant)) if tls else served.visitor.connect()
     assert upgrade(connection).status == 101
-    connection.settimeout(0.9)  # three times the other timeouts
+    connection.settimeout(0.9)  # three times the other time-outs
     with pytest.raises(TimeoutError):
         connection.recv(100)
     connection.settimeout(10)
@@ -195,11 +195,11 @@ def test_an_upgraded_connection_has_its_own_timeout(served, tenant, tls):
     assert lasts(ended(connection), 2.0)
 
 
-# -- places --------------------------------------------------------------------------------------------------------
+# -- clients --------------------------------------------------------------------------------------------------------
 
 
 def admits(served, port: int, source: str, protocol: str = "HTTP") -> bool:
-    """Whether a client is served; one that is not gets no byte."""
+    """Return whether the listener serves a client with this source address."""
     vip = VIP6 if ":" in source else VIP
     if protocol == "HTTP":
         return not served.visitor.refused(port, vip, source=source, timeout=3)

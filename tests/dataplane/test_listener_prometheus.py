@@ -17,7 +17,7 @@ SAMPLE = re.compile(r"([a-z0-9_]+)(?:\{(.*)\})? (\S+)")
 
 
 def samples(text: str) -> dict[tuple[str, str], float]:
-    """By name and labels; a line that is neither a comment nor a sample fails the test."""
+    """Return the samples by name and labels. A line that is no sample and no comment fails the test."""
     found = {}
     for line in text.splitlines():
         if line.startswith("#"):
@@ -46,7 +46,7 @@ def test_the_exported_counters(served, vip):
         found = samples(reply.body.decode())
 
         def value(name: str, *labels: str) -> float:
-            """The only sample of this name with these labels."""
+            """Return the only sample of this name with these labels."""
             (one,) = [
                 number
                 for (each, text), number in found.items()
@@ -61,16 +61,16 @@ def test_the_exported_counters(served, vip):
             value("octavia_pool_current_sessions", id_of("pool", "pool")),
         )
 
-    # The worker may be one that has served before.
+    # The worker may have served earlier tests: its counters are not 0.
     requests, good, bad, _ = scrape()
     for _ in range(3):
         assert served.visitor.fetch(address=vip).status == 200
-    # The last session to the member may still be about to end.
-    eventually(lambda: scrape() == (requests + 3, good + 3, bad, 0), "three requests, and no session")
+    # The last session to the member ends some time after the answer.
+    eventually(lambda: scrape() == (requests + 3, good + 3, bad, 0), "three requests and no session are counted")
 
 
 @pytest.mark.feature("listener.protocol.PROMETHEUS")
-def test_nothing_else_is_served_there(served):
+def test_a_prometheus_listener_serves_no_other_path(served):
     served.push(load_balancer(prometheus(), listener(80), pool("pool", member(served.web()))))
     for path in ("//", "/metrics/", "/ping/x", "/v2/info", "/metrics2"):
         assert served.visitor.fetch(path, port=9100).status in (403, 404)
@@ -88,7 +88,7 @@ def test_the_front_page_names_the_metrics(served):
 
 
 @pytest.mark.feature("listener.protocol.PROMETHEUS", "listener.allowed_cidr")
-def test_status_page_requires_authorization(served):
+def test_only_allowed_clients_receive_metrics(served):
     served.push(
         load_balancer(prometheus(allowed_cidrs=(f"{CLIENT}/32",)), listener(80), pool("pool", member(served.web())))
     )
@@ -110,7 +110,7 @@ def test_metrics_are_available_over_tls(served, tenant):
 
 @pytest.mark.quiet
 @pytest.mark.feature("listener.protocol.PROMETHEUS")
-def test_a_thousand_members_are_told_of_at_once(served):
+def test_metrics_of_a_thousand_members_take_less_than_a_second(served):
     web = served.web()
     members = [
         member(web, id=id_of("member", number), address=f"203.0.113.{number % 250 + 1}", protocol_port=1000 + number)
@@ -123,4 +123,4 @@ def test_a_thousand_members_are_told_of_at_once(served):
         body = served.visitor.fetch("/metrics", port=9100).body.decode()
         times.append(time.monotonic() - begin)
     assert len({labels for name, labels in samples(body) if name == "octavia_member_status" and "UP" in labels}) == 1000
-    assert min(times) < 1.0  # a bound that a busy machine keeps too; benchmarks/ measures
+    assert min(times) < 1.0  # a bound for a busy machine; benchmarks/ measures the time

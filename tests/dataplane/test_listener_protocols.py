@@ -54,7 +54,7 @@ def test_tcp(served, vip, port):
 @pytest.mark.feature("listener.protocol.HTTPS", "pool.protocol.HTTPS")
 @pytest.mark.parametrize("vip", VIPS)
 def test_https_passes_through(served, tenant, vip):
-    """The member's own certificate reaches the client, and the client's own reaches the member."""
+    """The client receives the member's certificate, and the member receives the client's."""
     certificate, client = tenant.issue("www.example.com"), tenant.issue("visitor")
     web = served.web(tls=serving(certificate, clients=tenant, alpn=("h2", "http/1.1")))
     served.push(load_balancer(listener(443, protocol="HTTPS"), pool("pool", member(web), protocol="HTTPS")))
@@ -129,7 +129,7 @@ def test_a_disabled_load_balancer(served):
 
 
 @pytest.mark.feature("listener.protocol.HTTP", "listener.protocol.TCP", "listener.protocol.TERMINATED_HTTPS")
-def test_without_a_pool_there_is_an_answer_but_no_member(served, tenant):
+def test_a_listener_without_a_pool_answers_503_or_closes(served, tenant):
     tree = load_balancer(
         listener(80, pool=None),
         listener(81, protocol="TCP", pool=None),
@@ -163,7 +163,7 @@ def test_an_upgraded_connection_carries_anything(served, tenant, tls):
 @pytest.mark.feature("listener.protocol.HTTP", "l7policy.action.REDIRECT_TO_PREFIX")
 @pytest.mark.parametrize("vip", VIPS)
 def test_http_is_redirected_to_https(served, tenant, vip):
-    """By a policy on port 80; the path and what follows it stay as they are."""
+    """A policy on port 80 redirects, and keeps the path and the query."""
     web = served.web()
     everything = rule("PATH", "STARTS_WITH", "/")
     redirect = policy("REDIRECT_PREFIX", 1, everything, redirect_prefix="https://www.example.com")

@@ -18,7 +18,7 @@ from amphora_driver.model.loadbalancer import Member
 pytestmark = pytest.mark.root
 MANY = 1000
 
-# On a busy machine an answer may take its time: that is not what these are about.
+# A busy machine delays answers to checks; these tests do not measure the delay.
 LENIENT = {"timeout": 5, "max_retries_down": 5}
 EVERY_RUN = {"HTTP", "SOURCE_IP persistence", "HTTP_COOKIE and SOURCE_IP", "PROXYV2", "TLS", "HTTPS monitor"}
 POOLS = {
@@ -47,7 +47,7 @@ POOLS = {
     [pytest.param(POOLS[one], id=one, marks=() if one in EVERY_RUN else pytest.mark.extended) for one in POOLS],
 )
 def test_members_change_without_a_reload(served, tenant, wanted):
-    """Whatever the pool: one is added, changed, and taken away while requests go on, and none of them fails."""
+    """Members of each kind of pool are added, changed and removed under load; no request fails."""
     certificate = tenant.issue("member.internal")
     wanted = dict(wanted)
     if wanted.get("monitor") == "named":
@@ -79,7 +79,7 @@ def test_members_change_without_a_reload(served, tenant, wanted):
     with served.visitor.load(1) as load:
         for members, _ in steps:
             how = push(*members)
-            # A client that is kept where it is never leaves it a moment in which it could go: that takes a new worker.
+            # HAProxy removes only idle servers at run time. A persistent client keeps its server busy until a reload.
             assert how == "runtime" or (how == "reload" and wanted.get("persistence") == ("SOURCE_IP", None))
             load.goes_on(2)
     assert not load.failures, load.failures[:3]
@@ -97,14 +97,14 @@ def test_members_change_without_a_reload(served, tenant, wanted):
             )
             if found == names:
                 break
-        # Where the client's address decides, two clients may well have the same member.
+        # With SOURCE_IP, both clients may have the same member.
         assert found <= names
         if wanted.get("algorithm") != "SOURCE_IP" and wanted.get("persistence") != ("SOURCE_IP", None):
             assert found == names
 
 
 class Everywhere(WebServer):
-    """One member on every address of the members' host and on many ports: as many members as are wanted."""
+    """A web server that listens on all member addresses and on many ports: it serves as many members."""
 
     ports = range(20_000, 20_050)
 
@@ -144,7 +144,7 @@ def backend_rows(served) -> dict[str, dict[str, str]]:
 @pytest.mark.feature("member.batch", "member.protocol_port")
 @pytest.mark.parametrize("algorithm", ["ROUND_ROBIN", "SOURCE_IP_PORT"])
 def test_a_thousand_members_in_one_batch(served, everywhere, algorithm):
-    """All of them are there, all of them are served, without a reload; and they go as they came."""
+    """A thousand members are added, serve and are removed without a reload."""
     first, thousand = member(served.web()), everywhere.members()
     assert len(thousand) == MANY
 
@@ -184,7 +184,7 @@ def test_a_thousand_members_of_a_new_pool(served, everywhere):
 
 @pytest.mark.feature("member.address")
 def test_the_same_member_twice_is_refused_by_name(served):
-    """One id is one member; HAProxy would refuse all of it."""
+    """`render` refuses a duplicate member id; HAProxy would refuse the complete configuration."""
     web, other = served.web(), served.web("other")
     served.push(
         load_balancer(listener(80), pool("pool", member(web), member(other, id=id_of("member", "web")))),

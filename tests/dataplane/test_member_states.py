@@ -16,13 +16,13 @@ pytestmark = pytest.mark.root
 
 
 def asked(served, times: int = 6, **more) -> Counter[str]:
-    """Return the answering members, on both addresses."""
+    """Return the number of answers of each member to requests to both VIPs."""
     return Counter(served.visitor.fetch("/", address=VIPS[n % 2], **more).member for n in range(times))
 
 
 @pytest.mark.feature("member.weight")
 def test_weight_zero_drains(served):
-    """No new connections; what is open goes on, and nothing is reloaded."""
+    """Weight 0 stops new connections. Open connections continue, and HAProxy does not reload."""
     stays, goes = served.echo("stays"), served.echo("goes", MEMBER6)
 
     def push(weight: int):
@@ -44,7 +44,7 @@ def test_weight_zero_drains(served):
 
 @pytest.mark.feature("member.weight")
 @pytest.mark.parametrize("protocol", ["HTTP", "TCP"])
-def test_no_controller_is_left_when_all_are_drained(served, protocol):
+def test_no_member_serves_when_all_are_drained(served, protocol):
     peer = served.web() if protocol == "HTTP" else served.echo()
     parts = listener(80, protocol=protocol), pool("pool", member(peer, weight=0), protocol=protocol)
     served.push(load_balancer(*parts))
@@ -60,7 +60,7 @@ def test_no_controller_is_left_when_all_are_drained(served, protocol):
 @pytest.mark.parametrize("algorithm", ["ROUND_ROBIN", "LEAST_CONNECTIONS"])
 @pytest.mark.parametrize("protocol", ["HTTP", "TCP"])
 def test_unmonitored_dead_member_delays_no_client(served, protocol, algorithm):
-    """Refused by one, a connection goes to another at once, not after three tries of a second each."""
+    """HAProxy redispatches a refused connection at once, not after three retries of one second each."""
     start = served.web if protocol == "HTTP" else served.echo
     alive, dead = start("alive"), start("dead")
     dead.stop()
@@ -77,8 +77,8 @@ def test_unmonitored_dead_member_delays_no_client(served, protocol, algorithm):
 
 @pytest.mark.feature("member.admin_state_up")
 @pytest.mark.parametrize("watched", [False, True])
-def test_disabled_member_gets_no_flow(served, watched):
-    """Neither requests nor checks; enabled again it gets both, without a reload."""
+def test_a_disabled_member_receives_no_request_and_no_check(served, watched):
+    """After the member is enabled, it receives both without a reload."""
     on, off = served.web("on"), served.web("off", MEMBER6)
 
     def push(*, up: bool, **more):
@@ -109,7 +109,7 @@ def test_disabled_member_gets_no_flow(served, watched):
 
 @pytest.mark.feature("member.backup")
 def test_backup_members_serve_without_other_members(served):
-    """All of them, and only then."""
+    """All backup members serve, and only when no other member is up."""
     peers = {
         name: served.web(name, (MEMBER, MEMBER6)[n % 2]) for n, name in enumerate(("a", "b", "spare 1", "spare 2"))
     }
@@ -146,13 +146,13 @@ def test_backup_members_serve_when_the_others_are_disabled(served):
     assert push() == {"a": 4}
 
 
-# -- where checks go -----------------------------------------------------------------------------------------------
+# -- addresses of checks -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.feature("member.monitor_address", "member.monitor_port")
 @pytest.mark.parametrize(("address", "elsewhere"), [(MEMBER, MEMBER6), (MEMBER6, MEMBER), (MEMBER, "198.51.100.111")])
 def test_checks_use_the_monitor_address_and_port(served, address, elsewhere):
-    """The check decides, the traffic goes to the member: by address, by port, by both."""
+    """Checks use the monitor address, the monitor port, or both. Requests go to the member."""
     web = served.web("web", address)
     by_port = served.web("port", address)
     by_address = served.web("address", elsewhere, port=web.port)
@@ -211,7 +211,7 @@ def test_a_check_of_another_port_uses_no_tls_or_proxy_header(served, tenant, pro
 
 
 @pytest.mark.feature("member.address", "lb.vip_address")
-def test_every_family_behind_every_family(served):
+def test_vips_of_both_families_reach_members_of_both_families(served):
     peers = [served.web("four", MEMBER), served.web("six", MEMBER6)]
     served.push(load_balancer(listener(80), pool("pool", *map(member, peers), monitor=monitor("TCP"))))
     served.until_states("pool", {"four": "UP", "six": "UP"})
@@ -236,5 +236,5 @@ def test_a_member_of_several_pools_is_checked_in_each(served):
     )
     for path in ("/a", "/b"):
         web.hears(path)
-    eventually(lambda: served.states("a", "web") == {"web": "UP"}, "it is up in one")
+    eventually(lambda: served.states("a", "web") == {"web": "UP"}, "the member is up in the first pool")
     served.until_states("b", {"again": "UP"}, port=81)

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.root
 SCRAPED = str(uuid.uuid5(uuid.NAMESPACE_DNS, "prometheus"))
 PROMETHEUS = f"frontend {SCRAPED}\n    bind {VIP}:9100\n    bind [{VIP6}]:9100\n    default_backend amphora:metrics\n"
 KNOWN = {family.name for family in (CPU, MEMORY, *PROCESS, *(one for part in STATISTICS.values() for one in part))}
-# Asking changes them; and means are wrong in the exporter of 2.6, which takes every one for that of 1024 requests.
+# Scrapes change these samples. The exporter of HAProxy 2.6 computes each mean over 1024 requests.
 RESTLESS = re.compile(
     r"octavia_(?:loadbalancer_(?:\w*connection\w*|\w*session_rate|requests_total|cpu|memory)|memory"
     r"|\w+time_average_seconds)"
@@ -46,7 +46,7 @@ def scrape(address=VIP, port=9100, path="/metrics", method="GET", version=11):
 
 
 def parsed(said):
-    """The samples by name and labels; every family is declared once, before its samples."""
+    """Return the samples by name and labels; each family is declared once, before its samples."""
     names = [line.split()[2] for line in said.splitlines() if line.startswith("# TYPE ")]
     assert len(set(names)) == len(names)
     found = {}
@@ -70,7 +70,7 @@ def client(network):
 
 @pytest.fixture
 def inside(amphora):
-    """Calls in the inner namespace."""
+    """Return a function that runs another one in the inner namespace."""
     entered = Namespace(Path(f"/proc/{amphora.init()}/root/run/netns/amphora-haproxy"))
     yield entered.run
     entered.close()
@@ -129,8 +129,8 @@ def test_a_scrape_without_haproxy_has_the_reason(amphora, inside):
     assert inside(scrape, "127.0.0.1", 9101)[0] == 200
 
 
-def test_a_reload_costs_no_scrape(amphora, inside):
-    """Scrapes in the inner namespace, to test the answer without a connection through a draining worker."""
+def test_no_scrape_fails_during_reloads(amphora, inside):
+    """The test scrapes in the inner namespace, without a connection through a draining worker."""
     assert amphora.push(1, text(listener(["m1"])))[0] == 200
     ending, answers = threading.Event(), []
 
@@ -148,7 +148,7 @@ def test_a_reload_costs_no_scrape(amphora, inside):
             extra = f"    timeout queue {generation}s\n"
             status, said = amphora.push(generation, text(listener(["m1"], extra=extra)))
             assert (status, said["how"]) == (200, "reload")
-            eventually(lambda before=before: len(answers) > before + 2, "scrapes go on")
+            eventually(lambda before=before: len(answers) > before + 2, "scrapes continue")
     finally:
         ending.set()
         thread.join()
@@ -182,13 +182,13 @@ def processor_time(amphora) -> float:
 
 
 @pytest.mark.quiet
-def test_a_thousand_members_in_well_under_a_tenth_of_a_second(amphora, client):
+def test_a_scrape_of_a_thousand_members_takes_less_than_100_ms(amphora, client):
     servers = "".join(
         f"    server {uuid.uuid5(uuid.NAMESPACE_DNS, str(n))} 198.51.100.101:{1024 + n} weight 1\n" for n in range(1000)
     )
     status, said = amphora.push(1, text(listener([], extra=servers), PROMETHEUS))
     assert (status, said["loaded"]["members"]) == (200, 1000)
-    # Processor time, of everything in the amphora: the clock on the wall also counts what others do on this machine.
+    # Processor time of the amphora's processes: elapsed time depends on other processes of the machine.
     began, scrapes = processor_time(amphora), 10
     for _ in range(scrapes):
         status, _, said = client(scrape)
@@ -200,7 +200,7 @@ def test_a_thousand_members_in_well_under_a_tenth_of_a_second(amphora, client):
     assert took < 0.1, f"{took * 1000:.0f} ms"
 
 
-# -- beside HAProxy's own exporter ----------------------------------------------------------------------------------
+# -- compared with HAProxy's exporter -------------------------------------------------------------------------------
 
 EVERY_STATE = """global
     stats socket {place}/stats mode 600 level admin
@@ -265,7 +265,7 @@ def ask_unix(place, path):
 
 
 def exported(place):
-    """HAProxy's own samples under Octavia's names, as far as they have one."""
+    """Return the samples of HAProxy's exporter that have a name in Octavia, under that name."""
     subjects = {"frontend": "listener", "backend": "pool", "server": "member", "process": "loadbalancer"}
     renamed = {
         "octavia_pool_active_servers": "octavia_pool_active_members",
@@ -320,8 +320,8 @@ def test_samples_are_those_of_haproxys_own_exporter(tmp_path):
 
         eventually(settled, "the members' states are known")
         for server in ("web/up", "web/bad", "bytes/checked", "bytes/left"):
-            worker.order(f"disable health pool:{server}")  # states stay, and nothing is counted any more
-        for _ in range(50):  # a second may end between the two questions
+            worker.order(f"disable health pool:{server}")  # checks change no state and no counter any more
+        for _ in range(50):  # rates change when a second ends between the two scrapes
             mine, native = ours(tmp_path), exported(tmp_path)
             steady = [key for key in mine if not RESTLESS.match(key[0])]
             different = {key: (mine[key], native.get(key)) for key in steady if mine[key] != native.get(key)}

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.root
 
 
 def watched_pools(monitors: dict, peer, **more):
-    """A pool for each monitor, all with the same member, and a listener for each of them."""
+    """Return a listener and a pool for each monitor; all pools have the same member."""
     parts = []
     for port, (name, watched) in enumerate(monitors.items(), 8000):
         target = member(peer, id=id_of("member", name))
@@ -67,7 +67,7 @@ def test_paths_arrive_as_they_were_written(served, version):
     web = served.web()
     monitors = {str(n): monitor("HTTP", http_version=version, url_path=path) for n, path in enumerate(PATHS)}
     served.push(load_balancer(*watched_pools(monitors, web)))
-    web.until(lambda: {seen.target for seen in web.requests} >= set(PATHS), "all paths are asked for")
+    web.until(lambda: {seen.target for seen in web.requests} >= set(PATHS), "all paths are requested")
     assert {seen.target for seen in web.requests} == set(PATHS)
     assert {seen.version for seen in web.requests} == {f"HTTP/{version}"}
 
@@ -76,7 +76,7 @@ def test_paths_arrive_as_they_were_written(served, version):
 @pytest.mark.parametrize("address", [MEMBER, MEMBER6])
 @pytest.mark.parametrize("kind", ["HTTP", "HTTPS"])
 def test_versions_and_names(served, tenant, address, kind):
-    """HTTP/1.1 requires a Host header: the name, or the member's address."""
+    """A check with HTTP/1.1 has a Host header: the name, or the member's address."""
     tls = serving(tenant.issue("member.internal")) if kind == "HTTPS" else None
     web = served.web(address=address, tls=tls)
     named = "www.health_1.example.com"
@@ -122,7 +122,7 @@ STATUSES = sorted(set.union(*CODES.values()))
 @pytest.mark.feature("healthmonitor.expected_codes")
 @pytest.mark.parametrize("kind", ["HTTP", "HTTPS"])
 def test_expected_codes(served, tenant, kind):
-    """Exactly those: a single one, a list, a range, a mixture."""
+    """A check accepts exactly the expected codes: one code, a list, a range, or a mixture."""
     tls = serving(tenant.issue("member.internal")) if kind == "HTTPS" else None
     peers = {
         status: served.web(str(status), tls=tls, answer=lambda seen, status=status: Answer(status=status))
@@ -139,13 +139,13 @@ def test_expected_codes(served, tenant, kind):
         served.until_states(str(codes), expected, port=port)
 
 
-# -- how often -----------------------------------------------------------------------------------------------------
+# -- intervals -----------------------------------------------------------------------------------------------------
 
 
 class Patient:
     """A member that follows a script, and records its status in HAProxy at each check.
 
-    The note before an answer is the outcome of all answers before it, and of no other.
+    The status that is noted before an answer results from all earlier answers, and from no other.
     """
 
     def __init__(self, served, name: str, script: str) -> None:
@@ -166,14 +166,14 @@ class Patient:
         return Answer(status=200 if good else 500)
 
     def follow(self) -> str:
-        """The states after each answer of the script: `u` up, `d` down."""
+        """Return the state after each answer of the script: `u` up, `d` down."""
         wanted = len(self._script) + 1
         self.web.until(lambda: len(self.notes) >= wanted, f"{self._name} is checked {wanted} times", 30)
         return "".join("u" if note == "UP" else "d" for note in self.notes[1:wanted])
 
 
 SCRIPTS = {
-    # rise, fall: answers, and the states they lead to
+    # (rise, fall): (answers, states after them)
     (1, 1): ("+-+-++", "ududuu"),
     (2, 3): ("+--+---+-++", "uuuuuuddddu"),
     (3, 2): ("+-+--++-+++", "uuuudddddd" + "u"),
@@ -183,7 +183,7 @@ SCRIPTS = {
 
 @pytest.mark.feature("healthmonitor.max_retries", "healthmonitor.max_retries_down", "healthmonitor.delay")
 def test_rise_and_fall_are_counted_exactly(served):
-    """One answer short of it is not enough, and one of the other kind begins anew; at the pace that was asked for."""
+    """`rise` or `fall` equal answers in a row change the state, and fewer do not. Checks keep the delay."""
     parts, patients = [], {}
     for port, ((rise, fall), (script, _)) in enumerate(SCRIPTS.items(), 8000):
         name = f"{rise} up, {fall} down"
@@ -201,16 +201,16 @@ def test_rise_and_fall_are_counted_exactly(served):
     for asked, delay in ((patients[3, 2].times, 1), (times, 3)):
         pauses = [after - before for before, after in itertools.pairwise(asked)]
         assert len(pauses) >= 2
-        # All of them together: one that is noted late makes the pause after it short.
+        # The sum, because a check that is noted late shortens the next pause.
         assert sum(pauses) >= delay * 0.9 * len(pauses), pauses
         assert sorted(pauses)[len(pauses) // 2] <= delay * 1.5, pauses
 
 
-# With several checked backends HAProxy 2.6 takes an answer that comes late, but before the next check, for a good one.
+# With several checked backends, HAProxy 2.6 accepts a late answer that arrives before the next check.
 @pytest.mark.feature_partly("healthmonitor.timeout")
 @pytest.mark.parametrize("kind", ["HTTP", "HTTPS"])
 def test_slow_member_is_down(served, tenant, kind):
-    """Not before its time is over, and before its good answer comes; given enough time it is up."""
+    """The member is down after the time-out, before its late answer. With a longer time-out it is up."""
     over = threading.Event()
     late = served.web(tls=serving(tenant.issue("member.internal")) if kind == "HTTPS" else None)
     late.answer = lambda seen: Answer(status=200 if over.wait(1.7) else 202)
@@ -224,7 +224,7 @@ def test_slow_member_is_down(served, tenant, kind):
     try:
         push("short", 1)
         served.until_states("pool", {f"short {kind}": "DOWN"})
-        # HAProxy's own clock: an external observation may be late.
+        # HAProxy's own measurement, because the test may observe the change late.
         backend = f"{id_of('pool', 'pool')}:{id_of('listener', 80)}"
         checked = served.statistics()[backend, id_of("member", f"short {kind}")]
         assert checked["check_status"].endswith("TOUT"), checked["check_status"]
@@ -239,9 +239,9 @@ def test_slow_member_is_down(served, tenant, kind):
 @pytest.mark.feature("listener.timeout_member_connect")
 @pytest.mark.parametrize("address", [MEMBER, MEMBER6])
 def test_a_check_has_a_connect_timeout(served, address):
-    """The time-out is that of the traffic, limited by the check interval (HAProxy has no other one)."""
+    """Checks use the connect time-out of requests, limited by the check interval."""
     full = served.full(address=address)
-    # A pool of its own for each, so that nothing is known of its member.
+    # Each case has its own pool, so that HAProxy has no earlier state of the member.
     front = listener(80, pool=address, timeout_member_connect=600)
     began = time.monotonic()
     served.push(load_balancer(front, pool(address, member(full), monitor=monitor("TCP", delay=30, timeout=20))))

@@ -30,8 +30,8 @@ def sick(seen) -> Answer:
 @pytest.mark.feature("healthmonitor.type.TLS-HELLO", "healthmonitor.type.PING")
 @pytest.mark.parametrize("kind", ALIVE)
 @pytest.mark.parametrize("address", [MEMBER, MEMBER6])
-def test_live_processes(served, tenant, kind, address):
-    """Requests reach exactly the members that are up."""
+def test_each_monitor_type_finds_the_healthy_members(served, tenant, kind, address):
+    """Requests reach exactly the healthy members."""
     tls = serving(tenant.issue("member.internal"))
     peers = {
         "web": served.web("web", address),
@@ -67,13 +67,13 @@ def test_live_processes(served, tenant, kind, address):
     for name in visited:
         peers[name].hears("/visitor", 2)
     if kind == "TCP":
-        eventually(lambda: b"/visitor" in peers["silent"].heard, "the silent one hears of a visitor")
+        eventually(lambda: b"/visitor" in peers["silent"].heard, "the silent member receives the request")
     assert not peers["sick"].asked("/visitor") or "sick" in alive
 
 
 @pytest.mark.feature("healthmonitor.type.PING", "member.monitor_address")
 def test_the_ping_goes_to_the_monitor_address(served):
-    """Whatever the member itself would answer; a member that is added is asked for as well, at run time."""
+    """PING monitors use the monitor address, also for a member that is added at run time."""
     web = served.web()
     there = member(web, id=id_of("member", "there"), monitor_address="2001:db8:1::111")
     gone = member(web, id=id_of("member", "gone"), protocol_port=web.port + 1, monitor_address=ABSENT[MEMBER6])
@@ -94,7 +94,7 @@ def test_the_ping_goes_to_the_monitor_address(served):
 @pytest.mark.parametrize("protocol", ["PROXY", "PROXYV2"])
 @pytest.mark.parametrize(("kind", "tls"), [("HTTP", False), ("TCP", False), ("HTTPS", True), ("TLS-HELLO", True)])
 def test_checks_of_proxy_pools(served, tenant, protocol, kind, tls):
-    """They begin as the traffic does, and a member that wants a header is not disturbed by them."""
+    """Checks of PROXY pools begin with the PROXY header, as requests do."""
     certificate = tenant.issue("member.internal")
     members = [
         served.web(name, address, proxied=True, tls=serving(certificate) if tls else None)
@@ -125,7 +125,7 @@ def test_checks_of_proxy_pools(served, tenant, protocol, kind, tls):
 
 @pytest.mark.feature("healthmonitor.admin_state_up")
 def test_a_disabled_monitor_has_no_status(served):
-    """A disabled monitor checks no member; enabled it finds states, disabled again it forgets them."""
+    """A disabled monitor checks no member, and its members have no state."""
     web = served.web()
     dead = served.web("dead", MEMBER6)
     dead.stop()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pair with VIPs: the VIP holder, the outage at a takeover, and the state that survives.
 
-Outages are measured with an advertisement interval of 0.2 s ("fast"), where the limit is one second; a crash costs
-three intervals and a fraction (RFC 9568, 6.1). Tests in which the VIPs must stay use a longer interval: after 0.6 s
-without advertisements, a fast node takes the VIPs and every connection is reset, as designed.
+Outages are measured with an advertisement interval of 0.2 s ("fast"), where the limit is one second. A takeover after
+a crash takes three intervals and a fraction (RFC 9568, 6.1). Tests in which the VIPs must stay use a longer interval:
+after 0.6 s without advertisements, a fast node takes the VIPs, and every connection is reset, as designed.
 `benchmarks/failover.py` prints a table of events and intervals.
 
 One pair serves all tests; each test begins with a repaired pair.
@@ -26,14 +26,14 @@ from wanted import listener, load_balancer, member, pool, vip
 
 from amphora_driver.render.bundle import BundlePartner
 
-# Nodes take over after 0.6 s of silence, and outages are measured.
+# A standby takes over after 0.6 s without advertisements, and the tests measure outages.
 pytestmark = [pytest.mark.root, pytest.mark.quiet]
 
 HEALED = 2.0
-"""Seconds after which there is one holder again, and clients go to it."""
+"""Seconds until the pair has one holder again and serves clients."""
 
 
-def test_the_vips_are_up_before_a_listener_is(booted):
+def test_the_vips_are_up_without_a_listener(booted):
     pair = booted
     for node in pair.nodes:
         eventually(node.answers, "the agent answers")
@@ -42,7 +42,7 @@ def test_the_vips_are_up_before_a_listener_is(booted):
     for address in (VIP, VIP6):
         eventually(lambda address=address: pair.pings(address), f"{address} answers")
     assert [node.health() for node in pair.nodes] == ["0", "0"]
-    # The first listener, and the end of the last one, move nothing.
+    # The first listener does not move the VIPs, nor does the removal of the last one.
     for tree in (plain(pair), load_balancer(), plain(pair)):
         pair.push(tree)
         assert pair.holder is holder
@@ -51,7 +51,7 @@ def test_the_vips_are_up_before_a_listener_is(booted):
     assert pair.visitor.fetch(address=VIP6).status == 200
 
 
-def test_exactly_one_has_both_vips(pair):
+def test_exactly_one_node_has_both_vips(pair):
     assert {VIP, VIP6} <= set(pair.holder.addresses())
     assert not {VIP, VIP6} & set(pair.standby.addresses())
     for node in pair.nodes:
@@ -60,7 +60,7 @@ def test_exactly_one_has_both_vips(pair):
 
 
 def _balancer(web, echo, **more):
-    """HTTP at port 80, and connections that last at port 81."""
+    """Return a load balancer with HTTP at port 80 and long TCP connections at port 81."""
     return load_balancer(
         listener(80),
         listener(81, protocol="TCP", pool="tcp"),
@@ -70,7 +70,7 @@ def _balancer(web, echo, **more):
     )
 
 
-def test_handed_over_without_cutting(pair):
+def test_a_hand_over_keeps_open_connections(pair):
     """The VIPs move, and open connections continue over the new holder to the former one."""
     with closing(EchoServer(pair.members, "echo")) as echo:
         tree = _balancer(pair.peers[0], echo)
@@ -80,7 +80,7 @@ def test_handed_over_without_cutting(pair):
         holder, standby = pair.holder, pair.standby
         open_ones, later = _hand_over(pair, VIP, VIP6)
         assert standby.call("GET", "/v2/vrrp")[1]["connections"] >= len(later)
-        pair.push(tree)  # what is pushed meanwhile leaves the detour alone
+        pair.push(tree)  # a push does not change the tunnel
         _talk((*open_ones, *later), 10)
         _kill_agents(pair)
         _talk((*open_ones, *later), 10, 200_000)
@@ -92,17 +92,17 @@ def test_handed_over_without_cutting(pair):
         pair.push(tree, to=[standby], peers=())
         eventually(
             lambda: "amphora_handover" not in standby.inside("nft", "list", "tables"),
-            "only partners get advertisements",
+            "the rules of the hand-over are removed",
         )
-        eventually(lambda: "handover0" not in standby.inside("ip", "link"), "the tunnel's other end is gone")
-        assert {VIP, VIP6} <= set(standby.addresses())  # it has them on one interface now
+        eventually(lambda: "handover0" not in standby.inside("ip", "link"), "the other end of the tunnel is removed")
+        assert {VIP, VIP6} <= set(standby.addresses())  # the VIPs are now on one interface
         _close(later)
         pair.push(tree)
         pair.settled()
 
 
 def test_an_ordinary_move_resets_idle_connections(pair):
-    """A client that waits for data learns at once that its connection has ended."""
+    """A release without a drain resets the connection of a client that waits for data."""
     with closing(EchoServer(pair.members, "echo")) as echo:
         pair.push(_balancer(pair.peers[0], echo))
         pair.calm()
@@ -119,7 +119,7 @@ def test_an_ordinary_move_resets_idle_connections(pair):
 
 
 def _hand_over(pair, *vips):
-    """Hand over with open connections; then open new ones."""
+    """Hand the VIPs over with open connections, open new ones, and return both."""
     holder, standby = pair.holder, pair.standby
     open_ones = _greeted(pair, vips)
     with pair.asking() as asker:
@@ -128,12 +128,12 @@ def _hand_over(pair, *vips):
         assert (status, answer["holds_vip"]) == (200, False), answer
         eventually(lambda: standby.holds(pair.vip), "the partner has the VIPs", 5.0)
         _talk(open_ones, 10, 200_000)
-        for each in vips:  # before they have heard of it, the former one would take them
+        for each in vips:  # until the announcement, clients connect to the former holder
             eventually(lambda v=each: pair.network.neighbour("cl", v) == standby.where.mac, "clients go to the partner")
         later = _greeted(pair, vips)
     assert asker.failed == []
-    eventually(  # those of the asker end in a moment
-        lambda: holder.call("GET", "/v2/vrrp")[1]["connections"] == len(open_ones), "its connections are counted"
+    eventually(  # the connections of the asker end soon
+        lambda: holder.call("GET", "/v2/vrrp")[1]["connections"] == len(open_ones), "the holder counts its connections"
     )
     return open_ones, later
 
@@ -141,7 +141,7 @@ def _hand_over(pair, *vips):
 def _ended(holder, connections):
     _close(connections)
     eventually(lambda: holder.call("GET", "/v2/vrrp")[1]["draining"] is None, "the last connection has ended")
-    eventually(lambda: "handover0" not in holder.inside("ip", "link"), "the tunnel is gone")
+    eventually(lambda: "handover0" not in holder.inside("ip", "link"), "the tunnel is removed")
 
 
 def _close(connections):
@@ -163,7 +163,7 @@ def _talk(connections, *sizes):
             each.sendall(said)
             while len(heard) < size:
                 data = each.recv(65536)
-                assert data, "it was cut"
+                assert data, "the connection was closed"
                 heard += data
             assert heard == said
 
@@ -174,7 +174,7 @@ def takes_over(pair: Pair, break_it, bound: float = 1.0):
     with pair.asking() as asker:
         break_it(holder)
         eventually(lambda: standby.holds(pair.vip), "the standby has the VIPs", 10 * pair.advert + 5)
-        eventually(pair.serves, "it serves")
+        eventually(pair.serves, "the pair serves")
     assert asker.outage < bound, asker.failed
     return asker
 
@@ -185,28 +185,28 @@ def takes_over(pair: Pair, break_it, bound: float = 1.0):
 def test_killed_processes(pair, programs):
     holder = pair.holder
     takes_over(pair, lambda node: node.kill(*programs))
-    # It comes back and takes nothing from the other one.
-    eventually(holder.is_well, "it is well again")
+    # The former holder restarts and does not take the VIPs back.
+    eventually(holder.is_well, "the former holder is healthy again")
     assert pair.settled(HEALED) is not holder
 
 
 @pytest.mark.parametrize("which", ["both", pytest.param("child", marks=pytest.mark.extended)])
 def test_a_killed_keepalived_alone(pair, which):
-    """The VIPs stay until the other node has them, and are removed at the restart of keepalived, without an effect."""
+    """The VIPs stay until the standby has them. The restarted keepalived removes them without an outage."""
     third = "198.51.100.6"
     pair.push(plain(pair, additional_vips=(vip(VIP6), vip(third))))
     holder, standby = pair.settled(), pair.standby
     eventually(lambda: holder.holds(third), "the new VIP is up")
     with pair.asking(interval=0.02) as near, pair.asking(interval=0.02, place="far") as far:
-        # The child first: it ends in order, and takes the VIPs away, as soon as its parent is dead.
+        # The child first: after the death of its parent, the child ends in order and removes the VIPs.
         for pid in reversed(holder.processes("keepalived")[slice(None) if which == "both" else slice(1, 2)]):
             os.kill(pid, signal.SIGKILL)
-        eventually(lambda: not holder.is_well(), "it is dead")
-        pair.push(plain(pair))  # that does not have it started any sooner, and one VIP is not wanted any more
-        eventually(lambda: not holder.holds(third), "what is not wanted is gone")
+        eventually(lambda: not holder.is_well(), "the holder is not healthy")
+        pair.push(plain(pair))  # the push removes the third VIP, and does not start keepalived earlier
+        eventually(lambda: not holder.holds(third), "the third VIP is removed")
         eventually(standby.holds, "the standby has the VIPs")
         eventually(holder.is_well, "keepalived is started again")
-        eventually(lambda: not holder.holds(), "and gives the VIPs up")
+        eventually(lambda: not holder.holds(), "the former holder has released the VIPs")
         for short in ("cl", "rt"):
             assert pair.network.neighbour(short, VIP) == standby.where.mac
     assert pair.holder is standby
@@ -215,7 +215,7 @@ def test_a_killed_keepalived_alone(pair, which):
 
 
 def _only_cut(asker) -> None:
-    """What was under way in the one moment in which the VIPs moved is reset; everything else is answered."""
+    """Assert that at most three requests failed, all of them in the moment in which the VIPs moved."""
     assert len(asker.failed) <= 3, asker.failed
     if asker.failed:
         last_began, first_ended = max(f[0] for f in asker.failed), min(f[0] + f[1] for f in asker.failed)
@@ -223,19 +223,19 @@ def _only_cut(asker) -> None:
 
 
 def test_a_killed_parent_of_keepalived(pair):
-    """It is told to the child, which ends in order: it takes the VIPs away, and says so to the partner."""
+    """The child ends in order when its parent dies: it removes the VIPs and informs the partner."""
     holder = pair.holder
     takes_over(pair, lambda node: os.kill(node.processes("keepalived")[0], signal.SIGKILL), bound=0.5)
     assert pair.settled(HEALED) is not holder
 
 
 def test_frozen_haproxy(pair):
-    """The kernel still accepts connections for it; only asking it shows that it is frozen."""
+    """The kernel still accepts connections; only a request shows that HAProxy is frozen."""
     holder = pair.holder
     takes_over(pair, lambda node: node.send("haproxy", signal.SIGSTOP))
     assert holder.health() == "1"
     holder.send("haproxy", signal.SIGCONT)
-    eventually(lambda: holder.health() == "0", "it answers again")
+    eventually(lambda: holder.health() == "0", "HAProxy answers again")
     assert pair.settled(HEALED) is not holder
 
 
@@ -261,9 +261,9 @@ def test_frozen_amphora(pair):
     holder = pair.holder
     takes_over(pair, lambda node: node.everything(signal.SIGSTOP))
     holder.everything(signal.SIGCONT)
-    # Both have had the VIPs; the one of higher priority keeps them.
+    # Both nodes had the VIPs; the node of higher priority keeps them.
     pair.settled(HEALED)
-    eventually(pair.serves, "it serves", 2 * HEALED)  # each attempt may take half a second
+    eventually(pair.serves, "the pair serves", 2 * HEALED)  # each attempt may take half a second
 
 
 def test_power_cut(pair):
@@ -277,7 +277,7 @@ def test_power_cut(pair):
     takes_over(pair, cut)
     pair.reboot(holder)
     eventually(holder.answers, "the agent answers")
-    eventually(holder.is_well, "it is well again")
+    eventually(holder.is_well, "the former holder is healthy again")
     assert pair.settled(HEALED) is not holder
 
 
@@ -287,42 +287,42 @@ def test_cut_cable(pair):
     pair.network.mend(holder.where)
     pair.settled(HEALED)
     with pair.asking() as asker:
-        eventually(pair.serves, "it serves")
+        eventually(pair.serves, "the pair serves")
     assert asker.failed == []
 
 
 @pytest.mark.parametrize("silent", [False, True], ids=["heard", "silent"])
 def test_partition(pair, silent):
-    """Nodes that do not hear each other both take the VIPs; when they do again one gives them up, and clients follow.
+    """Both nodes have the VIPs during a partition. After it, one releases them, and clients use the other.
 
-    Also if the one that gives up is not heard: its last words wait for the other one's link-layer address, and are lost
-    without news within three seconds.
+    `silent` drops all advertisements of the node that releases. Its last one can also be lost without `silent`: it
+    waits for the partner's link-layer address for at most three seconds.
     """
     first, second = pair.nodes  # of higher and lower priority
     if pair.holder is not first:
         pair.holder.kill("haproxy")
-        eventually(first.holds, "the first one has the VIPs")
+        eventually(first.holds, "the first node has the VIPs")
         pair.calm()
     if silent:
         second.inside("nft", "add table inet mute; add chain inet mute out { type filter hook output priority 0; }")
         second.inside("nft", "add rule inet mute out meta l4proto vrrp drop")
     with pair.asking(interval=0.02) as near, pair.asking(interval=0.02, place="far") as far:
         pair.network.part(first.where, second.where)
-        eventually(second.holds, "both have the VIPs")
+        eventually(second.holds, "both nodes have the VIPs")
         for short in ("cl", "rt"):
-            eventually(lambda s=short: pair.network.neighbour(s, VIP) == second.where.mac, "clients go to the second")
+            eventually(lambda s=short: pair.network.neighbour(s, VIP) == second.where.mac, "clients use node 2")
         assert pair.holders() == [first, second]
         pair.network.part(first.where, second.where, apart=False)
         healed = time.monotonic()
         assert pair.settled(HEALED) is first
-        eventually(lambda: time.monotonic() > healed + HEALED + 0.5, "clients have asked for a while")
+        eventually(lambda: time.monotonic() > healed + HEALED + 0.5, "clients have sent requests for some time")
     second.inside("nft", "destroy table inet mute")
     for asker in (near, far):
         assert all(began < healed + HEALED for began, _, _ in asker.failed), asker.failed
 
 
 def test_a_vip_is_added(pair):
-    """keepalived reloads its file without an effect, and has the VIP."""
+    """keepalived reloads its file without an outage, and adds the VIP."""
     third = "198.51.100.6"
     holder = pair.holder
     with pair.asking() as asker:
@@ -330,7 +330,7 @@ def test_a_vip_is_added(pair):
         eventually(lambda: holder.holds(third), "the new VIP is up")
         assert pair.holder is holder
         pair.push(plain(pair))
-        eventually(lambda: not holder.holds(third), "it is gone")
+        eventually(lambda: not holder.holds(third), "the new VIP is removed")
         assert pair.holder is holder
     assert asker.failed == []
 
@@ -338,9 +338,9 @@ def test_a_vip_is_added(pair):
 def test_a_restarted_agent_does_not_move_the_vips(pair):
     holder = pair.holder
     with pair.asking() as asker:
-        holder.supervisor(op="dismiss", name="haproxy")  # one of them died when it was about to end HAProxy
+        holder.supervisor(op="dismiss", name="haproxy")  # as if the agent had died before it stopped HAProxy
         _kill_agents(pair)
-        eventually(lambda: holder.status("haproxy")["wanted"], "it is wanted again")
+        eventually(lambda: holder.status("haproxy")["wanted"], "HAProxy is wanted again")
     assert asker.failed == []
     assert pair.holder is holder
     takes_over(pair, lambda node: node.kill("haproxy"))
@@ -351,7 +351,7 @@ def _kill_agents(pair):
     for node in pair.nodes:
         node.supervisor(op="signal", name="amphora-agent", signal=int(signal.SIGKILL))
     for node in pair.nodes:
-        eventually(lambda n=node: n.status("amphora-agent")["starts"] > starts[n], "it is started again")
+        eventually(lambda n=node: n.status("amphora-agent")["starts"] > starts[n], "the agent is started again")
         eventually(node.answers, "the agent answers")
 
 
@@ -380,8 +380,8 @@ def _push_vrrp(pair, node, changes):
     return node.push(next(pair.generations), None, interfaces=[interface], vrrp=vrrp)
 
 
-def test_released_to_one_of_several(pair):
-    """During a replacement there are three. The next holder is unknown, so that no connection continues."""
+def test_release_with_two_partners(pair):
+    """During a replacement, the next holder is unknown: the agent refuses a release with a drain."""
     coming = BundlePartner(name="coming", address="198.51.100.99")
     known = {
         node.id: (*(pair._partner(other) for other in pair.nodes if other is not node), coming) for node in pair.nodes
@@ -395,7 +395,7 @@ def test_released_to_one_of_several(pair):
     assert holder.holds()
     status, answer = holder.call("POST", "/v2/vrrp/release", {"drain": 0})
     assert (status, answer["holds_vip"]) == (200, False), answer
-    eventually(standby.holds, "the one that is there has the VIPs", HEALED)
+    eventually(standby.holds, "the remaining partner has the VIPs", HEALED)
     assert pair.visitor.fetch().status == 200
 
 
@@ -408,8 +408,8 @@ def test_release_by_a_former_owner(pair):
 @pytest.mark.parametrize(
     "dual", [pytest.param(False, id="alone", marks=pytest.mark.extended), pytest.param(True, id="dual")]
 )
-def test_nodes_that_speak_ipv6(pair, dual):
-    """They take over, and hand over without cutting; alone or with VIPs of IPv4 beside, packets fit into the tunnel."""
+def test_nodes_with_ipv6_advertisements(pair, dual):
+    """The nodes take over, and hand over with open connections. Packets fit into the tunnel."""
     vips = (VIP6, VIP) if dual else (VIP6,)
     pair.speak_ipv6(alone=not dual)
     pair.advert = PATIENT
@@ -417,7 +417,7 @@ def test_nodes_that_speak_ipv6(pair, dual):
         pair.peers.remove(web)
         pair.push(_balancer(web, echo, vip=vip(VIP6), additional_vips=tuple(map(vip, vips[1:]))))
         if not dual:
-            eventually(lambda: not any(node.holds(VIP) for node in pair.nodes), "the former instance is gone")
+            eventually(lambda: not any(node.holds(VIP) for node in pair.nodes), "the IPv4 instance is removed")
         pair.steady()
         takes_over(pair, lambda node: node.kill("haproxy"))
         pair.steady()

@@ -16,7 +16,7 @@ from peers import MEMBER, MEMBER6, WebServer
 from visitors import CLIENT, CLIENT6, OTHER, OTHER6, trusting
 from wanted import listener, load_balancer, member, pool
 
-# Nodes take over after 0.6 s of silence, and outages are measured.
+# A standby takes over after 0.6 s without advertisements, and the tests measure outages.
 pytestmark = [pytest.mark.root, pytest.mark.quiet]
 
 
@@ -55,7 +55,7 @@ def test_sessions_stick(pair, members, tenant):
         }
 
     before = homes()
-    assert len(set(before.values())) == len(clients)  # in turns
+    assert len(set(before.values())) == len(clients)  # round robin
     first = pair.visitor.fetch(port=81)
     cookie = first.values("Set-Cookie")[0].partition(";")[0]
     resumed, session = _resume(pair, trusting(), None)
@@ -74,7 +74,10 @@ def _remembered(node) -> int:
 
 
 def _resume(pair, tls, session):
-    """Whether a session was resumed, and what is needed to resume the next one (TLS 1.2: the ticket comes at once)."""
+    """Return whether the session was resumed, and the values for the next resumption.
+
+    In TLS 1.2 the ticket arrives with the handshake.
+    """
     tls.maximum_version = ssl.TLSVersion.TLSv1_2
     connection = pair.visitor.tls(443, tls=tls, session=session)
     try:
@@ -84,7 +87,7 @@ def _resume(pair, tls, session):
 
 
 def test_a_partner_is_replaced(pair, members):
-    """The one that holds is told of a new partner: HAProxy reloads, nothing moves, and the new one learns."""
+    """The holder gets a new partner: HAProxy reloads, the VIPs stay, and the partner learns the clients."""
     tree = load_balancer(
         listener(80, pool="address"),
         pool("address", *[member(each) for each in members.values()], persistence=("SOURCE_IP", None)),
@@ -93,22 +96,22 @@ def test_a_partner_is_replaced(pair, members):
     home = pair.visitor.fetch(source=CLIENT).member
     holder, gone = pair.holder, pair.standby
     pair.lose(gone)
-    with pair.asking(patience=5.0) as asker:  # nothing moves, however busy the machine is
+    with pair.asking(patience=5.0) as asker:  # the VIPs stay, also on a busy machine
         fresh = pair.boot(PLACES[2])
         eventually(fresh.answers, "the agent answers")
         first, second = pair.push(tree)
         assert (first.how, second.how) == ("reload", "start")
         assert "the peers of its stick tables changed" in first.reason
-        eventually(lambda: _remembered(fresh) >= 1, "it has learned the clients")
+        eventually(lambda: _remembered(fresh) >= 1, "the new partner has learned the clients")
     assert pair.holder is holder
     assert asker.failed == []
     holder.kill("haproxy", "keepalived")
-    eventually(fresh.holds, "the new one has the VIPs")
+    eventually(fresh.holds, "the new partner has the VIPs")
     assert pair.visitor.fetch(source=CLIENT).member == home
 
 
 def test_heartbeats_name_the_vip_holder(pair):
-    """At once, when it changes."""
+    """The agents report a new holder at once."""
     holder, standby = pair.holder, pair.standby
     mailbox = pair.network.thread("ctl").run(_open_mailbox)
     try:
@@ -122,7 +125,7 @@ def test_heartbeats_name_the_vip_holder(pair):
                     heard[node.id] = decode(header, node.key).document["holds_vip"]
             return heard == {holder.id: False, standby.id: True}
 
-        eventually(listen, "heartbeats of both", 4.0)  # regular ones come every five seconds
+        eventually(listen, "both nodes report the new holder", 4.0)  # regular heartbeats come every five seconds
     finally:
         mailbox.close()
 

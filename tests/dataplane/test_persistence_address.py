@@ -19,7 +19,7 @@ def vip_of(source: str) -> str:
 
 
 class Kept:
-    """A pool that keeps its clients by their addresses."""
+    """A pool with persistence by source address."""
 
     def __init__(self, served, name: str, protocol: str = "HTTP", watched=None) -> None:
         self.served = served
@@ -63,7 +63,7 @@ def test_clients_stay(served, protocol):
     kept = Kept(served, f"kept {protocol}", protocol)
     kept.push("a", "b")
     before = kept.homes()
-    assert sorted(before.values()) == ["a", "a", "b", "b"]  # in turns, at first
+    assert sorted(before.values()) == ["a", "a", "b", "b"]  # round robin assigns new clients
     for _ in range(3):
         assert kept.homes() == before
     # One more member: no client moves.
@@ -101,7 +101,7 @@ def test_disabled_or_dead_member_keeps_no_client(served):
     assert kept.push("a", "b", changes={"a": {"admin_state_up": False}}) == "runtime"
     assert set(kept.homes().values()) == {"b"}
     assert kept.push("a", "b") == "runtime"
-    assert set(kept.homes().values()) == {"b"}  # where they are now
+    assert set(kept.homes().values()) == {"b"}  # clients stay on their present member
     kept.peers["b"].stop()
     served.until_states("kept", {"a": "UP", "b": "DOWN"})
     assert set(kept.homes().values()) == {"a"}
@@ -109,7 +109,7 @@ def test_disabled_or_dead_member_keeps_no_client(served):
 
 @pytest.mark.feature("pool.session_persistence.SOURCE_IP")
 def test_nothing_is_kept_without_persistence(served):
-    """After persistence is removed and added again, the table is empty."""
+    """Without persistence, all members receive requests of one client."""
     kept = Kept(served, "kept anew")
     kept.push("a", "b")
     assert kept.home(CLIENT) == kept.home(CLIENT)

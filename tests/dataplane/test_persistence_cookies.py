@@ -31,7 +31,7 @@ def cookie(value: str, name: str = "SRV"):
 
 
 class Kept:
-    """Members a to d of a pool that keeps its clients by a cookie."""
+    """A pool with persistence by cookie, and its members a to d."""
 
     def __init__(self, served, kind: str, name: str | None = None, pool_name: str = "pool", watched=None) -> None:
         self.served = served
@@ -52,15 +52,15 @@ class Kept:
         return self.served.visitor.fetch("/", **more)
 
 
-# -- the load balancer's own ---------------------------------------------------------------------------------------
+# -- cookies of the load balancer ----------------------------------------------------------------------------------
 
 
 @pytest.mark.feature("pool.session_persistence.HTTP_COOKIE", "pool.session_persistence.cookie_name")
 @pytest.mark.parametrize("name", [None, "JSESSIONID", "a.b-c_d!#$%&'*+^`|~9"])
 @pytest.mark.parametrize("vip", VIPS)
 def test_the_cookie_of_a_client(served, tenant, vip, name):
-    """Once, for this site, out of reach of scripts, and over TLS only where that is what it came over."""
-    # What caches would like to keep: not together with a cookie of one client.
+    """HAProxy sets the cookie once, for the site, HttpOnly, and Secure if the request came over TLS."""
+    # A response for caches: HAProxy makes it private, because the cookie belongs to one client.
     fresh = ("ETag", '"1"'), ("Cache-Control", "max-age=60")
     web = served.web(answer=lambda seen: Answer(headers=(("Set-Cookie", "own=1"), *fresh)))
     tree = load_balancer(listener(80), terminated(), pool("pool", member(web), persistence=("HTTP_COOKIE", name)))
@@ -79,7 +79,7 @@ def test_the_cookie_of_a_client(served, tenant, vip, name):
         wanted = {"path": "/", "httponly": "", "samesite": "Lax"} | ({"secure": ""} if tls else {})
         assert {key.lower(): what for key, what in attributes} == wanted
         assert first.values("Cache-Control") == ["max-age=60", "private"]
-        # The member does not get this cookie, but all others.
+        # The member receives all cookies except this one.
         headers = [("Cookie", f"mine=1; {name}={value}; yours=2")]
         again = served.visitor.fetch(port=port, address=vip, tls=tls, headers=headers)
         assert again.values("Set-Cookie") == ["own=1"]
@@ -90,7 +90,7 @@ def test_the_cookie_of_a_client(served, tenant, vip, name):
 
 @pytest.mark.feature("pool.session_persistence.HTTP_COOKIE", "member.weight")
 def test_clients_stay_by_cookie(served):
-    """While members come, go and drain beside them, and in the next worker."""
+    """Clients stay while other members are added, removed and drained, and after a reload."""
     kept = Kept(served, "HTTP_COOKIE")
     kept.push("a", "b")
     cookies: dict[str, str] = {}
@@ -119,7 +119,7 @@ def test_clients_stay_by_cookie(served):
     assert {kept.fetch().member for _ in range(6)} == {"b", "c"}
     assert kept.push("b", "c", timeout_client_data=49_000) == "runtime"
     stay("b", "c")
-    # Whose member is gone gets another one, and its cookie.
+    # The client of a removed member gets another member and its cookie.
     reply = kept.fetch(**cookie(cookies["a"]))
     assert cookies[reply.member] == set_cookies(reply)["SRV"].value
     # A returning member gets its clients again: the cookie names it, without stored state.
@@ -150,8 +150,8 @@ def test_cookie_of_an_absent_member_is_ignored(served):
 
 @pytest.mark.feature("pool.session_persistence.HTTP_COOKIE")
 @pytest.mark.parametrize("value", ["", "forged", "0123456789abcdef", "a" * 4000, '"quoted"', "%00"])
-def test_a_forged_cookie_is_no_cookie(served, value):
-    """It is replaced, and the member does not see it."""
+def test_a_forged_cookie_is_replaced(served, value):
+    """HAProxy replaces a forged cookie, and the member does not receive it."""
     peers = [served.web(name) for name in "ab"]
     served.push(load_balancer(listener(80), pool("pool", *map(member, peers), persistence=("HTTP_COOKIE", "KEPT"))))
     replies = [served.visitor.fetch(**cookie(value, "KEPT")) for _ in range(4)]
@@ -188,7 +188,7 @@ def test_a_cookie_is_valid_for_one_pool(served, tenant):
     assert {served.visitor.fetch(port=82, **cookie(mine)).member for _ in range(4)} == {"a", "b"}
 
 
-# -- the application's own -----------------------------------------------------------------------------------------
+# -- cookies of the application ------------------------------------------------------------------------------------
 
 LONG = "x" * 200
 SPECIAL = "!#$%&'()*+-./09:<=>?@AZ[]^_`az{|}~%3B%2C"
@@ -236,7 +236,7 @@ class Sessions:
 @pytest.mark.parametrize("name", ["JSESSIONID", "a.b-c_d!#$%&'*+^`|~9"])
 @pytest.mark.parametrize("protocol", ["HTTP", "PROXYV2"])
 def test_sessions_of_the_application(served, name, protocol):
-    """Every value is one of its own, however long and whatever is in it; an unknown one has no member."""
+    """Each cookie value has its member, with any length and characters; an unknown value has none."""
     sessions = Sessions(served, name, f"sessions {protocol}", protocol=protocol)
     sessions.push("a", "b", "c")
     values = ["1", "short", SPECIAL, LONG, *(f"{LONG}{end}" for end in "1234567"), "y" * 2000]
@@ -244,7 +244,7 @@ def test_sessions_of_the_application(served, name, protocol):
     assert set(homes.values()) == {"a", "b", "c"}
     for value, home in homes.items():
         sessions.stays(value, home)
-    # The member sees what the client says: it is the member's.
+    # The member receives this cookie, because the member sets it.
     reply = served.visitor.fetch("/", headers=[("Cookie", f"{name}={SPECIAL}")])
     assert reply.seen.values("Cookie") == [f"{name}={SPECIAL}"]
     assert {sessions.goes_on("unknown") for _ in range(6)} == {"a", "b", "c"}
@@ -254,7 +254,7 @@ def test_sessions_of_the_application(served, name, protocol):
 
 @pytest.mark.feature("pool.session_persistence.APP_COOKIE", "member.weight", "member.admin_state_up")
 def test_sessions_stay(served):
-    """While members come, go and drain beside them, and in the next worker."""
+    """Clients stay while other members are added, removed and drained, and after a reload."""
     sessions = Sessions(served, "session", "sessions stay", monitor("TCP"))
     sessions.push("a", "b")
     served.until_states("sessions stay", {"a": "UP", "b": "UP"})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PING monitors on a real wire: HAProxy asks the agent, and the agent sends an echo request to the member."""
+"""PING monitors: HAProxy asks the agent, and the agent sends an echo request to the member."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PORT = 9101
 
 
 def pinged(*names):
-    """A pool whose members are checked as the renderer has it for a PING monitor."""
+    """Return a configuration with the checks that the renderer writes for a PING monitor."""
     servers = "".join(
         f"    server {MEMBER_IDS[name]} {MEMBERS[name]}:80 weight 1 check inter 200 fall 1 rise 1"
         " addr 127.0.0.1 port 9101\n"
@@ -42,7 +42,7 @@ def pinged(*names):
 
 @contextmanager
 def dropping_echoes_to(network, address):
-    """The host drops what is sent to an address of its own and is an echo."""
+    """Drop echo requests to an address of the members' host."""
     nft = ["ip", "netns", "exec", network.name("mem"), "nft"]
     subprocess.run([*nft, "add table inet ping"], check=True)
     try:
@@ -78,7 +78,7 @@ def test_a_member_is_up_while_it_answers(amphora, network):
     are("UP", "UP")
 
 
-def test_a_member_that_is_added_is_pinged_at_once(amphora):
+def test_an_added_member_is_pinged_at_once(amphora):
     assert amphora.push(1, pinged("m1"), pings={MEMBER_IDS["m1"]: MEMBERS["m1"]})[0] == 200
     pings = {MEMBER_IDS[name]: MEMBERS[name] for name in ("m1", "m2")}
     status, said = amphora.push(2, pinged("m1", "m2"), pings=pings)
@@ -88,7 +88,7 @@ def test_a_member_that_is_added_is_pinged_at_once(amphora):
         rows = [line.split(",") for line in amphora.ask_haproxy("show stat -1 4 -1").splitlines()]
         return {row[1] for row in rows if len(row) > 17 and row[17] == "UP" and row[36] == "L7OK"} == set(pings)
 
-    eventually(up, "both are up, checked")
+    eventually(up, "both members are checked and up")
 
 
 # -- the responder alone, in the client's namespace ------------------------------------------------------------------
@@ -109,7 +109,7 @@ def responder(network):
     made = Responder(network.thread("cl").run, PORT, lambda: iter(()), lambda: targets)
     made.targets = targets
     made.start()
-    eventually(lambda: network.thread("cl").run(connects), "it listens")
+    eventually(lambda: network.thread("cl").run(connects), "the responder listens")
     yield made
     made.close()
 
@@ -127,7 +127,7 @@ def begin(path):
 
 
 def end(connection, seconds=5.0):
-    """The status of the answer; None if there is none within some seconds."""
+    """Return the status of the answer: 0 if it is empty, None after the time-out."""
     with connection:
         connection.settimeout(seconds)
         with suppress(TimeoutError):
@@ -143,7 +143,7 @@ def ping(address, seconds=5.0):
 
 
 @pytest.mark.parametrize("address", [MEMBER, MEMBER6])
-def test_answering_amphora_is_present(network, responder, member6, address):
+def test_an_answering_member_is_reported_up(network, responder, member6, address):
     assert network.thread("cl").run(ping, address) == 200
 
 
@@ -185,7 +185,7 @@ LISTENING, TIME_WAIT = "0A", "06"
 """States in /proc/net/tcp."""
 
 
-def test_disconnected_client_is_forgotten(network, responder):
+def test_connections_of_gone_clients_are_closed(network, responder):
     def ask_and_go():
         for _ in range(50):
             begin(f"/ping/{IDS[SILENT]}").close()
@@ -197,7 +197,7 @@ def test_disconnected_client_is_forgotten(network, responder):
 
     client = network.thread("cl")
     assert client.run(ask_and_go) == 200
-    eventually(lambda: not client.run(open_connections), "their connections are closed")
+    eventually(lambda: not client.run(open_connections), "the responder has closed the connections")
 
 
 class Impostor:
@@ -207,9 +207,9 @@ class Impostor:
         self.raw = socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP)
 
     def question(self):
-        """The sender, and the request after its checksum."""
+        """Return the sender and the request after its checksum."""
         while True:
-            assert select.select([self.raw], [], [], 5)[0], "no echo was asked for"
+            assert select.select([self.raw], [], [], 5)[0], "the responder sent no echo request"
             packet, (asker, _) = self.raw.recvfrom(2048)
             message = packet[4 * (packet[0] & 15) :]
             if message[0] == 8:
@@ -227,7 +227,7 @@ class Impostor:
 
 @pytest.fixture
 def impostor(network):
-    """The members' host leaves echoes to the test."""
+    """Disable the echo replies of the members' host: the test sends them."""
     switch = Path("/proc/sys/net/ipv4/icmp_echo_ignore_all")
     members = network.thread("mem")
     members.run(switch.write_text, "1")
@@ -279,7 +279,7 @@ def test_an_overfull_queue_keeps_the_newest_requests(network, monkeypatch):
     made = Responder(network.thread("cl").run, PORT, lambda: iter(()), lambda: targets)
     made.start()
     try:
-        eventually(lambda: network.thread("cl").run(connects), "it listens")
+        eventually(lambda: network.thread("cl").run(connects), "the responder listens")
 
         def crowd():
             silent = [begin(f"/ping/{IDS[SILENT]}") for _ in range(30)]
@@ -300,9 +300,9 @@ def test_the_responder_waits_for_its_port(network):
     made = Responder(network.thread("cl").run, PORT, lambda: iter(()), lambda: targets)
     made.start()
     try:
-        eventually(lambda: "in use" in made.last_error, "it says that it cannot listen")
+        eventually(lambda: "in use" in made.last_error, "the responder reports that the port is in use")
         occupied.close()
-        eventually(lambda: client(connects), "it listens")
+        eventually(lambda: client(connects), "the responder listens")
         assert client(ping, MEMBER) == 200
     finally:
         made.close()
@@ -313,12 +313,12 @@ def test_the_responder_restarts_after_an_internal_failure(network, responder):
     client = network.thread("cl").run
     responder.targets[IDS[OTHER]] = 5
     assert client(ping, OTHER) == 0
-    eventually(lambda: client(connects), "it listens again")
+    eventually(lambda: client(connects), "the responder listens again")
     assert client(ping, MEMBER) == 200
 
 
 @pytest.mark.quiet
-def test_a_thousand_members_cost_little(network, responder):
+def test_a_thousand_members_take_little_processor_time(network, responder):
     def many():
         for _ in range(500):
             assert ping(MEMBER) == 200

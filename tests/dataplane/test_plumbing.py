@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agent's network configuration of a load balancer in a real namespace: add, remove, announce, keep (`wire.py`)."""
+"""The agent's network configuration in a real namespace: add, remove, announce (`wire.py`)."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ from amphora_agent.network.plumbing import Plumbing
 pytestmark = pytest.mark.root
 
 
-def test_the_removal_leaves_nothing(wire):
-    """To the last rule: links, addresses, routes of all tables, rules, nftables."""
+def test_removal_restores_the_empty_namespace(wire):
+    """A removal includes links, addresses, routes of all tables, rules and nftables."""
     before = wire.everything()
     full = bundle(
         eth1(VIP, VIP6, SECOND, SECOND6),
@@ -70,7 +70,7 @@ def test_the_removal_leaves_nothing(wire):
     assert "192.0.2.0/24" in wire.everything()["nft"]
     wire.change(bundle(), full)
     assert wire.everything() == before
-    # ... and what was taken out can be brought in again.
+    # The agent can apply the same configuration again.
     wire.change(full, bundle())
     assert len(wire.everything()["link"]) == 3
 
@@ -87,21 +87,21 @@ def test_a_step_removes_its_objects_only(wire):
         "203.0.113.0/24 via 198.51.100.1 dev eth1",
         "default via 2001:db8:1::1 dev eth1",
     ]
-    # Without a VIP nothing has a table of its own.
+    # Without a VIP, an interface has no routing table of its own.
     wire.change(bundle(interface(1, "eth1", FIXED, FIXED6), eth2()), fewer)
     assert rules(wire) == []
     assert table(wire, 1) == []
 
 
 def test_correct_objects_are_not_changed(wire):
-    """The kernel announces nothing, and is asked nothing more."""
+    """A restarted agent changes no correct object: the kernel sends no notification."""
     wanted = bundle(eth1(), eth2(), allowed=((80, ["192.0.2.0/24", "2001:db8::/32"]),))
     wire.change(wanted)
-    eventually(lambda: settled(wire, wanted), "it is as wanted")
+    eventually(lambda: settled(wire, wanted), "the network is as wanted")
     eventually(lambda: came_up(wire), "the kernel has announced that the links came up")
     listening = wire.inner.run(hears_changes)
     try:
-        again = Plumbing(wire.inner)  # an agent that has just started knows nothing
+        again = Plumbing(wire.inner)  # a restarted agent has no cached state
         try:
             assert not again.matches(wanted)
             wire.outside(again.prepare, wanted, wanted)
@@ -117,10 +117,10 @@ def test_correct_objects_are_not_changed(wire):
             each.close()
 
 
-def test_a_push_that_leaves_the_network_alone_asks_the_kernel_nothing(wire, monkeypatch):
+def test_a_push_without_network_changes_does_not_call_the_kernel(wire, monkeypatch):
     wanted = bundle(eth1(), allowed=((80, ["192.0.2.0/24"]),))
     wire.change(wanted)
-    eventually(lambda: settled(wire, wanted), "it is as wanted")
+    eventually(lambda: settled(wire, wanted), "the network is as wanted")
     for module, name in (
         (interfaces, "converge"),
         (nft_apply, "replace_table"),
@@ -160,7 +160,7 @@ def test_manual_change_is_repaired(wire):
         assert comparable(wire) != before, damage
         wire.change(wanted, wanted)
         assert comparable(wire) == before, damage
-    eventually(lambda: settled(wire, wanted), "it is as wanted")
+    eventually(lambda: settled(wire, wanted), "the network is as wanted")
 
 
 def test_a_gateway_is_replaced_without_a_gap(wire):
@@ -197,7 +197,7 @@ def test_a_removed_network_stays_until_haproxy_has_the_new_configuration(wire):
     wire.outside(wire.plumbing.commit, fewer)
     assert names() == {"lo", "eth1"}
     assert rules(wire) == [("198.51.100.6", "1")]
-    # The change fails after all: everything is back.
+    # The change fails later: the rollback restores the network.
     wire.outside(wire.plumbing.roll_back, both)
     assert names() == {"lo", "eth1", "eth2"}
     assert ("198.51.100.6", "1") not in rules(wire)
@@ -210,11 +210,11 @@ def test_two_interfaces_swap_names(wire):
     wire.change(bundle(*swapped), first)
     found = {link["ifname"]: link["address"] for link in wire.everything()["link"]}
     assert (found["eth1"], found["eth2"]) == (mac(2), mac(1))
-    eventually(lambda: settled(wire, bundle(*swapped)), "it is as wanted")
+    eventually(lambda: settled(wire, bundle(*swapped)), "the network is as wanted")
 
 
 def test_a_kernel_that_renames_only_inactive_interfaces(wire):
-    """Older than 6.2. The interface and everything on it come back up."""
+    """Kernels before 6.2. The interface is up again after it is renamed."""
 
     class Older:
         def __init__(self, route):
@@ -246,7 +246,7 @@ def test_mtu(wire):
     }
 
 
-def test_every_vip_is_announced_once_when_it_is_taken(wire):
+def test_every_vip_is_announced_once_when_it_is_added(wire):
     with Tap(wire) as tap:
         first = bundle(eth1())
         wire.change(first)
@@ -263,7 +263,7 @@ def test_every_vip_is_announced_once_when_it_is_taken(wire):
 
 
 def test_a_vip_is_announced_only_when_it_is_served(wire):
-    """Another amphora may serve it until then; clients would be refused here."""
+    """Until the commit, another amphora may serve the VIP, and this one refuses connections."""
     first = bundle(eth1())
     with Tap(wire) as tap:
         assert not wire.plumbing.matches(first)
@@ -280,8 +280,8 @@ def test_a_vip_is_announced_only_when_it_is_served(wire):
             again.close()
 
 
-def test_vips_of_a_pair_are_keepaliveds(wire):
-    """They are not added, not announced and, once keepalived has added them, not removed; what leads them is there."""
+def test_the_agent_leaves_the_vips_of_a_pair_to_keepalived(wire):
+    """The agent does not add, announce or remove the VIPs; it sets their rules and routes."""
     with Tap(wire) as tap:
         pair = bundle(eth1(), vrrp=PAIR)
         wire.change(pair)
@@ -292,12 +292,12 @@ def test_vips_of_a_pair_are_keepaliveds(wire):
         wire.change(bundle(eth1(mtu=1400), vrrp=PAIR), pair)
         assert addresses(wire) == {FIXED, FIXED6, VIP, VIP6}
         assert tap.heard() == []
-        # What is no VIP any more is taken away by keepalived too; what leads it is not.
+        # keepalived removes a former VIP; the agent removes its rule.
         fewer = bundle(eth1(VIP), vrrp=PAIR)
         wire.change(fewer, pair)
         assert addresses(wire) == {FIXED, FIXED6, VIP, VIP6}
         assert rules(wire) == [("198.51.100.5", "1")]
-        # The pair becomes a single amphora and the other way round: a VIP that is here stays here.
+        # The pair becomes a single amphora, and a pair again: a present VIP stays.
         alone = bundle(eth1(VIP))
         wire.change(alone, fewer)
         assert addresses(wire) == {FIXED, FIXED6, VIP}
@@ -307,7 +307,7 @@ def test_vips_of_a_pair_are_keepaliveds(wire):
 
 
 def test_outgoing_connections_never_use_a_vip(wire):
-    """Neither family: members and partners know the fixed addresses."""
+    """Connections of both families use the fixed addresses, which members and partners know."""
     wire.change(bundle(eth1("198.51.100.5/32", "2001:db8:1::8000:5/128")))
 
     def source(to: str) -> str:
@@ -315,7 +315,7 @@ def test_outgoing_connections_never_use_a_vip(wire):
             opened.connect((to, 9))
             return opened.getsockname()[0]
 
-    # The VIP has more bits in common with this one than the fixed address.
+    # The first two targets share more leading bits with the VIP than with the fixed address.
     for to, fixed in (
         ("198.51.100.4", FIXED),
         ("2001:db8:1::8000:4", FIXED6),
@@ -326,7 +326,7 @@ def test_outgoing_connections_never_use_a_vip(wire):
 
 
 def test_only_the_holder_answers_for_an_address_and_on_its_interface(wire):
-    """Two networks on one switch: a question that comes in by the wrong interface has no answer."""
+    """Two networks share a switch: an ARP request on the wrong interface has no answer."""
     wire.change(bundle(eth1(), eth2()))
     ip(
         f"-n {wire.prefix}-peer addr add 198.51.100.20/24 dev far1",
@@ -343,7 +343,7 @@ def test_only_the_holder_answers_for_an_address_and_on_its_interface(wire):
 
 
 def _arp(interface: str, sender: str, target: str) -> bool:
-    """Send an ARP request for an address (RFC 826)."""
+    """Send an ARP request for an address (RFC 826), and return whether it is answered."""
     with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(0x0806)) as link:
         link.bind((interface, 0x0806))
         link.settimeout(0.3)
@@ -363,7 +363,7 @@ def test_settings_of_the_namespace(wire):
     def read(key: str) -> str:
         return " ".join(Path("/proc/sys/net", key).read_text().split())
 
-    # A setting that this kernel's namespaces do not have would be left out without a word: here they have all.
+    # The agent omits settings that the kernel does not have. This kernel has all of them.
     for key, wanted in {**sysctls._NEEDED, **sysctls._SETTINGS}.items():
         assert wire.inner.run(read, key) == wanted, key
     wire.change(bundle(eth1()))
@@ -383,12 +383,12 @@ def test_a_missing_interface(wire):
         wire.change(wanted, first)
     wire.outside(wire.plumbing.roll_back, first)
     assert comparable(wire) == before
-    # Confirmed before, and taken away since: the rest is served, and a new bundle does not take it for granted.
+    # With `may_lack`, the agent serves without an interface that is gone, and `matches` reports the difference.
     wire.outside(wire.plumbing.prepare, wanted, wanted, may_lack=True)
     wire.outside(wire.plumbing.commit, wanted, may_lack=True)
     assert {link["ifname"] for link in wire.everything()["link"]} == {"lo", "eth1"}
     assert not wire.outside(wire.plumbing.matches, wanted)
-    # Without the one that has the VIPs nothing is.
+    # The interface with the VIPs must exist.
     with pytest.raises(InterfaceError, match=mac(9)):
         wire.outside(wire.plumbing.prepare, bundle(interface(9, "eth1", FIXED, vips=(VIP,))), None, may_lack=True)
 
@@ -438,7 +438,7 @@ def test_describing(wire):
 
 
 def test_forwarding_is_closed_before_rules_exist(wire, monkeypatch):
-    """Forwarding for virtual servers makes no router: not for a moment, and not without a VIP."""
+    """The rules exist before forwarding is on. Without a VIP, forwarding stays off."""
     real, seen = sysctls.set_forwarding, []
 
     def noted(*, wanted):

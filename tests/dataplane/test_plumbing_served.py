@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Networks of a serving amphora: routes of answers, several VIPs, and networks that change under traffic."""
+"""Networks of a serving amphora: routes of answers, several VIPs, and changes under traffic."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def eth1(*vips, **more):
 
 
 def answers(amphora, source: str, vip: str, port: int = 80) -> bool:
-    """Return whether a client with this address gets an answer."""
+    """Return whether a client with this address receives an answer."""
 
     def ask() -> bool:
         with socket.socket(socket.AF_INET6 if ":" in source else socket.AF_INET) as opened:
@@ -57,7 +57,7 @@ def answers(amphora, source: str, vip: str, port: int = 80) -> bool:
 
 @pytest.fixture
 def far_client(network):
-    """Behind the gateway of the VIP's network, with addresses that the members' network has too."""
+    """A client behind the VIP's gateway, with addresses of the members' network."""
     client = network.name("cl")
     made = [
         f"{FAR}/32 dev lo",
@@ -72,22 +72,22 @@ def far_client(network):
 
 
 def test_answers_leave_by_the_vips_network(amphora, second, far_client):
-    """The client's address belongs to the members' network: the main table would lead its answers there."""
+    """The main table would send answers to the members' network, which has the client's address."""
     second.plug()
     wanted = text(listener(["m1"]))
     assert amphora.push(1, wanted, interfaces=[eth1(), second.interface()])[0] == 200
-    eventually(lambda: answers(amphora, FAR, VIP) and answers(amphora, FAR6, VIP6), "both are served")
-    # What does that are the rules: without them nothing comes back.
+    eventually(lambda: answers(amphora, FAR, VIP) and answers(amphora, FAR6, VIP6), "both VIPs answer the client")
+    # Without the rules, the client receives no answer.
     inner = f"/proc/{amphora.init()}/root/run/netns/amphora-haproxy"
 
     def fails_without_rule(family: str, source: str, vip: str) -> bool:
-        """More than once: an agent that has just started puts everything right once by itself."""
+        """Remove the rule on each call, because a restarted agent repairs the network once."""
         command = ["nsenter", f"--net={inner}", "ip", family, "rule", "del", "from", vip, "lookup", "1"]
         subprocess.run(command, check=False, capture_output=True)
         return not answers(amphora, source, vip)
 
-    eventually(lambda: fails_without_rule("-4", FAR, VIP), "the rule is needed")
-    eventually(lambda: fails_without_rule("-6", FAR6, VIP6), "the rule is needed")
+    eventually(lambda: fails_without_rule("-4", FAR, VIP), "the client receives no answer without the rule")
+    eventually(lambda: fails_without_rule("-6", FAR6, VIP6), "the client receives no answer without the rule")
     assert amphora.push(1, wanted, interfaces=[eth1(), second.interface()])[0] == 200
     assert answers(amphora, FAR, VIP)
     assert answers(amphora, FAR6, VIP6)
@@ -107,8 +107,8 @@ def test_several_vips_of_both_families(amphora):
         return {vip for vip in vips if answers(amphora, sources[vip], vip, 8080)}
 
     assert push(1, vips) == 200
-    eventually(lambda: served() == {*vips}, "all are served")
-    # One after the other goes, and none of the others with it.
+    eventually(lambda: served() == {*vips}, "all VIPs are served")
+    # The removal of one VIP does not affect the others.
     for number, gone in enumerate((vips[0], vips[3], vips[1]), start=2):
         left = [vip for vip in vips if vip != gone]
         assert push(number, left) == 200
@@ -120,13 +120,13 @@ def test_several_vips_of_both_families(amphora):
 
 
 def with_second(*members: str, other: bool) -> str:
-    """A listener with these members and, if wanted, one on the other network."""
+    """Return a listener with these members and, if wanted, a member on the other network."""
     line = f"    server {MEMBER} 192.0.2.110:80 weight 1 check inter 200 fall 1 rise 1\n" if other else ""
     return text(listener(members) + line)
 
 
 def test_networks_are_added_and_removed_under_traffic(amphora, second):
-    """With the members on them, in one push: no request fails, and what has gone is gone."""
+    """One push changes a network and its member: no request fails, and removed objects are gone."""
     second.start("far")
     amphora.push(1, with_second("m1", other=False))
     with Client(amphora.network) as client:
@@ -150,7 +150,7 @@ def test_networks_are_added_and_removed_under_traffic(amphora, second):
 
 
 def test_a_restarted_agent_ignores_a_detached_network(amphora, second):
-    """The controller detaches a port when no member needs it, and pushes nothing for that."""
+    """The controller detaches a port without a push when no member needs it."""
     second.start("far")
     second.plug()
     wanted = with_second("m1", other=True)
@@ -161,7 +161,7 @@ def test_a_restarted_agent_ignores_a_detached_network(amphora, second):
     amphora.network.plug()
     amphora.start()
     eventually(amphora.answers, "the agent answers")
-    eventually(lambda: answers(amphora, "198.51.100.20", VIP), "it serves again")
+    eventually(lambda: answers(amphora, "198.51.100.20", VIP), "the amphora serves again")
 
 
 def test_vip_and_members_on_one_network_with_a_smaller_mtu(amphora):
@@ -218,8 +218,8 @@ class Presence:
 
 
 @pytest.mark.quiet
-def test_an_amphora_that_stops_being_one_of_several_keeps_its_vips(amphora):
-    """keepalived takes the VIPs away when it ends; a moment later the agent has them. Nothing is done in between."""
+def test_an_amphora_keeps_its_vips_when_its_pair_ends(amphora):
+    """keepalived removes the VIPs when it ends, and the agent adds them at once."""
     advert = 0.2
     vrrp = {
         "interface": "eth1",
@@ -248,7 +248,8 @@ def test_an_amphora_that_stops_being_one_of_several_keeps_its_vips(amphora):
     finally:
         presence.close()
     assert client.failures == []
-    # keepalived begins as a backup and waits for three advertisements; the agent does not wait. The machine is busy.
+    # keepalived starts as backup and waits for three advertisements; the agent does not wait.
+    # Two more seconds are the tolerance on a busy machine.
     assert began < 4 * advert + 2
     assert presence.longest() < 1
     assert len(amphora.call("GET", "/v2/diagnostics")[1]["routing"]["rules"]) == 2

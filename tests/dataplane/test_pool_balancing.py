@@ -17,19 +17,19 @@ from wanted import VIP, VIP6, listener, load_balancer, member, monitor, pool
 
 pytestmark = pytest.mark.root
 
-# No member of any other module has one of these: the amphora would remember whose they were.
+# Addresses that no other module uses: the stick tables of the amphora remember clients.
 CROWD = tuple(f"198.51.100.{n}" for n in range(200, 224))
 CROWD6 = tuple(f"2001:db8:1::{n}" for n in range(200, 224))
 
 
 @pytest.fixture(scope="module")
 def crowd(lab):
-    """Many clients."""
+    """Add the addresses of 48 clients."""
     name = lab.network.name("cl")
 
     def all_of_them(verb: str) -> None:
         lines = [f"addr {verb} {address}/24 dev eth0" for address in CROWD]
-        # Deprecated: not what another client comes from.
+        # Deprecated, so that other clients do not use these as source.
         lines += [f"addr {verb} {address}/64 dev eth0 nodad preferred_lft 0" for address in CROWD6]
         subprocess.run(["ip", "-n", name, "-batch", "-"], input="\n".join(lines), text=True, check=True)
 
@@ -53,18 +53,18 @@ def greeting(connection: socket.socket) -> str:
 
 
 def reset(connection: socket.socket) -> None:
-    """End a connection so that its port can be used for the same way at once."""
+    """Reset a connection, so that a new one can use the same ports at once."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     connection.close()
 
 
-# -- in turns ------------------------------------------------------------------------------------------------------
+# -- round robin --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.feature("pool.lb_algorithm.ROUND_ROBIN", "member.weight")
 @pytest.mark.parametrize("protocol", ["HTTP", "TCP"])
 def test_round_robin_follows_the_weights(served, protocol):
-    """On every address the same, with members of both families; a changed weight counts without a reload."""
+    """Weights apply to both VIPs and to members of both families. They change without a reload."""
     make = served.web if protocol == "HTTP" else served.echo
     peers = {"one": make("one"), "three": make("three", MEMBER6), "none": make("none")}
 
@@ -89,11 +89,11 @@ def test_round_robin_follows_the_weights(served, protocol):
     assert all(abs(found[name] - wanted) <= 1 for name, wanted in (("one", 10), ("three", 10), ("none", 20))), found
 
 
-# -- the least busy one --------------------------------------------------------------------------------------------
+# -- least connections -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.feature("pool.lb_algorithm.LEAST_CONNECTIONS", "member.weight")
-def test_least_connections_follow_what_is_open(served):
+def test_least_connections_counts_open_connections(served):
     echoes = [served.echo(name, address) for name, address in (("a", MEMBER), ("b", MEMBER6), ("c", MEMBER))]
     a, b, c = (member(echo, weight=weight) for echo, weight in zip(echoes, (1, 1, 2), strict=True))
     served.push(
@@ -104,15 +104,15 @@ def test_least_connections_follow_what_is_open(served):
     opened = [served.visitor.connect(80, (VIP, VIP6)[n % 2]) for n in range(8)]
     names = [greeting(connection) for connection in opened]
     assert Counter(names) == {"a": 2, "b": 2, "c": 4}
-    # The next free member is used, independent of the order.
+    # HAProxy uses the member with the fewest connections, in any order of members.
     for _ in range(2):
         place = names.index("b")
         names.pop(place)
         opened.pop(place).close()
-    echoes[1].until(lambda: not echoes[1]._open, "its connections have ended")
-    # HAProxy hears of the client's and of the member's end apart.
+    echoes[1].until(lambda: not echoes[1]._open, "the connections of member b have ended")
+    # HAProxy notices the ends of the client and of the member separately.
     rows = lambda: [row["scur"] for (_, name), row in served.statistics().items() if name == b.id]  # noqa: E731
-    eventually(lambda: rows() == ["0"], "HAProxy has let go of them")
+    eventually(lambda: rows() == ["0"], "HAProxy counts no connection of member b")
     assert [greeting(served.visitor.connect()) for _ in range(2)] == ["b", "b"]
 
 
@@ -128,27 +128,27 @@ def test_least_connections_avoid_busy_members(served):
 
     slow = served.web("slow", answer=slowly)
     served.push(load_balancer(listener(80), pool("pool", member(slow), member(quick), algorithm="LEAST_CONNECTIONS")))
-    while served.visitor.fetch("/").member != "quick":  # the next one in turn is the slow one
+    while served.visitor.fetch("/").member != "quick":  # after the quick member, the slow one is next
         pass
     waiting = served.visitor.connect()
     waiting.sendall(b"GET /slow HTTP/1.1\r\nHost: www.example.com\r\n\r\n")
-    busy = "slow" if slow.until(lambda: slow.asked("/slow") or quick.asked("/slow"), "it is asked") else ""
+    busy = "slow" if slow.until(lambda: slow.asked("/slow") or quick.asked("/slow"), "a request at a member") else ""
     try:
         for _ in range(6):
-            # A request that was just answered may still count: then both have one, and it is the slow one's turn.
-            eventually(lambda: _answering(served) == 1, "no other member is busy")
+            # While HAProxy still counts an answered request, both members have one, and the slow one is next.
+            eventually(lambda: _answering(served) == 1, "one request is open")
             assert served.visitor.fetch().member == "quick", busy
     finally:
         free.set()
 
 
 def _answering(served) -> int:
-    """Return the number of open requests by member."""
+    """Return the number of open requests of all members."""
     rows = served.statistics().items()
     return sum(int(row["scur"]) for (_, name), row in rows if name not in ("FRONTEND", "BACKEND", "responder"))
 
 
-# -- by client ---------------------------------------------------------------------------------------------------
+# -- hash of the client --------------------------------------------------------------------------------------------
 
 
 def homes(served, crowd, protocol: str = "HTTP") -> dict[str, str]:
@@ -163,8 +163,8 @@ def homes(served, crowd, protocol: str = "HTTP") -> dict[str, str]:
 
 @pytest.mark.feature("pool.lb_algorithm.SOURCE_IP")
 @pytest.mark.parametrize("protocol", ["HTTP", "TCP"])
-def test_source_ip_keeps_clients_where_they_are(served, crowd, protocol):
-    """Members that come and go move their own clients only, at run time and in a new worker alike."""
+def test_source_ip_keeps_clients_on_their_member(served, crowd, protocol):
+    """Added and removed members move only their own clients, at run time and after a reload."""
     make = served.web if protocol == "HTTP" else served.echo
     peers = [make(name, address) for name, address in zip("abcd", (MEMBER, MEMBER6) * 2, strict=True)]
 
@@ -198,14 +198,14 @@ def test_source_ip_keeps_clients_where_they_are(served, crowd, protocol):
 
     assert push("a", "c", "d", timeout_client_data=49_000) == "reload"
     assert homes(served, crowd, protocol) == left
-    assert push("a", "b", "c") == "reload"  # the timeout is changed back
+    assert push("a", "b", "c") == "reload"  # the time-out is the default again
     assert homes(served, crowd, protocol) == before
 
 
 @pytest.mark.feature("pool.lb_algorithm.SOURCE_IP_PORT")
 @pytest.mark.parametrize(("protocol", "listening"), [("HTTP", "HTTP"), ("HTTP", "TCP"), ("TCP", "TCP")])
-def test_source_ip_port_tells_connections_apart(served, protocol, listening):
-    """The same address and port always reach the same member, another port perhaps another one."""
+def test_source_ip_port_distinguishes_connections(served, protocol, listening):
+    """The same address and port reach the same member; another port can reach another member."""
     make = served.web if protocol == "HTTP" else served.echo
     peers = [make(name, address) for name, address in zip("abcd", (MEMBER, MEMBER6) * 2, strict=True)]
 

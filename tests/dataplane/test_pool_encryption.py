@@ -16,7 +16,7 @@ from wanted import listener, load_balancer, member, monitor, pool
 pytestmark = pytest.mark.root
 
 NAME, OTHER_NAME = "member.internal", "other.internal"
-# What clients of a TLS listener may ask for: the member's name, another one, nothing.
+# Server names of clients of a TLS listener: the member's, another one, none.
 ASKED = (NAME, "www.example.com", None)
 TLS_1_2, TLS_1_3 = ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3
 
@@ -52,7 +52,7 @@ def secrets(tenant, insiders, outsiders, certificates):
         "ca": insiders.pem,
         "other ca": outsiders.pem,
         "crl": insiders.revoke(certificates["revoked"]),
-        "nobody": insiders.revoke(),
+        "none revoked": insiders.revoke(),
     }
 
 
@@ -61,12 +61,15 @@ def terminated(port: int, pool_name: str, **more):
 
 
 def both(n: int, pool_name: str, **more):
-    """A listener without TLS and one with it."""
+    """Return a listener without TLS and one with TLS."""
     return listener(8000 + n, pool=pool_name), terminated(8400 + n, pool_name, **more)
 
 
 def answers(served, names) -> dict[str, set[int]]:
-    """What the clients of each pool are told, whatever they speak and ask for; all at once, as refusals take time."""
+    """Return the statuses for each pool, over both listeners, all VIPs and server names.
+
+    All requests run at once, because refusals take time.
+    """
     requests = []
     for n, name in enumerate(names):
         requests += [(name, {"port": 8000 + n, "address": vip}) for vip in VIPS]
@@ -85,10 +88,10 @@ def checks(domain_name: str | None, kind: str = "HTTP", **more):
 
 ALL = {"good", "renamed", "wild", "revoked", "expired", "foreign"}
 CASES = {
-    # Without a CA, a member needs any certificate only.
+    # Without a CA, HAProxy accepts any certificate of a member.
     "no verification": ({}, ALL),
     "no verification, named": ({"monitor": checks(NAME)}, ALL),
-    # An authority alone: any name that it has vouched for.
+    # With a CA only, HAProxy accepts each name that the CA has signed.
     "authority": ({"ca_tls_container_ref": "ca"}, {"good", "renamed", "wild", "revoked"}),
     "other authority": ({"ca_tls_container_ref": "other ca"}, {"foreign"}),
     "authority and list": (
@@ -96,10 +99,10 @@ CASES = {
         {"good", "renamed", "wild"},
     ),
     "empty list": (
-        {"ca_tls_container_ref": "ca", "crl_container_ref": "nobody"},
+        {"ca_tls_container_ref": "ca", "crl_container_ref": "none revoked"},
         {"good", "renamed", "wild", "revoked"},
     ),
-    # The monitor says which name is meant.
+    # The name of the monitor must be in the certificate.
     "name": ({"ca_tls_container_ref": "ca", "monitor": checks(NAME)}, {"good", "wild", "revoked"}),
     "name with a dot": ({"ca_tls_container_ref": "ca", "monitor": checks(f"{NAME}.")}, {"good", "wild", "revoked"}),
     "other name": ({"ca_tls_container_ref": "ca", "monitor": checks(OTHER_NAME)}, {"renamed", "wild"}),
@@ -119,7 +122,7 @@ CASES = {
 )
 @pytest.mark.parametrize(("wanted", "trusted"), CASES.values(), ids=CASES)
 def test_identity_of_a_member(served, certificates, secrets, wanted, trusted):
-    """The answer is the same whatever a client says; a check verifies what the traffic verifies."""
+    """The client's server name does not change the result. Checks verify the same as requests."""
     peers = {
         name: served.web(name, (MEMBER, MEMBER6)[n % 2], tls=serving(certificate))
         for n, (name, certificate) in enumerate(certificates.items())
@@ -143,7 +146,7 @@ def test_identity_of_a_member(served, certificates, secrets, wanted, trusted):
 
 @pytest.mark.feature("pool.tls_enabled", "pool.ca_tls_container_ref", "pool.crl_container_ref")
 @pytest.mark.parametrize(("kind", "verifies"), [("HTTP", True), ("HTTPS", True), ("TLS-HELLO", True), ("TCP", False)])
-def test_checks_of_members_that_encrypt(served, certificates, secrets, kind, verifies):
+def test_checks_of_members_with_tls(served, certificates, secrets, kind, verifies):
     """Checks over TLS verify the certificate; a TCP check only connects."""
     shown = ("good", "revoked", "renamed", "foreign")
     peers = [served.web(name, MEMBER6, tls=serving(certificates[name])) for name in shown]
@@ -169,8 +172,8 @@ def test_checks_of_members_that_encrypt(served, certificates, secrets, kind, ver
 
 
 @pytest.mark.feature("pool.tls_enabled")
-def test_the_name_that_members_are_asked_for(served, certificates, secrets):
-    """With an authority it is what they have to prove; without one it is what the client asked for."""
+def test_the_server_name_that_haproxy_sends_to_members(served, certificates, secrets):
+    """With a CA, HAProxy sends the verified name; without a CA, the client's server name."""
     tls = serving(certificates["wild"])
     wanted = {
         "nothing": {},
@@ -189,8 +192,8 @@ def test_the_name_that_members_are_asked_for(served, certificates, secrets):
         names += [served.visitor.fetch("/x", port=8400 + n, tls=trusting(), name=asked).seen.tls.sni for asked in ASKED]
         found[name] = names
     if HAProxy("system").version.startswith("3."):
-        # For a client without a server name it uses an earlier name: TLS sessions with
-        # members are resumed with their name (3.0.11; haproxy/haproxy#3195).
+        # For a client without a server name, HAProxy 3 sends an earlier name: it resumes TLS sessions with
+        # members with their name (3.0.11; haproxy/haproxy#3195).
         for name in ("nothing", "monitor"):
             assert found[name].pop() in ASKED
             found[name].append(None)
@@ -205,17 +208,17 @@ def test_the_name_that_members_are_asked_for(served, certificates, secrets):
 @pytest.mark.feature("pool.tls_container_ref")
 @pytest.mark.parametrize("kind", [None, "HTTP", "HTTPS", "TLS-HELLO"])
 def test_members_get_the_load_balancers_certificate(served, certificates, secrets, insiders, outsiders, kind):
-    """In checks as in traffic; a pool does not show the certificate of another one."""
+    """Checks and requests send the certificate of their pool, and of no other pool."""
     web = served.web(tls=serving(certificates["good"], clients=insiders))
     watched = None if kind is None else checks(None, kind)
     served.push(
         load_balancer(
             listener(80),
             terminated(443, "pool"),
-            listener(81, pool="nobody"),
+            listener(81, pool="anonymous"),
             listener(82, pool="stranger"),
             pool("pool", member(web), tls_enabled=True, tls_container_ref="us", monitor=watched),
-            pool("nobody", member(web), tls_enabled=True),
+            pool("anonymous", member(web), tls_enabled=True),
             pool("stranger", member(web), tls_enabled=True, tls_container_ref="them"),
         ),
         {**secrets, "us": insiders.issue("balancer").pem, "them": outsiders.issue("balancer").pem},
@@ -231,7 +234,7 @@ def test_members_get_the_load_balancers_certificate(served, certificates, secret
 
 @pytest.mark.feature("pool.tls_container_ref", "pool.ca_tls_container_ref", "pool.crl_container_ref")
 def test_cas_and_certificates_of_a_pool_are_replaced(served, certificates, secrets, insiders, outsiders):
-    """The references stay; the new contents apply."""
+    """HAProxy uses new contents under the same references."""
     web = served.web(tls=serving(certificates["good"], clients=insiders))
     tree = load_balancer(
         listener(80),
@@ -244,7 +247,7 @@ def test_cas_and_certificates_of_a_pool_are_replaced(served, certificates, secre
             crl_container_ref="their list",
         ),
     )
-    first = {"us": insiders.issue("first").pem, "their ca": secrets["ca"], "their list": secrets["nobody"]}
+    first = {"us": insiders.issue("first").pem, "their ca": secrets["ca"], "their list": secrets["none revoked"]}
     for changed, status in (
         ({}, "first"),
         ({"us": insiders.issue("second").pem}, "second"),
@@ -261,7 +264,7 @@ def test_cas_and_certificates_of_a_pool_are_replaced(served, certificates, secre
             assert reply.seen.tls.client == f"CN={status}"
 
 
-# -- what they agree on --------------------------------------------------------------------------------------------
+# -- negotiated parameters -----------------------------------------------------------------------------------------
 
 STRONG, OTHER_CIPHER = "ECDHE-ECDSA-AES256-GCM-SHA384", "ECDHE-ECDSA-CHACHA20-POLY1305"
 SUITE = "TLS_CHACHA20_POLY1305_SHA256"
@@ -269,7 +272,7 @@ SUITE = "TLS_CHACHA20_POLY1305_SHA256"
 
 @pytest.mark.feature("pool.tls_versions", "pool.tls_ciphers")
 def test_versions_and_ciphers_of_members(served, certificates, secrets):
-    """Only what was chosen is agreed on, in checks as in traffic."""
+    """Checks and requests negotiate only the chosen versions and ciphers."""
     certificate = certificates["good"]
     peers = {
         "any": served.web("any", tls=serving(certificate)),
@@ -304,7 +307,7 @@ def test_versions_and_ciphers_of_members(served, certificates, secrets):
     for (choice, name), port in places.items():
         expected = choices[choice][1].get(name)
         if (choice, name) == ("one suite", "old"):
-            expected = OTHER_CIPHER  # its ciphers are OpenSSL's own, this one among them
+            expected = OTHER_CIPHER  # the defaults of OpenSSL include this cipher
         served.until_states(f"{choice} {name}", {name: "UP" if expected else "DOWN"}, port=port)
         reply = served.visitor.fetch(port=port, address=VIPS[port % 2])
         if expected is None:
@@ -315,8 +318,8 @@ def test_versions_and_ciphers_of_members(served, certificates, secrets):
 
 @pytest.mark.feature("pool.alpn_protocol")
 @pytest.mark.parametrize("kind", [None, "HTTP", "HTTPS", "TLS-HELLO"])
-def test_protocols_of_members(served, certificates, secrets, kind):
-    """What was chosen is offered in the user's order, and spoken; checks speak it too."""
+def test_alpn_protocols_of_members(served, certificates, secrets, kind):
+    """Requests and checks offer the chosen protocols in the user's order, and use the negotiated one."""
     certificate = certificates["good"]
     modern = served.web("modern", MEMBER6, tls=serving(certificate, alpn=("h2", "http/1.1")))
     plain = served.web("plain", tls=serving(certificate))
@@ -350,13 +353,16 @@ def test_protocols_of_members(served, certificates, secrets, kind):
             assert {seen.member: seen.version for seen in group} == expected
             assert {seen.body for seen in group} == {"word"}
     expected = {"HTTP/2", "HTTP/1.1"} if kind in ("HTTP", "HTTPS") else set()
-    modern.until(lambda: {seen.version for seen in modern.requests if seen.target == "/check"} == expected, "checks")
+    modern.until(
+        lambda: {seen.version for seen in modern.requests if seen.target == "/check"} == expected,
+        "checks use the expected versions",
+    )
 
 
 @pytest.mark.feature("pool.alpn_protocol", "listener.alpn_protocol", "pool.tls_enabled")
 @pytest.mark.parametrize("vip", VIPS)
-def test_trailers_pass_from_end_to_end(served, certificates, secrets, vip):
-    """What gRPC needs: HTTP/2 on both sides, a body and trailers in both directions."""
+def test_trailers_pass_in_both_directions(served, certificates, secrets, vip):
+    """gRPC needs HTTP/2 on both sides, and a body and trailers in both directions."""
     said = Answer(headers=(("content-type", "application/grpc"),), body=b"\0" * 5, trailers=(("grpc-status", "0"),))
     web = served.web(address=MEMBER6, tls=serving(certificates["good"], alpn=("h2",)), answer=lambda seen: said)
     served.push(

@@ -12,7 +12,7 @@ from wanted import VIP, VIP6, listener, load_balancer, member, monitor, pool
 
 pytestmark = pytest.mark.root
 
-# Octavia's matrix: which listeners a pool can stand behind.
+# Octavia's matrix: the listeners that a pool of each protocol can have.
 LISTENERS = {
     "HTTP": ("HTTP", "TERMINATED_HTTPS", "TCP"),
     "HTTPS": ("HTTPS", "TCP"),
@@ -41,11 +41,11 @@ def front(protocol: str, pool_name: str):
 @pytest.mark.parametrize("address", [MEMBER, MEMBER6])
 @pytest.mark.feature("member.address", "member.protocol_port")
 def test_a_pool_behind_every_listener(served, tenant, protocol, address):
-    """What the client says arrives, and so does where it came from; both families, whichever the member is of."""
+    """The member receives the request and the client's address, for clients and members of both families."""
     certificate = tenant.issue("www.example.com")
     parts, peers = [], {}
     for front_protocol in LISTENERS[protocol]:
-        # What the listener does not decrypt, the member does.
+        # The member decrypts if the listener does not.
         tls = serving(certificate) if front_protocol == "HTTPS" or protocol == "HTTPS" else None
         peer = peers[front_protocol] = served.web(
             f"behind {front_protocol}", address, tls=tls, proxied=protocol in VERSIONS
@@ -75,7 +75,7 @@ def test_a_pool_behind_every_listener(served, tenant, protocol, address):
 
 
 @pytest.mark.feature("pool.protocol.PROXYV2", "listener.client_authentication")
-def test_member_gets_the_clients_address(served, tenant):
+def test_a_member_receives_the_clients_certificate_name(served, tenant):
     clients = Authority("clients")
     tree = load_balancer(
         terminated(client_authentication="OPTIONAL", client_ca_tls_container_ref="clients"),
@@ -94,7 +94,7 @@ def test_member_gets_the_clients_address(served, tenant):
 @pytest.mark.feature("pool.protocol.PROXY", "pool.protocol.PROXYV2")
 @pytest.mark.parametrize("protocol", VERSIONS)
 def test_clients_do_not_share_member_connections(served, protocol):
-    """Connections to members are reused, but never for another client."""
+    """HAProxy reuses connections to members only for the same client."""
     web = served.web(proxied=True)
     served.push(load_balancer(listener(80), pool("pool", member(web), protocol=protocol)))
     clients = [(VIP, CLIENT), (VIP, OTHER), (VIP6, CLIENT6), (VIP6, OTHER6)] * 2
@@ -120,12 +120,12 @@ def test_the_header_goes_before_encryption(served, tenant, protocol):
         assert (seen.proxied.source[0], seen.tls is None) == (CLIENT6, False)
 
 
-# -- sharing, switching off ----------------------------------------------------------------------------------------
+# -- shared and disabled pools -------------------------------------------------------------------------------------
 
 
 @pytest.mark.feature("pool.protocol.HTTP", "pool.admin_state_up")
 def test_listeners_share_a_pool(served, tenant):
-    """Each with its own settings; switched off for one of them it is for all, and back again."""
+    """Each listener keeps its settings. A disabled pool is disabled for all its listeners."""
     web = served.web()
     secrets = {"cert": tenant.issue("www.example.com").pem}
 
@@ -155,7 +155,7 @@ def test_listeners_share_a_pool(served, tenant):
 
 @pytest.mark.feature("pool.admin_state_up")
 def test_a_disabled_tcp_pool(served):
-    """Connections that it has go on or end, new ones are closed; another pool goes on."""
+    """HAProxy closes new connections to a disabled pool, and serves the other pool."""
     echo = served.echo()
 
     def push(*, on: bool):
@@ -183,7 +183,7 @@ def test_a_disabled_tcp_pool(served):
     "pool.name", "member.name", "healthmonitor.name", "listener.name", "lb.name", "lb.description", "member.subnet_id"
 )
 def test_a_renamed_object_changes_no_configuration(served):
-    """HAProxy's configuration has ids only, so a new name changes nothing."""
+    """HAProxy's configuration contains ids and no names."""
     web = served.web()
 
     def tree(**names):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runtime updates of HAProxy, and the state that survives a reload: persistence by cookie and by stick table."""
+"""Runtime updates of HAProxy, and persistence that survives a reload: by cookie and by stick table."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TABLE = "    stick-table type ipv6 size 10k expire 1h peers amphora\n    stick o
 
 
 def ask(amphora, cookie: str | None = None) -> tuple[str, str | None]:
-    """The member that answers, and the cookie it gives."""
+    """Return the answering member and its cookie."""
 
     def run():
         connection = http.client.HTTPConnection(VIP, timeout=5)
@@ -41,11 +41,11 @@ def ask(amphora, cookie: str | None = None) -> tuple[str, str | None]:
 
 
 def visit_all(amphora, wanted) -> dict[str, str]:
-    """The cookie of each member, learned as a browser does."""
+    """Return the cookie of each member, learned from answers."""
     cookies: dict[str, str] = {}
     for _ in range(12 * len(wanted)):
         name, given = ask(amphora)
-        assert given, f"{name} gave no cookie"
+        assert given, f"{name} sets no cookie"
         assert cookies.setdefault(name, given) == given
     assert cookies.keys() == set(wanted)
     assert len(set(cookies.values())) == len(cookies)
@@ -71,9 +71,9 @@ def test_a_member_added_at_runtime_gets_a_cookie_and_the_others_keep_theirs(amph
     before = amphora.status("haproxy")["pid"]
     os.kill(amphora.outside_pid(before), signal.SIGKILL)
     eventually(lambda: amphora.status("haproxy")["pid"] not in (None, before), "HAProxy is started again")
-    eventually(lambda: answers(amphora), "it serves")
+    eventually(lambda: answers(amphora), "HAProxy serves again")
     follows(amphora, cookies)
-    # One joins disabled, and is enabled later.
+    # A member is added as disabled, and enabled later.
     off = "weight 1 check inter 200 fall 1 rise 1 disabled"
     status, answer = amphora.push(4, text(listener(["m1"], extra=f"{COOKIE}    fullconn 77\n")))
     assert (status, answer.get("how")) == (200, "runtime"), answer
@@ -91,18 +91,18 @@ def answers(amphora) -> bool:
         return False
 
 
-def test_stick_tables_survive_reloads_even_young_and_in_a_row(amphora):
+def test_stick_tables_survive_consecutive_reloads(amphora):
     def wanted(number: int) -> str:
         return text(listener(["m1", "m2", "m3"], extra=f"{TABLE}    fullconn {number}\n"))
 
     amphora.push(1, wanted(1))
-    # The first worker has not waited for a predecessor yet, and no process waits for it: it knows no client.
+    # The first worker has no predecessor: its stick table is empty.
     assert amphora.push(2, wanted(2))[1]["how"] == "reload"
     key = f"::ffff:{VIP.rpartition('.')[0]}.20"
     ask(amphora)
     amphora.ask_haproxy(f"clear table {BACKEND} key {key}")
     stuck, _ = ask(amphora)
-    # A new worker that knows nothing would begin with another one.
+    # A new worker with an empty table would choose m1.
     assert stuck != "m1"
     for generation in range(3, 7):
         status, answer = amphora.push(generation, wanted(generation))
@@ -148,7 +148,7 @@ VALUES = {"namespace": "x", "init-addr": "none", "resolvers": "x", "tcp-ut": "5s
 
 
 def test_haproxy_refuses_the_other_options_at_run_time(amphora):
-    """The list is not longer than it needs to be, but for what only newer versions refuse and what was not tried."""
+    """HAProxy refuses each option of the list, except options that only newer versions refuse."""
     amphora.push(1, text(listener(["m1"])))
     taken = {"cookie"} if features.probe_features(Words(amphora)).cookies else set()
     for number, word in enumerate(sorted(_NOT_AT_RUNTIME - {"enabled", "track"} - taken)):

@@ -39,12 +39,12 @@ def test_changes_use_the_runtime_api_where_possible(served, push, lab):
 
 
 @pytest.mark.feature("member.address", "member.protocol_port")
-@pytest.mark.parametrize("kept_by", [{}, {"persistence": ("HTTP_COOKIE", None)}], ids=["nobody", "cookie"])
+@pytest.mark.parametrize("kept_by", [{}, {"persistence": ("HTTP_COOKIE", None)}], ids=["not persistent", "cookie"])
 def test_a_member_changes_its_address(served, push, kept_by):
-    """Address, family and port. No request is lost; connections HAProxy held ready to the former address are closed.
+    """A member changes its address, family and port, and no request fails.
 
-    One that carries a request just then goes on, and HAProxy takes it back among those it holds ready: the next move
-    closes it. So the answering member is determined without other traffic.
+    HAProxy closes idle connections to the former address. A connection with an open request continues and becomes
+    idle later: the next change closes it. So the test determines the answering member without other traffic.
     """
     a, b = served.web("a", MEMBER), served.web("b", MEMBER6)
 
@@ -68,7 +68,7 @@ def test_a_member_changes_its_address(served, push, kept_by):
 
 @pytest.mark.feature("member.admin_state_up")
 def test_a_member_disabled_during_a_request_is_removed(served, push):
-    """HAProxy 2.8 would keep the member for connections that became idle later."""
+    """HAProxy 2.8 keeps a server for connections that become idle later, unless the agent prevents it."""
     a, b = served.web("a", MEMBER), served.web("b", MEMBER6)
     both = pool("pool", member(a), member(b))
     push(listener(80), both, how=None)
@@ -83,7 +83,7 @@ def test_a_member_disabled_during_a_request_is_removed(served, push):
 
 
 @pytest.mark.feature("member.monitor_address", "member.monitor_port")
-def test_a_member_that_is_monitored_elsewhere(served, push):
+def test_the_monitor_address_and_port_change_at_run_time(served, push):
     web, other = served.web("web"), served.web("other", MEMBER6)
     closed = {"monitor_address": MEMBER, "monitor_port": 1}
 
@@ -99,7 +99,7 @@ def test_a_member_that_is_monitored_elsewhere(served, push):
 
 
 def test_a_new_member_serves_after_its_first_check(served, push, lab):
-    """HAProxy 3.1 and later supports this; earlier ones start the member as up, and requests are retried."""
+    """HAProxy 3.1 waits for the check. Earlier versions start the member as up, and retry requests."""
     a, b = served.web("a", MEMBER), served.web("b", MEMBER6)
 
     def wanted(*members):
@@ -112,7 +112,7 @@ def test_a_new_member_serves_after_its_first_check(served, push, lab):
         served.until_states("pool", {"a": "UP", "b": "DOWN"})
         if lab.series == "3.2":
             (dead,) = [row for (_, name), row in served.statistics().items() if name == id_of("member", "b")]
-            assert (dead["lbtot"], dead["econ"]) == ("0", "0"), "no request went there"
+            assert (dead["lbtot"], dead["econ"]) == ("0", "0"), "a member without a check received requests"
         push(*wanted(member(a)))
         push(*wanted(member(a), member(b)))
         served.until_states("pool", {"a": "UP", "b": "UP"})
@@ -122,7 +122,10 @@ def test_a_new_member_serves_after_its_first_check(served, push, lab):
 
 @pytest.mark.feature("healthmonitor.delay", "member.backup")
 def test_change_without_a_command_replaces_an_idle_member(served, push):
-    """It is removed and added while another one serves; a single or persistent member needs a new worker."""
+    """The agent removes and adds the member while another one serves.
+
+    A single or persistent member needs a reload.
+    """
     a, b = served.web("a", MEMBER), served.web("b", MEMBER6)
 
     def wanted(*members, delay=1, **more):
@@ -136,7 +139,7 @@ def test_change_without_a_command_replaces_an_idle_member(served, push):
     assert {served.visitor.fetch().member for _ in range(12)} == {"a", "b"}
     with served.visitor.load(1) as load:
         found = push(*wanted(member(a), member(b), delay=2), how=None)
-        assert found.how in ("runtime", "reload")  # a member with a response in progress stays
+        assert found.how in ("runtime", "reload")  # HAProxy does not remove a member with an open response
         load.goes_on(2)
     assert load.failures == []
     push(*wanted(member(a), delay=2))
@@ -150,7 +153,7 @@ def test_change_without_a_command_replaces_an_idle_member(served, push):
 
 @pytest.mark.feature("listener.connection_limit")
 def test_a_listeners_connection_limit_changes(served, push, lab):
-    """A version that would crash gets a new worker, and so does an unknown HAProxy."""
+    """The agent reloads a version that would crash, and an unknown version."""
     web = served.web()
     how = None if lab.series == "system" else "runtime"
 
@@ -169,7 +172,7 @@ def test_a_listeners_connection_limit_changes(served, push, lab):
     assert ask(first).status == 200
     second.sendall(b"GET / HTTP/1.1\r\nHost: www.example.com\r\n\r\n")
     second.settimeout(0.5)
-    with pytest.raises(TimeoutError):  # it waits for its turn: no event tells that nothing happens
+    with pytest.raises(TimeoutError):  # the connection waits: no event reports that nothing happens
         second.recv(1)
     push(*wanted(2), how=how)
     second.settimeout(PATIENCE)

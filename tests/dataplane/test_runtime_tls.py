@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Certificates, authorities, revocation lists and ticket keys change without a reload, on every HAProxy version."""
+"""Certificates, CAs, CRLs and ticket keys change without a reload, on every HAProxy version."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ def test_certificates_are_replaced_added_and_removed(served, push, tenant):
         assert shown(served) == second.der
         push({"default": second, "one": one, "two": two}, wanted("one", "two"))
         assert [shown(served, f"{n}.example.com") for n in ("one", "two", "deux")] == [one.der, two.der, two.der]
-        # Another reference for the default one, one that goes, and one that has another content.
+        # A new reference of the default, a removed certificate, and one with new content.
         again = tenant.issue("two.example.com", number=1)
         push({"other": first, "two": again}, wanted("two", default="other"))
         names = ("www", "one", "two", "deux")
         assert [shown(served, f"{n}.example.com") for n in names] == [first.der, first.der, again.der, first.der]
         load.goes_on()
-        # A new worker finds the same, and changes on.
+        # A new worker has the same certificates, and they change at run time again.
         push({"other": first, "two": again}, wanted("two", default="other", timeout_client_data=41_000), how="reload")
         assert [shown(served, f"{n}.example.com") for n in names] == [first.der, first.der, again.der, first.der]
         more = {"timeout_client_data": 41_000}
@@ -78,20 +78,20 @@ def test_certificates_are_replaced_added_and_removed(served, push, tenant):
         load.goes_on()
     assert load.failures == []
     assert ask(kept).status == 200
-    # The first one for a name takes the place of the default.
+    # Without a default, the first certificate for names is the default.
     push({"one": one, "two": two}, wanted("two", "one", default=None, **more))
     assert [shown(served, f"{n}.example.com") for n in names] == [two.der, one.der, two.der, two.der]
     assert "sni-" not in served.amphora.ask_haproxy("show ssl cert").replace(sni(served), "")
 
 
 def sni(served) -> str:
-    """The only name of a certificate beside the default one."""
+    """Return the file name of the only certificate beside the default one."""
     (found,) = set(re.findall(r"tls/\S+/sni-\S+", served.amphora.ask_haproxy("show ssl cert")))
     return found
 
 
 def test_a_refused_certificate_changes_nothing(served, push, tenant):
-    """A good certificate for one listener and a wrong key for the other: neither is used."""
+    """After a good certificate for one listener and a bad one for another, HAProxy uses neither."""
     old, new = (tenant.issue("www.example.com", number=n) for n in (0, 1))
     trees = [terminated(port, default_tls_container_ref=str(port)) for port in (443, 444)]
     push({"443": old, "444": old}, *trees, how=None)
@@ -106,7 +106,7 @@ def test_a_refused_certificate_changes_nothing(served, push, tenant):
 
 
 def test_certificates_that_haproxy_lost_are_detected(served, push, tenant):
-    """HAProxy was changed manually: the same bundle again finds it."""
+    """A push of the same content restores a certificate that was changed manually in HAProxy."""
     old, new = (tenant.issue("www.example.com", number=n) for n in (0, 1))
     tree = terminated(default_tls_container_ref="default")
     pushed = push({"default": old}, tree, how=None)
@@ -115,7 +115,7 @@ def test_certificates_that_haproxy_lost_are_detected(served, push, tenant):
     served.amphora.ask_haproxy(f"commit ssl cert {name}")
     assert shown(served) == new.der
     push({"default": old}, terminated(default_tls_container_ref="default"), how=None)
-    # A generation of its own, so nothing was expected to differ; asking HAProxy shows that it does.
+    # The bundles have the same content: only HAProxy's answer shows the difference.
     assert shown(served) == old.der
 
 
@@ -128,7 +128,7 @@ def admitted(served, tenant, certificate, version) -> bool:
 
 
 def test_permission_changes_apply_at_once(served, push, tenant):
-    """Also for a client that would resume its session."""
+    """The new CAs and CRLs also apply to clients that resume a session."""
     clients, others = Authority("clients"), Authority("others")
     ada, bob, eve = clients.issue("ada"), clients.issue("bob", number=1), others.issue("eve")
     certificate = tenant.issue("www.example.com")
@@ -197,7 +197,7 @@ def test_tickets_survive_one_key_rotation_and_a_reload(served, push, tenant, ver
 
 
 def test_members_with_new_files_are_added_and_replaced_files_need_a_reload(served, tenant):
-    """Connections that HAProxy has to members would be used on: what is believed of them changes with the worker."""
+    """HAProxy would reuse connections to members that the former files verified: a new worker has none."""
     theirs, others = Authority("theirs"), Authority("others")
     web = served.web(tls=serving(theirs.issue("member.internal"), clients=theirs))
 

@@ -40,9 +40,9 @@ def test_a_killed_agent_is_restarted_without_a_change_of_haproxy(amphora, victim
     killed = master if victim == "master" else worker
     with Client(amphora.network) as client:
         os.kill(killed, signal.SIGKILL)
-        eventually(lambda: not alive(killed), "it is dead")
+        eventually(lambda: not alive(killed), "the killed process is dead")
         eventually(amphora.answers, "the agent answers")
-        eventually(lambda: amphora.push(8, text(listener(["m1", "m2"])))[0] == 200, "it applies")
+        eventually(lambda: amphora.push(8, text(listener(["m1", "m2"])))[0] == 200, "the agent applies a bundle")
         client.hears("m2")
     assert client.failures == []
     assert amphora.status("haproxy")["pid"] == haproxy
@@ -60,7 +60,7 @@ def test_a_reload_that_fails_leaves_the_old_worker_serving(amphora):
         assert "8080" in answer["error"]["happened"]
         assert amphora.call("GET", "/v2/bundle")[1]["generation"] == 1
         client.hears("m1")
-        # HAProxy pauses its old worker for a second, in case it is the one that has the port; nothing stops it.
+        # HAProxy pauses its old worker for a second, because that worker could have the port.
         client.forgive()
         amphora.supervisor(op="stop", name="squatter")
         status, answer = amphora.push(2, wanted)
@@ -108,11 +108,11 @@ def test_totals_equal_the_number_of_requests_over_reloads_and_restarts(amphora, 
         found = mailbox.next().document["listeners"].get(LISTENER)
         return found["total_connections"] if found else 0
 
-    eventually(lambda: total() == requests, f"{requests} are reported")
+    eventually(lambda: total() == requests, f"{requests} requests are reported")
     (worker,) = children(amphora.outside_pid(amphora.status("amphora-agent")["pid"]))
     os.kill(worker, signal.SIGKILL)
     eventually(lambda: not alive(worker), "the agent's worker is dead")
     eventually(lambda: total() == requests, "the counters survive the agent")
     os.kill(amphora.outside_pid(amphora.status("haproxy")["pid"]), signal.SIGKILL)
-    # The worker outlives its master for some milliseconds, and its last requests cannot be counted any more.
+    # The worker outlives its master for some milliseconds; its last requests cannot be counted.
     eventually(lambda: serves(amphora) and total() > requests, "the counters survive HAProxy")

@@ -45,7 +45,7 @@ HOSTILE = [
     "\u00e9",
     "#",
 ]
-# Writes down what it was given.
+# Writes its arguments to a file.
 PROGRAM = "import json,sys,time\njson.dump(sys.argv[1:], open('/run/amphora-agent/hostile','w'))\ntime.sleep(1000)"
 
 
@@ -100,7 +100,7 @@ def serving(machine) -> int:
 
 
 def services(machine, program: str):
-    """What a program says that has the machine's `services`, as the agent has them."""
+    """Run a program with the agent's `services` on the machine, and return its result."""
     lines = (
         "import json, signal, sys",
         "from pathlib import Path",
@@ -127,7 +127,7 @@ def test_a_killed_agent_restarts_alone(machine, place):
     with Client(place) as client:
         os.kill(before["agent"], signal.SIGKILL)
         eventually(lambda: machine.pid("agent") not in (None, before["agent"]), "systemd starts another agent")
-        eventually(machine.answers, "it answers", 120.0)
+        eventually(machine.answers, "the agent answers", 120.0)
         client.hears("m1")
     assert client.failures == []
     assert {name: machine.pid(name) for name in ("haproxy", "responder", "health-watcher")} == {
@@ -137,15 +137,15 @@ def test_a_killed_agent_restarts_alone(machine, place):
 
 
 def test_a_killed_worker_restarts_the_agent_too(machine):
-    """Kept connections are passed to a new process of systemd only."""
+    """Only systemd passes the held connections, and only to a new agent."""
     agent = machine.pid("agent")
     os.kill(children(agent)[0], signal.SIGKILL)
     eventually(lambda: not alive(agent), "the agent ends")
-    eventually(machine.answers, "another one answers", 120.0)
+    eventually(machine.answers, "the new agent answers", 120.0)
     assert machine.pid("agent") != agent
 
 
-@pytest.mark.parametrize("alone", [False, True], ids=["an agent lives", "no agent"])
+@pytest.mark.parametrize("alone", [False, True], ids=["agent runs", "agent is stopped"])
 def test_a_killed_haproxy_is_restarted(machine, place, alone, record_property):
     agent, old = machine.pid("agent"), machine.pid("haproxy")
     workers = children(old)
@@ -159,24 +159,24 @@ def test_a_killed_haproxy_is_restarted(machine, place, alone, record_property):
         seconds = time.monotonic() - begin
         record_property("seconds_to_the_file", seconds)
         assert said(machine) == "1" or machine.pid("haproxy") not in (None, old)
-        eventually(lambda: machine.pid("haproxy") not in (None, old), "systemd starts another one")
-        eventually(lambda: said(machine) == "0", "it answers")
+        eventually(lambda: machine.pid("haproxy") not in (None, old), "systemd starts another HAProxy")
+        eventually(lambda: said(machine) == "0", "HAProxy answers")
         assert not any(map(alive, workers))
         assert place.thread("cl").run(get)[0] == 200
     finally:
         os.kill(agent, signal.SIGCONT)
-    # A few milliseconds on an idle machine; this one is shared.
+    # A few milliseconds on an idle machine, more on a busy one.
     assert seconds < 2.0
 
 
 def test_haproxy_and_its_watcher_end_together(machine):
     old, watcher = machine.pid("haproxy"), machine.pid("health-watcher")
-    os.kill(watcher, signal.SIGSTOP)  # it sees nothing any more
+    os.kill(watcher, signal.SIGSTOP)  # the watcher notices nothing
     os.kill(old, signal.SIGKILL)
-    eventually(lambda: said(machine) == "1", "the script says it")
-    eventually(lambda: machine.pid("haproxy") not in (None, old), "systemd starts another one")
+    eventually(lambda: said(machine) == "1", "the script of the unit reports the end")
+    eventually(lambda: machine.pid("haproxy") not in (None, old), "systemd starts another HAProxy")
     os.kill(watcher, signal.SIGKILL)
-    eventually(lambda: said(machine) == "0", "another watcher hears HAProxy's answer")
+    eventually(lambda: said(machine) == "0", "the new watcher reports that HAProxy answers")
 
 
 def test_a_frozen_haproxy(machine):
@@ -184,17 +184,17 @@ def test_a_frozen_haproxy(machine):
     os.kill(worker, signal.SIGSTOP)
     try:
         begin = time.monotonic()
-        eventually(lambda: said(machine) == "1", "a freeze is in the file")
-        assert time.monotonic() - begin > 0.4  # a moment of silence is no freeze
+        eventually(lambda: said(machine) == "1", "the file reports the freeze")
+        assert time.monotonic() - begin > 0.4  # a short silence is no freeze
     finally:
         os.kill(worker, signal.SIGCONT)
-    eventually(lambda: said(machine) == "0", "it has thawed")
+    eventually(lambda: said(machine) == "0", "HAProxy answers again")
 
 
-def test_unwanted_amphora_is_not_missing(machine):
+def test_an_unwanted_haproxy_is_not_reported_missing(machine):
     push(machine, None)
     assert machine.pid("haproxy") is None
-    time.sleep(0.3)  # two looks of the watcher
+    time.sleep(0.3)  # the watcher checks twice in this time
     assert said(machine) == "0"
     push(machine, text(listener(["m1"])))
     assert machine.pid("haproxy") is not None
@@ -205,7 +205,7 @@ def test_held_connections_outlive_the_agent(machine, place):
 
     def begin():
         opened = socket.create_connection((VIP, 80), 30)
-        opened.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n")  # not the end of a request
+        opened.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n")  # an incomplete request
         return opened
 
     held = place.thread("cl").run(begin)
@@ -217,18 +217,18 @@ def test_held_connections_outlive_the_agent(machine, place):
         assert int(machine.run(*count)) >= 1
         agent = machine.pid("agent")
         os.kill(agent, signal.SIGKILL)
-        eventually(lambda: not alive(agent), "it is dead")
+        eventually(lambda: not alive(agent), "the agent is dead")
         eventually(machine.answers, "another agent answers", 120.0)
         assert int(machine.run(*count)) >= 1
         assert all(map(alive, old))
     finally:
         held.close()
-    eventually(lambda: int(machine.run(*count)) == 0, "the new agent has let go", 60.0)
+    eventually(lambda: int(machine.run(*count)) == 0, "the new agent has closed the connections", 60.0)
     eventually(lambda: not any(map(alive, old)), "the old worker has ended", 60.0)
 
 
-def test_keepalived_sees_what_becomes_of_haproxy(machine):
-    """The partner is not there; the test checks which state keeps and which releases the VIP."""
+def test_keepalived_follows_the_state_of_haproxy(machine):
+    """There is no partner. The test checks in which states the amphora holds and releases the VIP."""
     vrrp = {
         "interface": "eth1",
         "router_id": 7,
@@ -243,23 +243,23 @@ def test_keepalived_sees_what_becomes_of_haproxy(machine):
 
     try:
         push(machine, text(listener(["m1", "m2"])), vrrp=vrrp)
-        eventually(held, "it has the VIP")
+        eventually(held, "the amphora has the VIP")
         worker = serving(machine)
         os.kill(worker, signal.SIGSTOP)
-        eventually(lambda: not held(), "an amphora that does not serve releases it")
+        eventually(lambda: not held(), "an amphora that does not serve releases the VIP")
         os.kill(worker, signal.SIGCONT)
-        eventually(held, "it serves again")
+        eventually(held, "the amphora has the VIP again")
         parent, haproxy = machine.pid("keepalived"), machine.pid("haproxy")
         os.kill(parent, signal.SIGKILL)
-        eventually(lambda: machine.pid("keepalived") not in (None, parent), "systemd starts another one")
-        eventually(held, "it has the VIP")
+        eventually(lambda: machine.pid("keepalived") not in (None, parent), "keepalived is started again")
+        eventually(held, "the amphora has the VIP")
         assert machine.pid("haproxy") == haproxy
     finally:
         push(machine, text(listener(["m1", "m2"])))
     assert machine.pid("keepalived") is None
 
 
-# -- what each may do -----------------------------------------------------------------------------------------------
+# -- permissions ----------------------------------------------------------------------------------------------------
 
 NOT_ROOT = {"responder": ["NET_RAW"], "checker": ["NET_ADMIN", "NET_RAW"]}
 # Numbers of capabilities(7).
@@ -267,7 +267,7 @@ NUMBERS = {"NET_ADMIN": 12, "NET_RAW": 13}
 
 
 def rights(pid: int) -> dict[str, str]:
-    """What the kernel says of a process: users, capabilities, filters."""
+    """Return the kernel's status of a process: users, capabilities, filters."""
     lines = (line.split(":\t") for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     return {name: said.strip() for name, said in (line for line in lines if len(line) == 2)}
 
@@ -280,7 +280,7 @@ def monitor() -> dict:
 
 @pytest.fixture
 def datagrams(machine):
-    """A UDP listener beside that of HAProxy."""
+    """Return a UDP listener that is served beside the one of HAProxy."""
     server = UdpMember(machine.network.thread("mem"), "m1", MEMBERS["m1"])
     try:
         wanted = virtual_server(member("m1", MEMBERS["m1"]), monitor=monitor())
@@ -295,7 +295,7 @@ def test_each_daemon_has_no_more_rights_than_it_needs(machine, datagrams):
     for service in ("haproxy", "responder", "checker", "health-watcher", "agent"):
         found = rights(machine.pid(service))
         assert (found["NoNewPrivs"], found["Seccomp"]) == ("1", "2"), service
-        assert int(found["CapBnd"], 16) < (1 << 25), service  # among those above it are time, devices, audit
+        assert int(found["CapBnd"], 16) < (1 << 25), service  # higher numbers are time, devices, audit
         user = machine.run("getent", "passwd", f"amphora-{service}", check=False)
         assert found["Uid"].split()[0] == (user.split(":")[2] if service in NOT_ROOT else "0"), service
     for service, capabilities in NOT_ROOT.items():
@@ -307,7 +307,7 @@ def test_each_daemon_has_no_more_rights_than_it_needs(machine, datagrams):
 
 
 def test_checks_and_metrics_without_root(machine, place, datagrams):
-    """The checker finds a member and has it served; the responder tells the metrics of both."""
+    """The checker finds a member, UDP is served, and the responder exports metrics of both daemons."""
     listed = machine.call("GET", "/v2/diagnostics")[1]["virtual servers"]["listeners"]
     assert list(listed) == [datagrams["id"]]
 
@@ -332,8 +332,8 @@ def test_checks_and_metrics_without_root(machine, place, datagrams):
     assert "octavia_loadbalancer_max_connections" in told
 
 
-def test_a_confined_daemon_changes_nothing_of_the_machine(machine):
-    """An unnamed unit has the fewest permissions: it writes to the run directory only."""
+def test_a_confined_daemon_cannot_change_the_machine(machine):
+    """A daemon without an entry in CONFINEMENTS can write only to the run directory."""
     tried = (
         "import json, os, socket",
         "said = {}",
@@ -354,12 +354,12 @@ def test_a_confined_daemon_changes_nothing_of_the_machine(machine):
     argv = [sys.executable, "-c", "\n".join(tried)]
     services(machine, f"services.start('confined', {argv!r}, inner=False)")
     file = machine.file("/run/amphora-agent/confined")
-    eventually(lambda: file.exists() and file.read_text().endswith("}"), "it has tried")
+    eventually(lambda: file.exists() and file.read_text().endswith("}"), "the program has tried all actions")
     assert "done" not in json.loads(file.read_text()).values()
     services(machine, "services.stop('confined')")
 
 
-# -- services, asked directly ---------------------------------------------------------------------------------------
+# -- services without the agent -------------------------------------------------------------------------------------
 
 
 def test_arguments_arrive_as_they_are(machine):
@@ -367,7 +367,7 @@ def test_arguments_arrive_as_they_are(machine):
     status = services(machine, f"services.start('hostile', {argv!r}, inner=True)")
     assert status["pid"] is not None
     file = machine.file("/run/amphora-agent/hostile")
-    eventually(lambda: file.exists() and file.read_text().endswith("]"), "it has written its arguments")
+    eventually(lambda: file.exists() and file.read_text().endswith("]"), "the program has written its arguments")
     assert json.loads(file.read_text()) == HOSTILE
     inner = machine.run("stat", "--dereference", "--format=%i", "/run/netns/amphora-haproxy")
     assert machine.run("stat", "--dereference", "--format=%i", f"/proc/{status['pid']}/ns/net") == inner
@@ -375,7 +375,7 @@ def test_arguments_arrive_as_they_are(machine):
     # As many as this process's own limits allow.
     most = min(1048576, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
     assert next(line for line in limits.splitlines() if line.startswith("Max open files")).split()[3] == str(most)
-    # What a container may not do, a machine may.
+    # A container may not set this, a machine may.
     assert machine.run("systemctl", "show", "--property=OOMScoreAdjust", "--value", "amphora-hostile").strip() == "-900"
     services(machine, "services.stop('hostile')")
     assert services(machine, "services.status('hostile')") == {
@@ -387,7 +387,7 @@ def test_arguments_arrive_as_they_are(machine):
 
 
 def test_the_reported_states_of_a_daemon(machine):
-    """The same words as of an amphora made of namespaces."""
+    """systemd's units have the same states as the supervisor of the namespaces lab."""
     assert services(machine, "services.status('life')") is None
     assert services(machine, "services.log('life')") == []
     sleep = "['sleep', '1000']"
@@ -401,15 +401,15 @@ def test_the_reported_states_of_a_daemon(machine):
     assert services(machine, f"services.start('life', {sleep}, inner=False)") == first
     services(machine, "services.dismiss('life')")
     services(machine, "services.signal('life', signal.SIGTERM)")
-    eventually(lambda: services(machine, "services.status('life')")["pid"] is None, "it has ended")
-    time.sleep(0.5)  # a restart would come at once
+    eventually(lambda: services(machine, "services.status('life')")["pid"] is None, "the daemon has ended")
+    time.sleep(0.5)  # systemd would restart the daemon at once
     ended = services(machine, "services.status('life')")
     assert ended == {"pid": None, "starts": 1, "last_exit": -signal.SIGTERM, "wanted": False}
-    # With other arguments, now that it does not run.
+    # Other arguments are accepted, because the daemon does not run.
     again = services(machine, "services.start('life', ['sleep', '2000'], inner=False)")
     assert (again["starts"], again["last_exit"], again["wanted"]) == (2, None, True)
     os.kill(machine.pid("life"), signal.SIGKILL)
-    eventually(lambda: services(machine, "services.status('life')")["starts"] == 3, "it is started again")
+    eventually(lambda: services(machine, "services.status('life')")["starts"] == 3, "the daemon is started again")
     services(machine, "services.stop('life')")
 
 
@@ -417,11 +417,11 @@ def test_a_crashing_daemon_is_restarted_with_back_off(machine):
     """Restarts have growing intervals, and the last output is readable."""
     argv = [sys.executable, "-c", "print('out of luck'); raise SystemExit(7)"]
     services(machine, f"services.start('unlucky', {argv!r}, inner=False)")
-    eventually(lambda: services(machine, "services.status('unlucky')")["starts"] >= 4, "it is tried again")
+    eventually(lambda: services(machine, "services.status('unlucky')")["starts"] >= 4, "systemd restarts the daemon")
     rests = "services.status('unlucky')"
-    status = eventually(lambda: (found := services(machine, rests))["pid"] is None and found, "it rests")
+    status = eventually(lambda: (found := services(machine, rests))["pid"] is None and found, "the daemon waits")
     assert (status["last_exit"], status["wanted"]) == (7, True)
-    # At 0, 0.1, 0.3, 0.7, 1.5, 3.1 s and so on: without a back-off there would be hundreds.
+    # Starts at 0, 0.1, 0.3, 0.7, 1.5, 3.1 s and so on. Without a back-off there would be hundreds.
     assert status["starts"] < 20
     assert "out of luck" in services(machine, "services.log('unlucky')")
     services(machine, "services.stop('unlucky', missed=True)")
@@ -430,7 +430,7 @@ def test_a_crashing_daemon_is_restarted_with_back_off(machine):
     services(machine, "services.stop('unlucky')")
 
 
-def test_a_daemon_that_is_not_started_again_at_once(machine):
+def test_the_restart_delay_of_a_daemon(machine):
     leftover = machine.file("/run/leftover")
     policy = (
         "ServicePolicy(health=Path('/run/amphora-agent/patient.health'), restart_delay=2.5,"
@@ -441,21 +441,21 @@ def test_a_daemon_that_is_not_started_again_at_once(machine):
     services(machine, start)
     assert not leftover.exists()
     health = machine.file("/run/amphora-agent/patient.health")
-    eventually(lambda: health.exists() and health.read_text() == "0", "without a question, one that runs serves")
+    eventually(lambda: health.exists() and health.read_text() == "0", "a daemon without a probe is healthy")
     leftover.write_text("")
     begin = time.monotonic()
     os.kill(machine.pid("patient"), signal.SIGKILL)
-    eventually(lambda: health.read_text() == "1", "it is missed")
+    eventually(lambda: health.read_text() == "1", "the daemon is reported missing")
     status = services(machine, start)  # a request does not shorten the delay
     assert (status["pid"], status["wanted"], status["starts"]) == (None, True, 1)
-    eventually(lambda: services(machine, "services.status('patient')")["pid"] is not None, "it comes again")
+    eventually(lambda: services(machine, "services.status('patient')")["pid"] is not None, "the daemon runs again")
     assert time.monotonic() - begin >= 2.5
-    eventually(lambda: health.read_text() == "0", "it serves again", 120.0)
+    eventually(lambda: health.read_text() == "0", "the daemon is reported healthy", 120.0)
     assert not leftover.exists()
     services(machine, "services.stop('patient', missed=True)")
     assert health.read_text() == "1"
     services(machine, "services.stop('patient')")
-    eventually(lambda: health.read_text() == "0", "it is not wanted")
+    eventually(lambda: health.read_text() == "0", "an unwanted daemon is not reported missing")
 
 
 def test_a_daemon_stopped_by_the_operator(machine):
@@ -465,7 +465,7 @@ def test_a_daemon_stopped_by_the_operator(machine):
     assert (status["pid"], status["wanted"]) == (None, False)
 
 
-def test_no_such_program(machine):
+def test_a_missing_program_is_reported(machine):
     with pytest.raises(AssertionError, match="there is no program nonsense"):
         services(machine, "services.start('nothing', ['nonsense'], inner=False)")
 
@@ -487,4 +487,4 @@ def test_a_rebooted_machine_serves_without_a_push(machine, place):
             return place.thread("cl").run(get)[0] == 200
         return False
 
-    eventually(serves, "it serves")
+    eventually(serves, "the machine serves")

@@ -18,7 +18,7 @@ def terminated(port: int = 443, **more):
 
 
 def shown(served, name, port: int = 443, **more) -> bytes:
-    """The leaf certificate for a server name."""
+    """Return the leaf certificate for a server name."""
     return served.visitor.presented(port, name=name, **more)[0]
 
 
@@ -52,7 +52,7 @@ def test_the_default_certificate_is_for_every_name(served, served_tls, tenant, k
 
 
 @pytest.mark.feature("listener.sni_container_refs", "listener.default_tls_container_ref")
-def test_the_name_a_client_asks_for_chooses(served, served_tls, tenant):
+def test_the_server_name_selects_the_certificate(served, served_tls, tenant):
     default, first = tenant.issue("www.example.com"), tenant.issue("one.example.com", "uno.example.com")
     second = tenant.issue("two.example.com", kind="RSA")
     served_tls(
@@ -71,8 +71,8 @@ def test_the_name_a_client_asks_for_chooses(served, served_tls, tenant):
 
 
 @pytest.mark.feature("listener.sni_container_refs")
-def test_without_a_default_it_is_tls_all_the_same(served, served_tls, web, tenant):
-    """Without a name or with an unknown one, the first certificate is used; plain text is never served."""
+def test_a_listener_without_a_default_certificate_requires_tls(served, served_tls, web, tenant):
+    """Without a known server name, HAProxy uses the first certificate. It serves no plain text."""
     first, second = tenant.issue("one.example.com"), tenant.issue("two.example.com")
     served_tls({"first": first, "second": second}, terminated(sni_container_refs=("second", "first")))
     for vip in VIPS:
@@ -131,7 +131,7 @@ def serial(der: bytes) -> int:
 
 
 @pytest.mark.feature("listener.default_tls_container_ref", "listener.sni_container_refs")
-def test_listeners_never_see_each_others_certificates(served, served_tls, tenant):
+def test_listeners_use_their_own_certificates_only(served, served_tls, tenant):
     one, two, more = tenant.issue("one.example.com"), tenant.issue("two.example.com"), tenant.issue("more.example.com")
     served_tls(
         {"one": one, "two": two, "more": more},
@@ -146,7 +146,7 @@ def test_listeners_never_see_each_others_certificates(served, served_tls, tenant
 @pytest.mark.feature("listener.default_tls_container_ref", "listener.sni_container_refs")
 @pytest.mark.parametrize("kind", ["EC", "RSA"])
 def test_a_replaced_certificate_is_shown_at_once(served, served_tls, tenant, kind):
-    """The same reference with another content, and another reference; under load no request fails."""
+    """A new content or a new reference applies at once, and no request fails under load."""
     old, new, third = (tenant.issue("www.example.com", kind=kind, number=n) for n in (0, 1, 0))
     sni_old, sni_new = (tenant.issue("sni.example.com", number=n) for n in (0, 1))
     tree = terminated(default_tls_container_ref="default", sni_container_refs=("sni",))
@@ -164,8 +164,8 @@ def test_a_replaced_certificate_is_shown_at_once(served, served_tls, tenant, kin
 
 
 @pytest.mark.feature("listener.default_tls_container_ref")
-def test_an_unusable_certificate_changes_nothing_that_is_served(served, served_tls, tenant, web):
-    """The machine refuses the whole, names the listener, and goes on with what it had."""
+def test_an_unusable_certificate_does_not_change_the_configuration(served, served_tls, tenant, web):
+    """The agent refuses the bundle, names the listener, and serves its former configuration."""
     good, other = tenant.issue("www.example.com"), tenant.issue("www.example.com", number=1)
     trees = (
         terminated(443, default_tls_container_ref="good"),
@@ -175,7 +175,7 @@ def test_an_unusable_certificate_changes_nothing_that_is_served(served, served_t
     served_tls({"good": good, "bad": good}, *trees)
     for bad in (
         good.certificate_pem + other.key_pem,  # the key of another certificate
-        good.certificate_pem,  # none
+        good.certificate_pem,  # no key
         "-----BEGIN CERTIFICATE-----\nnonsense\n-----END CERTIFICATE-----\n",
         "",
     ):
@@ -184,7 +184,7 @@ def test_an_unusable_certificate_changes_nothing_that_is_served(served, served_t
         assert "PRIVATE" not in str(pushed.answer)
         assert [shown(served, None, port) for port in (443, 444)] == [good.der] * 2
         assert served.visitor.fetch().member == "web"
-    # What the controller does then: the rest without it.
+    # The controller then pushes the other listeners.
     served_tls({"good": good}, *trees, failed={pushed.answer["object_id"]})
     assert served.visitor.fetch(port=443, tls=trusting(tenant)).status == 200
     assert served.visitor.fetch().member == "web"
@@ -193,8 +193,8 @@ def test_an_unusable_certificate_changes_nothing_that_is_served(served, served_t
 
 
 @pytest.mark.feature("listener.default_tls_container_ref")
-def test_an_expired_certificate_is_shown_as_it_is(served, served_tls, tenant):
-    """Whether to trust it is for the client to say."""
+def test_an_expired_certificate_is_served(served, served_tls, tenant):
+    """The client decides whether to trust an expired certificate."""
     expired = tenant.issue("www.example.com", hours=-1)
     served_tls({"cert": expired}, terminated(default_tls_container_ref="cert"))
     assert shown(served, "www.example.com") == expired.der
@@ -204,7 +204,7 @@ def test_an_expired_certificate_is_shown_as_it_is(served, served_tls, tenant):
 
 @pytest.mark.feature("listener.default_tls_container_ref")
 def test_sessions_are_resumed(served, served_tls, tenant):
-    """A client that comes back need not start from nothing."""
+    """A second connection of a client resumes its TLS session."""
     certificate = tenant.issue("www.example.com")
     versions = (ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_2)
     served_tls({"cert": certificate}, terminated(default_tls_container_ref="cert"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TLS listeners that ask their clients for certificates."""
+"""TLS listeners that request certificates of clients."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from wanted import listener, load_balancer, member, pool
 
 pytestmark = pytest.mark.root
 
-# What a client is told depends on the version: in TLS 1.3 only when it reads for the first time.
+# In TLS 1.3, a client learns of a refusal only when it reads for the first time.
 VERSIONS = (ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3)
 SEEN = ("X-SSL-Client-Verify", "X-SSL-Client-Has-Cert", "X-SSL-Client-CN")
-ANONYMOUS, MEMBER, REVOKED, EXPIRED, STRANGER = "nobody", "member", "revoked", "expired", "stranger"
+ANONYMOUS, MEMBER, REVOKED, EXPIRED, STRANGER = "anonymous", "member", "revoked", "expired", "stranger"
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def strangers():
 
 @pytest.fixture(scope="module")
 def people(clients, strangers):
-    """The clients, by name."""
+    """Return the certificates of clients by name."""
     return {
         ANONYMOUS: None,
         MEMBER: clients.issue("member"),
@@ -112,7 +112,7 @@ def test_permitted_clients(served, tenant, people, secrets, version, wanted, exp
 
 
 @pytest.mark.feature("listener.client_authentication")
-def test_forbidden_client_reaches_no_member(served, tenant, people, secrets):
+def test_a_refused_client_reaches_no_member(served, tenant, people, secrets):
     web = served.web()
     served.push(load_balancer(terminated(**asking("MANDATORY", crl="revoked")), pool("pool", member(web))), secrets)
     for vip in VIPS:
@@ -131,7 +131,7 @@ def test_headers_about_a_client_certificate(served, tenant, people, secrets):
 
 
 @pytest.mark.feature("listener.client_ca_tls_container_ref", "listener.client_crl_container_ref")
-def test_listeners_never_see_each_others_authorities(served, tenant, people, secrets):
+def test_listeners_use_their_own_authorities_only(served, tenant, people, secrets):
     served.push(
         load_balancer(
             terminated(443, **asking("MANDATORY", crl="revoked")),
@@ -162,7 +162,7 @@ def test_client_authentication_applies_to_each_certificate(served, tenant, peopl
 
 @pytest.mark.feature("listener.client_ca_tls_container_ref", "listener.client_crl_container_ref")
 def test_authorities_and_lists_are_replaced(served, tenant, people, secrets):
-    """The references stay; the new contents apply."""
+    """HAProxy uses new contents under the same references."""
     tree = load_balancer(terminated(**asking("MANDATORY", "ca", "crl")), pool("pool", member(served.web())))
     for ca, crl, expected in (
         ("clients", "none revoked", {MEMBER, REVOKED}),
@@ -175,7 +175,7 @@ def test_authorities_and_lists_are_replaced(served, tenant, people, secrets):
 
 @pytest.mark.feature("listener.client_crl_container_ref")
 def test_a_revoked_client_cannot_resume_its_session(served, tenant, people, secrets):
-    """A client that is revoked now cannot resume its earlier session."""
+    """A revocation also applies to earlier TLS sessions."""
     versions = (ssl.TLSVersion.TLSv1_2,) * 2
     tree = load_balancer(terminated(**asking("MANDATORY", "ca", "crl")), pool("pool", member(served.web())))
     before = {"cert": secrets["cert"], "ca": secrets["clients"], "crl": secrets["none revoked"]}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TLS listeners: versions, ciphers in the user's order, and the protocols inside (ALPN, HTTP/2, gRPC)."""
+"""TLS listeners: versions, ciphers in the user's order, and protocols over TLS (ALPN, HTTP/2, gRPC)."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def serve(served, web, tenant):
 
 
 def spoken(served, tenant, **more) -> ssl.SSLSocket | None:
-    """A TLS connection with these settings, None where there is nothing in common."""
+    """Return a TLS connection with these settings, None if the handshake fails."""
     try:
         return served.visitor.tls(443, tls=trusting(tenant, **more))
     except (ssl.SSLError, ConnectionError):
@@ -57,7 +57,7 @@ def spoken(served, tenant, **more) -> ssl.SSLSocket | None:
 
 
 def answered(served, tenant, **more) -> str | None:
-    """The version in which a request was answered, None if it was not."""
+    """Return the TLS version of an answered request, None without an answer."""
     connection = spoken(served, tenant, **more)
     if connection is None:
         return None
@@ -72,8 +72,8 @@ def answered(served, tenant, **more) -> str | None:
 
 @pytest.mark.feature("listener.tls_versions")
 @pytest.mark.parametrize("wanted", EVERY_SET, ids="+".join)
-def test_exactly_the_wanted_versions_are_spoken(served, serve, web, tenant, wanted):
-    """Sets with a gap too: in what is not wanted no request is ever answered, and none reaches a member."""
+def test_exactly_the_wanted_versions_are_accepted(served, serve, web, tenant, wanted):
+    """Sets can have a gap. A request with another version is not answered and reaches no member."""
     serve(tls_versions=wanted)
     for name, version in VERSIONS.items():
         before = len(web.requests)
@@ -82,7 +82,7 @@ def test_exactly_the_wanted_versions_are_spoken(served, serve, web, tenant, want
 
 
 @pytest.mark.feature("listener.tls_versions")
-def test_of_several_versions_the_newest_is_spoken(served, serve, tenant):
+def test_the_newest_of_several_versions_is_negotiated(served, serve, tenant):
     serve(tls_versions=("TLSv1.2", "TLSv1.3"))
     for vip in VIPS:
         assert served.visitor.tls(443, vip, tls=trusting(tenant)).version() == "TLSv1.3"
@@ -109,15 +109,15 @@ EC_CIPHERS = (EC_A128, EC_A256, EC_CHACHA)
 @pytest.mark.parametrize(
     "wanted", itertools.permutations(EC_CIPHERS), ids=lambda each: "-".join(w[12:18] for w in each)
 )
-def test_the_users_order_counts(served, serve, tenant, wanted):
-    """Not the client's, and not the alphabet's.
+def test_the_users_order_of_ciphers_applies(served, serve, tenant, wanted):
+    """The client's order does not apply.
 
-    With one exception, which is OpenSSL's: a client that prefers ChaCha20 gets it if the list has it.
+    OpenSSL has one exception: a client that prefers ChaCha20 gets it if the list contains it.
     """
     serve(tls_ciphers=":".join(wanted))
     for clients in (EC_CIPHERS, (EC_A256, EC_A128, EC_CHACHA)):
         assert spoken(served, tenant, versions=TLS12, ciphers=":".join(clients)).cipher()[0] == wanted[0]
-    # Without the first one the second one is chosen.
+    # A client without the first cipher gets the second one.
     left = [each for each in EC_CIPHERS if each != wanted[0]]
     assert spoken(served, tenant, versions=TLS12, ciphers=":".join(left)).cipher()[0] == wanted[1]
 
@@ -126,17 +126,17 @@ def test_the_users_order_counts(served, serve, tenant, wanted):
 @pytest.mark.parametrize(
     ("text", "kind", "offered", "chosen"),
     [
-        # "!": never, whatever follows.
+        # "!" removes permanently.
         (f"{EC_A128}:{EC_A256}:!AES128", "EC", EC_CIPHERS, EC_A256),
-        # "-": out, but may come back.
+        # "-" removes; a later word can add again.
         (f"ECDHE:-AES256:{EC_A256}", "EC", (EC_A256,), EC_A256),
         (f"{EC_A128}:{EC_A256}:-AES256", "EC", (EC_A256,), None),
-        # "+": to the end.
+        # "+" moves to the end.
         (f"{EC_A128}:{EC_A256}:+AES128", "EC", EC_CIPHERS, EC_A256),
-        # A "+" between two words: both.
+        # "+" between two words requires both.
         ("ECDHE+AESGCM:!AES128", "EC", EC_CIPHERS, EC_A256),
         ("aRSA+AES256", "RSA", (RSA_A128, RSA_A256), RSA_A256),
-        # "@": by strength.
+        # "@STRENGTH" sorts by strength.
         (f"{EC_A128}:{EC_A256}:@STRENGTH", "EC", EC_CIPHERS[:2], EC_A256),
         ("HIGH:!aNULL:!AES256:!CHACHA20", "RSA", (RSA_A128, RSA_A256), RSA_A128),
         (f"{EC_A128}:@SECLEVEL=1", "EC", EC_CIPHERS, EC_A128),
@@ -151,7 +151,7 @@ def test_cipher_operators_are_those_of_openssl(served, serve, tenant, text, kind
 @pytest.mark.feature("listener.tls_ciphers")
 @pytest.mark.parametrize("wanted", [(S_CHACHA, S_A128), (S_A128, S_A256), (S_A256,)], ids=":".join)
 def test_tls_13_suites_are_separate_from_older_ciphers(served, serve, tenant, wanted):
-    """They stand in the same list as the ciphers of older versions; each version looks at its own."""
+    """The user's list contains both kinds; each TLS version uses its own."""
     serve(tls_ciphers=":".join((wanted[0], EC_A256, *wanted[1:], EC_A128)))
     assert spoken(served, tenant, versions=(ssl.TLSVersion.TLSv1_3,) * 2).cipher()[0] == wanted[0]
     assert spoken(served, tenant, versions=TLS12).cipher()[0] == EC_A256
@@ -178,7 +178,7 @@ def test_every_legal_combination_is_served(served, serve, tenant, versions, ciph
     assert ask(connection).status == 200
 
 
-# -- what is spoken inside -----------------------------------------------------------------------------------------
+# -- protocols over TLS -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.feature("listener.alpn_protocol")
@@ -197,7 +197,7 @@ def test_every_legal_combination_is_served(served, serve, tenant, versions, ciph
     ],
     ids=str,
 )
-def test_protocols_are_agreed_on(served, serve, web, tenant, wanted, offered, agreed):
+def test_alpn_negotiates_the_protocol(served, serve, web, tenant, wanted, offered, agreed):
     serve(alpn_protocols=wanted)
     connection = spoken(served, tenant, alpn=offered)
     assert connection.selected_alpn_protocol() == agreed
@@ -208,7 +208,7 @@ def test_protocols_are_agreed_on(served, serve, web, tenant, wanted, offered, ag
 
 
 @pytest.mark.feature("listener.alpn_protocol")
-def test_h2_is_spoken_on_every_address(served, serve, tenant):
+def test_http2_is_served_on_every_address(served, serve, tenant):
     serve(alpn_protocols=("h2",))
     for vip in VIPS:
         tls = trusting(tenant, alpn=("h2",))
@@ -218,7 +218,7 @@ def test_h2_is_spoken_on_every_address(served, serve, tenant):
 @pytest.mark.feature("listener.alpn_protocol", "pool.alpn_protocol")
 @pytest.mark.parametrize("vip", VIPS)
 def test_grpc_over_http2(served, tenant, vip):
-    """HTTP/2 on both sides, and trailers, in which gRPC says how a call ended, both ways."""
+    """gRPC has HTTP/2 on both sides; its trailers, with the result of a call, pass in both directions."""
     members = tenant.issue("member.example.com")
     web = served.web(tls=serving(members, alpn=("h2",)))
     message = b"\0\0\0\0\x05hello"

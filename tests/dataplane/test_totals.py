@@ -24,7 +24,7 @@ ECHO_PORT = 7007
 
 
 def wanted(number: int, members=("m1", "m2")) -> str:
-    """HTTP on port 80, bytes on port 8080; each number needs a new worker."""
+    """Return a configuration with HTTP on port 80 and TCP on 8080; each number needs a new worker."""
     front = f"frontend {SECOND}\n    mode tcp\n    timeout client 300s\n    bind {VIP}:8080\n"
     back = f"backend {POOL}:{SECOND}\n    mode tcp\n    timeout server 300s\n"
     back += f"    server {ECHO} {MEMBERS['m1']}:{ECHO_PORT}\n"
@@ -160,7 +160,7 @@ def test_totals_are_exact_over_reloads_and_restarts_of_everything(amphora, mailb
                 client.hears("m1")
                 status, said = amphora.push(number, wanted(number))
                 assert (status, said["how"]) == (200, "reload"), said
-                if step in (3, 7):  # between reloads, with workers that leave and traffic
+                if step in (3, 7):  # between reloads, while old workers drain
                     end_agent(amphora, signal.SIGTERM if step == 3 else signal.SIGKILL)
                 if step % 2:
                     longs.pop(1).close()
@@ -168,7 +168,7 @@ def test_totals_are_exact_over_reloads_and_restarts_of_everything(amphora, mailb
         assert client.failures == []
         for one in longs:
             one.say(7)
-        # Those that are open are closed by the stop, and counted; so is everything before.
+        # The stop closes open connections, and the agent counts all connections.
         assert amphora.push(number + 1, None)[1]["how"] == "stop"
         assert all(one.is_closed() for one in longs)
         assert amphora.push(number + 2, wanted(number + 2))[1]["how"] == "start"
@@ -180,8 +180,8 @@ def test_totals_are_exact_over_reloads_and_restarts_of_everything(amphora, mailb
         def complete():
             return books.told(LISTENER).get("total_connections") == requests
 
-        eventually(complete, f"{requests} requests are told", 20)
-        found = eventually(books.scrape, "metrics are told")
+        eventually(complete, f"{requests} requests are reported", 20)
+        found = eventually(books.scrape, "metrics are available")
     assert books.scrapes > 10
     assert books.fallen == []
     assert total(found, "listener_sessions_total", LISTENER) == requests
@@ -193,7 +193,7 @@ def test_totals_are_exact_over_reloads_and_restarts_of_everything(amphora, mailb
 
 
 def test_bytes_are_exact_however_a_connection_ends(amphora, mailbox, echo, opened):
-    """By itself after reloads and with another agent, by the drain's end, as one of too many workers, by a stop."""
+    """Connections end by themselves, at the end of a drain, or with a worker over the limit."""
     books = Books(amphora, mailbox)
     limits = {"connections": None, "threads": None, "drain": None, "workers": 2}
     assert amphora.push(1, wanted(1), limits=limits)[0] == 200
@@ -205,22 +205,22 @@ def test_bytes_are_exact_however_a_connection_ends(amphora, mailbox, echo, opene
         assert (status, said["how"]) == (200, "reload"), said
         replaced = amphora.call("GET", "/v2/diagnostics")[1]["show proc"].partition("# old workers")[2]
         assert replaced.count("worker") <= 2
-    # The two oldest workers had to go, with their connections; the two others serve on.
+    # The agent has ended the two oldest workers and their connections. The two others continue.
     assert [one.is_closed(5.0 if place < 2 else 0.2) for place, one in enumerate(longs)] == [True, True, False, False]
     ended = amphora.call("GET", "/v2/info")[1]["changes"]["workers_ended"]
     assert ended == {"count": 2, "connections": 2}
     expected = sum(one.bytes for one in longs[:2])
-    eventually(lambda: books.told(SECOND).get("bytes_in") == expected, "what they sent is told")
+    eventually(lambda: books.told(SECOND).get("bytes_in") == expected, "the bytes of ended workers are reported")
     for number in (signal.SIGKILL, signal.SIGTERM):
         longs[2].say(11)
         end_agent(amphora, number)
         longs[2].say(13)
     longs[2].close()
     expected += longs[2].bytes
-    eventually(lambda: books.told(SECOND).get("bytes_out") == expected, "and that of one that ended by itself")
+    eventually(lambda: books.told(SECOND).get("bytes_out") == expected, "the bytes of a closed connection are reported")
     longs[3].close()
     expected += longs[3].bytes
-    # A short drain counts for the workers that were started with it.
+    # The drain limit applies to workers that start with it.
     assert amphora.push(6, wanted(6), limits={**limits, "drain": 2})[0] == 200
     assert "hard-stop-after 2s" in (amphora.var / "haproxy.cfg").read_text()
     drained = opened()
@@ -229,12 +229,12 @@ def test_bytes_are_exact_however_a_connection_ends(amphora, mailbox, echo, opene
     assert amphora.push(7, wanted(7), limits=limits)[0] == 200
     drained.say(50)
     assert drained.is_closed(20.0)
-    # It goes on for what it was given, less what it takes to count it; more only where the machine is late.
+    # The connection lasts for the drain limit, less the time to count it, and longer on a busy machine.
     assert time.monotonic() - began > 1
     expected += drained.bytes
-    eventually(lambda: books.told(SECOND).get("bytes_in") == expected, "and that of one whose time was over")
+    eventually(lambda: books.told(SECOND).get("bytes_in") == expected, "the bytes of a drained connection are reported")
     assert books.told(SECOND)["total_connections"] == 5
-    # How many old workers there may be is a matter of the agent, not of HAProxy.
+    # The agent applies the limit of workers; HAProxy's configuration does not contain it.
     assert amphora.push(8, wanted(7), limits={**limits, "workers": 3})[1]["how"] == "unchanged"
 
 
@@ -243,16 +243,16 @@ def test_counters_of_a_killed_haproxy_are_kept(amphora, mailbox):
     books = Books(amphora, mailbox)
     for _ in range(20):
         assert answered(amphora) is not None
-    eventually(lambda: books.told(LISTENER).get("total_connections") == 20, "20 are told")
-    before = eventually(books.scrape, "metrics are told")
+    eventually(lambda: books.told(LISTENER).get("total_connections") == 20, "20 requests are reported")
+    before = eventually(books.scrape, "metrics are available")
     for victim in (0, 1):
         pids = haproxy_pids(amphora)
         os.kill(pids[victim], signal.SIGKILL)
-        eventually(lambda pids=pids: not any(alive(pid) for pid in pids), "both are dead")
+        eventually(lambda pids=pids: not any(alive(pid) for pid in pids), "both processes are dead")
         told = books.told(LISTENER).get("total_connections", 0)
-        eventually(lambda: answered(amphora) is not None, "it answers again")
-        eventually(lambda told=told: books.told(LISTENER).get("total_connections", 0) > told, "it is counted on")
-    after = eventually(books.scrape, "metrics are told")
+        eventually(lambda: answered(amphora) is not None, "HAProxy answers again")
+        eventually(lambda told=told: books.told(LISTENER).get("total_connections", 0) > told, "the counter increases")
+    after = eventually(books.scrape, "metrics are available")
     assert {name for name, value in before.items() if after.get(name, 0) < value} == set()
 
 
@@ -266,7 +266,7 @@ def test_counters_continue_for_a_member_removed_and_added_at_runtime(amphora, ma
         assert (status, said["how"]) == (200, "runtime"), said
     assert served >= 6
     name = f'octavia_member_sessions_total{{pool="{POOL}:{LISTENER}",member="{MEMBER_IDS["m2"]}"}}'
-    eventually(lambda: books.scrape().get(name) == served, f"{served} are told")
+    eventually(lambda: books.scrape().get(name) == served, f"{served} sessions are reported")
 
 
 def processor_time(pids) -> float:
@@ -278,7 +278,7 @@ def processor_time(pids) -> float:
 
 
 @pytest.mark.quiet
-def test_a_thousand_members_are_cheap_to_count(amphora, mailbox):
+def test_counters_of_a_thousand_members_take_little_processor_time(amphora, mailbox):
     servers = "".join(
         f"    server {uuid.uuid5(uuid.NAMESPACE_DNS, str(n))} {MEMBERS['m1']}:80 weight 1\n" for n in range(1000)
     )
@@ -289,16 +289,16 @@ def test_a_thousand_members_are_cheap_to_count(amphora, mailbox):
             amphora.network.thread("cl").run(get)
     books = Books(amphora, mailbox)
     name = f'octavia_listener_sessions_total{{listener="{LISTENER}"}}'
-    eventually(lambda: books.scrape().get(name) == 400, "all are told")
+    eventually(lambda: books.scrape().get(name) == 400, "all sessions are reported")
     everything = descendants(amphora.init())
     began, at, scrapes = processor_time(everything), time.monotonic(), 5
     while time.monotonic() - at < 4:
-        time.sleep(0.2)  # what is measured is what happens in this time
+        time.sleep(0.2)  # the test measures this interval
     a_second = (processor_time(everything) - began) / (time.monotonic() - at)
     began = processor_time(everything)
     for _ in range(scrapes):
         assert len(books.scrape()) > 15_000
     a_scrape = (processor_time(everything) - began) / scrapes - a_second
-    # Processor time: of HAProxy, to tell it, and of the agent, to read it. Measured 0.05 and 0.09 on a busy machine.
+    # Processor time of HAProxy and of the agent: 0.05 and 0.09 s on a busy machine.
     assert a_second < 0.2, f"{a_second * 1000:.0f} ms each second"
     assert a_scrape < 0.25, f"{a_scrape * 1000:.0f} ms for a scrape"

@@ -47,17 +47,17 @@ def test_only_controllers_get_an_answer(amphora):
     for caller, certificate in refused.items():
         file = amphora.write("other.pem", certificate) if certificate else None
         with pytest.raises((ssl.SSLError, ConnectionError, http.client.RemoteDisconnected)):
-            pytest.fail(f"{caller} was answered {ask(amphora, amphora.tls(file))}")
+            pytest.fail(f"{caller} received status {ask(amphora, amphora.tls(file))}")
     assert ask(amphora, amphora.tls(amphora.client_certificate)) == 200
     old = amphora.tls(amphora.client_certificate)
     old.maximum_version = ssl.TLSVersion.TLSv1_2
     with pytest.raises(ssl.SSLError):
         ask(amphora, old)
-    with pytest.raises(ssl.SSLCertVerificationError):  # and the controller accepts no other agent
+    with pytest.raises(ssl.SSLCertVerificationError):  # the controller accepts no other agent
         ask(amphora, amphora.tls(amphora.client_certificate, trust=stranger.pem))
 
 
-def test_heartbeats_tell_of_a_member_that_stopped(amphora, mailbox, network):
+def test_heartbeats_report_a_stopped_member(amphora, mailbox, network):
     amphora.push(1, text(listener(["m1", "m2"])))
     pool = f"{POOL}:{LISTENER}"
 
@@ -73,27 +73,27 @@ def test_heartbeats_tell_of_a_member_that_stopped(amphora, mailbox, network):
 
     seen: list[tuple[int, int]] = []
     up, down = MEMBER_IDS["m2"], MEMBER_IDS["m1"]
-    eventually(lambda: statuses() == {up: "UP", down: "UP"}, "both are up")
+    eventually(lambda: statuses() == {up: "UP", down: "UP"}, "both members are up")
     network.stop_member("m1")
     try:
-        eventually(lambda: statuses() == {up: "UP", down: "DOWN"}, "one is down")
+        eventually(lambda: statuses() == {up: "UP", down: "DOWN"}, "the stopped member is down")
         document = report()
         assert document["pools"][pool]["status"] == "UP"
         assert document["listeners"][LISTENER]["status"] == "OPEN"
     finally:
         network.start_member("m1", "198.51.100.101")
-    eventually(lambda: statuses() == {up: "UP", down: "UP"}, "it is up again")
+    eventually(lambda: statuses() == {up: "UP", down: "UP"}, "the member is up again")
     assert len(seen) > 3
     assert seen == sorted(set(seen))
     with pytest.raises(ValueError, match="another key"):
         decode(mailbox._socket.recv(65536), bytes(32))
-    # No receiver at the second target: the error is visible, and the first one gets its reports.
+    # The second target has no receiver: diagnostics show the error, and the first target gets heartbeats.
     errors = amphora.call("GET", "/v2/diagnostics")[1]["heartbeat errors"]
     assert all(str(HEARTBEATS + 1) in target for target in errors)
 
 
 class Told:
-    """What a controller is told to show and to believe instead of its files."""
+    """The certificates that a controller uses instead of its files."""
 
     def __init__(self) -> None:
         self.now = TlsOverride()
@@ -130,7 +130,7 @@ def fingerprint(pem):
 
 
 def test_rotation_of_both_cas_interrupts_no_connection(amphora, network, client, told):
-    """What a controller does at each step of both rotations, with the agent killed after each of them."""
+    """A controller rotates both CAs in steps, and the test kills the agent after each step."""
     ctl = network.thread("ctl").run
     old, signs, calls = amphora.authority, Authority("newer amphorae"), Authority("newer controllers")
 
@@ -144,7 +144,7 @@ def test_rotation_of_both_cas_interrupts_no_connection(amphora, network, client,
         starts = amphora.status("amphora-agent")["starts"]
         amphora.supervisor(op="signal", name="amphora-agent", signal=9)
         eventually(lambda: amphora.status("amphora-agent")["starts"] > starts, "the agent starts again")
-        eventually(answers, "what was confirmed is there after a start")
+        eventually(answers, "the agent answers with the confirmed certificate")
         ctl(lambda: client.verify_certificate(amphora.id, AMPHORA, fingerprint(new)))
         return new
 
@@ -158,17 +158,17 @@ def test_rotation_of_both_cas_interrupts_no_connection(amphora, network, client,
         told.now = TlsOverride(version=number, **more)
 
     mine = Secret(calls.issue("controller", CLIENT).encode())
-    # All trust both.
+    # Agents and controllers trust both CAs.
     mark(1, authorities=(old.pem + signs.pem).encode())
     before = give(old, old.pem + calls.pem, old.pem + signs.pem)
-    # The new ones sign: what is shown by us is in memory only.
+    # The new CAs sign. The certificate of the controller is in memory only.
     mark(2, authorities=(old.pem + signs.pem).encode(), certificate=mine)
-    assert answers(), "the former certificate is shown to us still, and ours is a new one"
+    assert answers(), "the agent with its former certificate accepts the controller's new one"
     with pytest.raises(AgentUntrusted, match="uses another one"):
         ctl(lambda: client.verify_certificate(amphora.id, AMPHORA, fingerprint(old.issue(amphora.id, SERVER))))
     now = give(signs, old.pem + calls.pem, signs.pem)
     assert fingerprint(now) != fingerprint(before)
-    # The old ones are trusted no more.
+    # Agents and controllers no longer trust the old CAs.
     mark(3, authorities=signs.pem.encode(), certificate=mine)
     give(signs, calls.pem, signs.pem)
     mark(4, authorities=signs.pem.encode())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rebooted amphora has the files of its first boot again, and refuses an authority that was withdrawn."""
+"""A rebooted amphora has the files of its first boot, and refuses a withdrawn authority."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from throwaway_authority import CLIENT, SERVER, Authority
 pytestmark = pytest.mark.root
 
 
-def test_a_rotated_authority_outlives_a_boot(amphora, network):
+def test_a_rotated_authority_survives_a_boot(amphora, network):
     old, new = amphora.authority, Authority("newer")
     etc = Path(amphora.write("x", "")).parent / "etc"
     drive = {name: (etc / name).read_text() for name in ("client_ca.pem", "server.pem", "agent.conf", "heartbeat.key")}
@@ -26,7 +26,7 @@ def test_a_rotated_authority_outlives_a_boot(amphora, network):
 
     assert put(old.pem + new.pem) == 200
     amphora.disconnect()
-    # The amphorae's authority is what it was.
+    # The authority of the amphorae does not change.
     amphora.client_certificate = amphora.write("newer.pem", new.issue("controller", CLIENT))
     assert put(new.pem) == 200
     amphora.power_off()

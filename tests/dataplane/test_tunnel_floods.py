@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""After a hand-over, in a real kernel: the new holder keeps new connections, also during a SYN flood."""
+"""After a hand-over, the new holder keeps new connections, also during a SYN flood (real kernel)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def few(request, wire, monkeypatch):
 
 @pytest.fixture(params=[4, 6])
 def full(request, wire, monkeypatch):
-    """The same, with space for one established connection."""
+    """An amphora after a hand-over, with space for one established connection."""
     monkeypatch.setattr(connection_tunnel, "MOST_CONNECTIONS", 1)
     monkeypatch.setattr(connection_tunnel, "_BEGUN_SECONDS", 60)
     yield from begun(request.param, wire)
@@ -44,7 +44,7 @@ def full(request, wire, monkeypatch):
 
 def begun(version, wire):
     wire.change(bundle(eth1()))
-    # What is led goes nowhere here, and is counted; without an address of its own the link says nothing itself.
+    # The link only counts redirected packets. Without an address, the link sends no packets of its own.
     wire.ip(
         f"link add {connection_tunnel.NAME} type veth peer name away",
         f"link set {connection_tunnel.NAME} addrgenmode none",
@@ -70,17 +70,17 @@ class Led:
         self._socket.close()
 
     def led(self, *packets):
-        """Send packets, as flags and the client's port, all at once; how many of them were led."""
+        """Send packets (flags, client's port) at once, and return the number of redirected ones."""
         before, mark, one = self._led(), self._frame(ACK, 1, bytes(1000)), len(self._frame(ACK, 1))
         for flags, port in packets:
             self._socket.send(self._frame(flags, port))
-        # It comes after the others, is longer than all of them, and always led.
+        # The mark is sent last, is longer than all others, and is always redirected.
         self._socket.send(mark)
-        eventually(lambda: self._led() - before >= len(mark), "it has arrived")
+        eventually(lambda: self._led() - before >= len(mark), "the mark is redirected")
         return (self._led() - before - len(mark)) // one
 
     def known(self, name):
-        """The clients' ports in a set."""
+        """Return the clients' ports in a set of nftables."""
         command = [
             "ip",
             "netns",
@@ -114,10 +114,10 @@ class Led:
 def test_a_syn_flood_fills_the_table_for_a_short_time_only(few):
     begins = ((SYN, 11), (ACK, 11), (SYN, 12), (SYN, 13))
     without_room = ((SYN, 14), (ACK, 14))
-    assert few.led(*begins, *without_room) == 2, "those without room, as a whole"
+    assert few.led(*begins, *without_room) == 2, "both packets over the limit are redirected"
     eventually(lambda: few.led((SYN, 14), (ACK, 14)) == 0, "half-open connections expire")
     assert few.led((ACK, 12)) == 1
-    assert few.led((ACK, 11)) == 0, "however long its client was silent"
+    assert few.led((ACK, 11)) == 0, "the connection of a silent client stays"
     assert few.known("own") == {11, 14}
 
 

@@ -67,7 +67,7 @@ class Sender(threading.Thread):
 
     def goes_on(self) -> None:
         before = self.sent
-        eventually(lambda: self.sent > before + 5, "it has sent a few more")
+        eventually(lambda: self.sent > before + 5, "the client sends further datagrams")
 
     def __enter__(self):
         self.start()
@@ -84,7 +84,7 @@ def push(lab, *servers):
 
 
 def another(lab):
-    """What an engine of ours goes on with, where the agent has made all that is beside the engine's rules."""
+    """Push a listener, so that the agent configures the network, and return it for the test's engine."""
     made = virtual_server(*ALL_MEMBERS)
     push(lab, made)
     return model.parse([made])
@@ -100,7 +100,7 @@ def test_continuous_sender_reaches_a_new_listener(lab, clients, vip, source, mem
     other = virtual_server(*(member(*one) for one in members.items()), port=OTHER)
     with Sender(clients.flow(source, vip, OTHER, OWN_PORT)) as sender:
         sender.goes_on()
-        # The first one of all, a second one beside another, and one that comes back.
+        # The first listener, a second one beside another, and one that is added again.
         push(lab, other)
         sender.is_answered()
         push(lab)
@@ -115,7 +115,7 @@ def test_continuous_sender_reaches_a_new_listener(lab, clients, vip, source, mem
         sender.is_answered()
 
 
-def test_only_unled_flows_of_the_place_end(lab, inner, clients):
+def test_only_flows_without_a_rule_end(lab, inner, clients):
     push(lab, virtual_server(*ALL_MEMBERS))
     led = clients.flow()
     assert led.ask()
@@ -127,8 +127,8 @@ def test_only_unled_flows_of_the_place_end(lab, inner, clients):
     vip = model.parse([virtual_server()])[0].addresses[0]
     inner.run(conntrack.end_unmarked_flows, {(vip, 17, 5300), (vip, 17, OTHER), (vip, 132, OTHER + 1)})
     after = inner.run(conntrack.count_flows, 0xFFFFFFFF)
-    assert before.pop(0) == after.pop(0, 0) + 1, "one of the two without a rule"
-    assert before == after, "and none with a rule"
+    assert before.pop(0) == after.pop(0, 0) + 1, "one of the two flows without a rule ends"
+    assert before == after, "flows with a rule continue"
 
 
 def test_member_change_survives_deleted_rules(lab, inner, clients):
@@ -139,21 +139,21 @@ def test_member_change_survives_deleted_rules(lab, inner, clients):
     for taken in ("flush ruleset\n", "delete table inet amphora_virtual\n"):
         inner.run(libnftables.run_commands, taken)
         found = inner.run(engine.find_drift, servers, gone)
-        assert len(found) == 2, f"another member, and no rules: {found}"
+        assert len(found) == 2, f"expected a changed member and missing rules: {found}"
         inner.run(engine.apply, servers, {})
         inner.run(libnftables.run_commands, taken)
         inner.run(engine.apply, servers, gone)
         assert inner.run(engine.find_drift, servers, gone) == []
         assert flow.ask().member == "b2"
         inner.run(engine.apply, servers, {})
-    # Also where the change itself would have been possible.
+    # With a flushed chain, the kernel accepts the change: the engine must find the damage itself.
     inner.run(libnftables.run_commands, "flush chain inet amphora_virtual arriving\n")
     inner.run(engine.apply, servers, gone)
     assert clients.flow().ask().member == "b2"
 
 
 def test_a_change_that_the_kernel_refuses_is_written_anew(lab, inner, clients, monkeypatch):
-    """A packet can arrive before the check, so the rules are written again."""
+    """The engine writes all rules after a refused change, because the rules can change after its check."""
     servers, engine = another(lab), NftablesEngine()
     inner.run(engine.apply, servers, {})
     inner.run(libnftables.run_commands, "flush ruleset\n")

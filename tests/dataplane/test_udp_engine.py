@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The nftables engine in a kernel: the state that a restarted process finds, counters, and ended flows."""
+"""The nftables engine in a real kernel: state after a restart, counters, and ended flows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ALL_MEMBERS = [member(name, address) for name, address in PLACES.items()]
 
 @pytest.fixture
 def inner(lab):
-    """The amphora's namespace; a test there is another process to the running checker."""
+    """Return the amphora's namespace, in which the test's engine follows the checker's."""
     made = Namespace(Path(f"/proc/{lab.amphora.init()}/root/run/netns/amphora-haproxy"))
     yield made
     made.close()
@@ -53,13 +53,13 @@ def test_restarted_checker_keeps_counters_and_flows(lab, inner, clients):
     before = [flow.ask().member for flow in some]
     assert {*before} == {*PLACES}
     engine = NftablesEngine()
-    # In another order, and without one of them: no mark of a flow may name another member.
+    # Another order and one member less: the mark of a flow must not name another member.
     fewer = [virtual_server(*ALL_MEMBERS[:0:-1])]
     inner.run(engine.apply, model.parse(fewer), {})
     after = [flow.ask().member for flow in some]
     assert [a for a, b in zip(after, before, strict=True) if b != "e0"] == [b for b in before if b != "e0"]
     (counted,) = inner.run(engine.counters).values()
-    assert counted.total_connections == len(some) + 1, "and one that has found another member"
+    assert counted.total_connections == len(some) + 1, "one flow has moved to another member"
     assert inner.run(engine.find_drift, model.parse(fewer), {}) == []
     assert inner.run(NftablesEngine().find_drift, model.parse(fewer), {}) != []
 
@@ -79,12 +79,12 @@ def test_counters_equal_the_traffic_of_clients(lab, inner, clients):
     assert flow.refused()
     (counted,) = inner.run(engine.counters).values()
     assert counted.request_errors >= 1
-    assert counted.total_connections == 1, "what was counted stays"
+    assert counted.total_connections == 1, "counters keep their values"
 
 
 @pytest.mark.parametrize("ended", [1, 11])
 def test_flows_end_by_their_marks(lab, inner, clients, ended):
-    """A few by the kernel's own search, many by ours: the outcome is the same."""
+    """The kernel searches few marks and the agent many, with the same result."""
     push(lab, virtual_server(*ALL_MEMBERS))
     some = clients.flows(24)
     assert members_of(some) == dict.fromkeys(PLACES, 2)
@@ -97,7 +97,7 @@ def test_flows_end_by_their_marks(lab, inner, clients, ended):
     assert inner.run(conntrack.count_flows, SERVER_MASK).get(gone[0] & SERVER_MASK) == 24 - 2 * ended
 
 
-def test_the_last_listener_leaves_nothing(lab, inner, clients):
+def test_removal_of_the_last_listener_removes_rules_and_flows(lab, inner, clients):
     push(lab, virtual_server(*ALL_MEMBERS))
     some = clients.flows(3)
     assert sum(members_of(some).values()) == 3
@@ -109,7 +109,7 @@ def test_the_last_listener_leaves_nothing(lab, inner, clients):
 
 
 def test_rendered_cidr_rules_equal_listed_rules(wire):
-    """Otherwise each look would find it changed, and write it again."""
+    """A difference would make each audit write the rules again."""
     v4 = tuple(int(ipaddress.ip_address(one)) for one in ("192.0.2.0", "192.0.2.255"))
     everything = ((0, 2**128 - 1),)
     restrictions = Restrictions(

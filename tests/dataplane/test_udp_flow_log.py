@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The flow log has a line for each ended UDP flow: real datagrams, connection tracking, and the agent's checker."""
+"""The flow log has a line for each ended UDP flow (real datagrams and connection tracking)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ALL_MEMBERS = [member(name, address) for name, address in PLACES.items()]
 LISTENER, POOL = name_of("listener", PORT, "UDP"), name_of("pool", PORT)
 FORMAT = "{} %f %b %s %ci %cp %fi:%fp %U %B %[packets_in] %[packets_out] %Tt %ts %[protocol]"
 SETTINGS = "/proc/sys/net/netfilter/nf_conntrack_"
-# What the heads of an IPv4 packet take (RFC 791, RFC 768).
+# Bytes of the IPv4 and UDP headers (RFC 791, RFC 768).
 HEADS = 28
 
 
@@ -64,12 +64,12 @@ def diagnosed(lab, part):
 
 @pytest.fixture
 def form():
-    """A format whose lines are this test's."""
+    """Return a log format with a tag for this test."""
     return FORMAT.format(uuid.uuid4())
 
 
 def logged(lab, form):
-    """What the checker's service manager has of such lines."""
+    """Return the lines of this test in the checker's log."""
     return [line for line in diagnosed(lab, "checker log") if line.startswith(form.split()[0])]
 
 
@@ -78,10 +78,10 @@ def test_an_ended_flow_is_logged(lab, inner, clients, form):
     flow = clients.flow(own_port=45210)
     said = b"x" * 100
     answers = [flow.ask(said) for _ in range(3)]
-    assert not logged(lab, form), "it goes on"
+    assert not logged(lab, form), "an open flow has no line"
     mark = next(one for one in inner.run(conntrack.count_flows, 0xFFFFFFFF) if one & SERVER_MASK)
     inner.run(conntrack.end_flows, [mark])
-    (found,) = eventually(lambda: logged(lab, form), "it has a line")
+    (found,) = eventually(lambda: logged(lab, form), "the ended flow has a line")
     back = sum(HEADS + len(f"{one.member} {one.seen} {one.port} ") + len(said) for one in answers)
     name = name_of("member", answers[0].member)
     whose, way = f"{LISTENER} {POOL}:{LISTENER} {name}", f"198.51.100.20 45210 {VIP}:{PORT}"
@@ -90,23 +90,23 @@ def test_an_ended_flow_is_logged(lab, inner, clients, form):
     assert found.endswith(" -- UDP")
 
 
-def test_a_flow_that_ends_with_its_member_says_so_and_one_of_silence_too(lab, inner, clients, form):
+def test_the_log_names_the_cause_of_a_flows_end(lab, inner, clients, form):
     push(lab, virtual_server(*ALL_MEMBERS, log_format=form))
     assert members_of(clients.flows(8)) == {"w1": 4, "w2": 4}
     push(lab, virtual_server(ALL_MEMBERS[0], log_format=form))
-    gone = eventually(lambda: found if len(found := logged(lab, form)) == 4 else None, "lines of its flows")
+    gone = eventually(lambda: found if len(found := logged(lab, form)) == 4 else None, "the removed member's flows")
     assert {(line.split()[3], line.split()[-2]) for line in gone} == {(name_of("member", "w2"), "D-")}
-    # The others are forgotten after a silence of a second; they lasted for no time at all.
+    # Other flows expire after a second without datagrams. Their duration does not include this second.
     former = inner.run(read_setting, "udp_timeout")
     inner.run(write_setting, "udp_timeout", "1")
     try:
         flow = clients.flow(own_port=45211)
         assert flow.ask().member == "w1"
         (silent,) = eventually(
-            lambda: [line for line in logged(lab, form) if " 45211 " in line], "a line of a silence", seconds=90
+            lambda: [line for line in logged(lab, form) if " 45211 " in line], "the expired flow has a line", seconds=90
         )
         assert silent.endswith(" -- UDP")
-        assert int(silent.split()[-3]) < 1000, "without the silence at its end"
+        assert int(silent.split()[-3]) < 1000, "the duration does not include the final silence"
     finally:
         inner.run(write_setting, "udp_timeout", former)
 
@@ -119,7 +119,7 @@ def write_setting(name, value):
     Path(f"{SETTINGS}{name}").write_text(value, encoding="ascii")
 
 
-def test_without_the_option_nothing_is_written_and_the_last_ones_are(lab, inner, clients, form):
+def test_only_listeners_with_a_log_format_are_logged(lab, inner, clients, form):
     push(lab, virtual_server(*ALL_MEMBERS))
     assert members_of(clients.flows(4)) == {"w1": 2, "w2": 2}
     push(lab, virtual_server())
@@ -127,7 +127,7 @@ def test_without_the_option_nothing_is_written_and_the_last_ones_are(lab, inner,
     push(lab, virtual_server(*ALL_MEMBERS, log_format=form))
     assert members_of(clients.flows(4)) == {"w1": 2, "w2": 2}
     push(lab)
-    found = eventually(lambda: logged(lab, form), "flows of a listener that went have lines, its checker too")
+    found = eventually(lambda: logged(lab, form), "the flows of the removed listener have lines")
     assert [line.split()[-2] for line in found] == ["D-"] * 4
 
 
@@ -136,17 +136,17 @@ def test_a_restarted_checker_continues_the_log(lab, inner, clients, form):
     before = lab.amphora.status(SERVICE)["pid"]
     assert sum(members_of(clients.flows(4)).values()) == 4
     os.kill(lab.amphora.outside_pid(before), signal.SIGKILL)
-    eventually(lambda: lab.amphora.status(SERVICE)["pid"] not in (None, before), "there is another one")
-    eventually(lambda: diagnosed(lab, "virtual servers"), "it serves")
+    eventually(lambda: lab.amphora.status(SERVICE)["pid"] not in (None, before), "the checker is started again")
+    eventually(lambda: diagnosed(lab, "virtual servers"), "the checker serves")
     push(lab, virtual_server(log_format=form))
-    assert len(eventually(lambda: logged(lab, form), "flows of before have their lines")) == 4
+    assert len(eventually(lambda: logged(lab, form), "earlier flows have lines")) == 4
 
 
-# -- too much --------------------------------------------------------------------------------------------------------
+# -- overload --------------------------------------------------------------------------------------------------------
 
 
 class Reader:
-    """A pipe that may be read."""
+    """A socket pair for the output of the log."""
 
     def __init__(self):
         self.one, self.other = socket.socketpair()

@@ -55,20 +55,20 @@ def flows_of(lab):
 
 
 def is_counted(lab, **flows):
-    """Every flow is in the checker's count, and it has had the time to make turns of it."""
-    eventually(lambda: flows_of(lab) == flows, f"{flows}")
-    time.sleep(2 * _REBALANCE_SECONDS)  # nothing says that turns were made
+    """Wait until the checker has counted all flows and has rebalanced."""
+    eventually(lambda: flows_of(lab) == flows, f"the checker counts {flows}")
+    time.sleep(2 * _REBALANCE_SECONDS)  # no event reports a rebalance
 
 
 def test_loaded_member_gets_no_flow_until_others_are_equal(lab, clients):
     serve(lab, "l1")
     held = clients.flows(30)
     assert members_of(held) == {"l1": 30}
-    eventually(lambda: flows_of(lab) == {"l1": 30}, "they are counted")
+    eventually(lambda: flows_of(lab) == {"l1": 30}, "the checker has counted the flows")
     serve(lab, "l1", "l2")
-    assert members_of(clients.flows(20)) == {"l2": 20}, "it joins, and has none"
+    assert members_of(clients.flows(20)) == {"l2": 20}, "new flows go to the member without flows"
     is_counted(lab, l1=30, l2=20)
-    assert members_of(clients.flows(20)) == {"l2": 15, "l1": 5}, "ten for it alone, then in turns"
+    assert members_of(clients.flows(20)) == {"l2": 15, "l1": 5}, "ten flows for l2 alone, then round robin"
     assert members_of(held) == {"l1": 30}, "existing flows stay"
 
 
@@ -77,7 +77,7 @@ def test_a_returning_member_gets_flows_until_counts_are_equal(lab, clients):
     serve(lab, "l1", "l2", "l3")
     first = clients.flows(30)
     assert members_of(first) == {"l1": 10, "l2": 10, "l3": 10}
-    # All flows of l3 end with it; it comes back without one.
+    # The removal of l3 ends its flows: l3 returns without flows.
     serve(lab, "l1", "l2")
     assert members_of(first) == {"l1": 15, "l2": 15}
     serve(lab, "l1", "l2", "l3")
@@ -98,10 +98,10 @@ def test_weights_and_families(lab, clients):
 
 
 def test_each_amphora_of_a_pair_counts_and_persistence_is_refused(lab, clients):
-    """Of a pair, each has its own flows, and its own count."""
+    """Each amphora of a pair has its own flows and counts."""
     serve(lab, "l1")
     assert members_of(clients.flows(10)) == {"l1": 10}
-    eventually(lambda: flows_of(lab) == {"l1": 10}, "they are counted")
+    eventually(lambda: flows_of(lab) == {"l1": 10}, "the checker has counted the flows")
     serve(lab, "l1", "l2")
     assert members_of(clients.flows(10)) == {"l2": 10}
     refused = virtual_server(member("l1", PLACES["l1"]), algorithm="LEAST_CONNECTIONS", persistence=persistence())
@@ -120,10 +120,10 @@ def test_flows_of_each_member_are_reported(lab, clients):
             answer = flow.ask(asked)
             back[answer.member] += 28 + len(f"{answer.member} {answer.seen} {answer.port} ") + len(asked)
     there = {"active_connections": 2, "total_connections": 2, "bytes_in": 6 * 100}
-    eventually(lambda: flows_of(lab) == {"l1": 2, "l2": 2}, "they are counted")
+    eventually(lambda: flows_of(lab) == {"l1": 2, "l2": 2}, "the checker has counted the flows")
     assert given(lab) == {name: {**there, "bytes_out": back[name]} for name in ("l1", "l2")}
     serve(lab, "l1", algorithm="ROUND_ROBIN")
-    assert given(lab)["l1"]["bytes_in"] == 600, "a change of others changes nothing of it"
+    assert given(lab)["l1"]["bytes_in"] == 600, "a change of other members keeps the counters"
     serve(lab, "l1", "l2", algorithm="ROUND_ROBIN")
     assert given(lab)["l2"]["total_connections"] == 0, "a returning member starts at zero"
 
@@ -137,12 +137,12 @@ def test_the_checker_polls_flows_of_least_connections_pools_only(tmp_path):
             one = checked_members.server(checked_members.member(1))
             process.serve(one)
             process.serve(replace(one, algorithm="LEAST_CONNECTIONS"))
-            eventually(lambda: len(said(tmp_path, "balanced")) >= 2, "it asks again and again")
+            eventually(lambda: len(said(tmp_path, "balanced")) >= 2, "the checker polls repeatedly")
             before = len(said(tmp_path, "up"))
             (tmp_path / "unbalanced").touch()
-            eventually(lambda: len(said(tmp_path, "up")) > before, "what is refused is brought about as a whole")
+            eventually(lambda: len(said(tmp_path, "up")) > before, "the checker writes all rules after a refusal")
             asked = len(said(tmp_path, "balanced"))
-            eventually(lambda: len(said(tmp_path, "balanced")) > asked, "it goes on")
+            eventually(lambda: len(said(tmp_path, "balanced")) > asked, "the checker continues")
             process.serve(one)
             at_most = len(said(tmp_path, "balanced"))
             time.sleep(2 * _REBALANCE_SECONDS)  # the checker must not poll in this time

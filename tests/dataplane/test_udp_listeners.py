@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""UDP listeners on the wire: real datagrams through a real agent, its checker and the kernel's nftables."""
+"""UDP listeners: real datagrams through a real agent, its checker and the kernel's nftables."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ class Udp:
         return made
 
     def push(self, *servers, status: int = 200, text: str | None = None, **more):
-        """The agent's answer."""
+        """Push listeners, and return the agent's answer."""
         key = {"virtual_servers": list(servers)} if servers else {}
         found, answer = self.amphora.push(next(self.lab.generations), text, **key, **more)
         assert found == status, answer
         return answer
 
     def serve(self, **weights):
-        """One listener with these members, by weight."""
+        """Push one listener with these members, by weight."""
         return self.push(virtual_server(*(member(name, ALL_MEMBERS[name], weight=n) for name, n in weights.items())))
 
     def close(self) -> None:
@@ -74,8 +74,8 @@ def udp(lab):
     made.close()
 
 
-def test_every_member_by_its_weight_in_turns(udp):
-    udp.serve(u1=1)  # whatever was served before, HAProxy for example, is not any more
+def test_round_robin_follows_the_weights(udp):
+    udp.serve(u1=1)  # replaces the configuration of earlier tests
     answer = udp.serve(u1=2, u2=1, u3=1)
     assert answer["how"] == "runtime"
     assert name_of("listener", PORT, "UDP") in answer["reason"]
@@ -85,14 +85,14 @@ def test_every_member_by_its_weight_in_turns(udp):
     assert flow.ask().seen == FIXED, "members see the amphora"
 
 
-def test_both_families_by_one_listener(udp):
+def test_one_listener_serves_both_families(udp):
     udp.serve(u1=1, u2=1, s1=1, s2=1)
     assert members_of(udp.clients.flows(10)) == {"u1": 5, "u2": 5}
     assert members_of(udp.clients.flows(10, "2001:db8:1::20")) == {"s1": 5, "s2": 5}
     assert udp.clients.flow("2001:db8:1::20").ask().seen == FIXED6
     large = bytes(4000)
     for source in ("198.51.100.20", "2001:db8:1::20"):
-        assert udp.clients.flow(source).ask(large).said == large, "larger than a packet may be"
+        assert udp.clients.flow(source).ask(large).said == large, "a datagram larger than a packet arrives"
     udp.serve(u1=1)
     assert udp.clients.flow("2001:db8:1::20").refused(), "no member of this family"
 
@@ -111,7 +111,7 @@ def test_persistence_and_hashes(udp):
     flows = udp.clients.flows(60)
     found = members_of(flows)
     assert set(found) == set(PLACES)
-    # The same client and port find the same member: no state is needed for it.
+    # The same address and port reach the same member without stored state.
     ports = [45000 + n for n in range(8)]
     before = [udp.clients.flow(own_port=port).ask().member for port in ports]
     udp.clients.close()
@@ -120,7 +120,7 @@ def test_persistence_and_hashes(udp):
     assert [udp.clients.flow(own_port=port).ask().member for port in ports] == before
 
 
-def test_a_change_of_members_loses_nothing_of_the_others(udp):
+def test_member_changes_lose_no_datagram_of_other_members(udp):
     udp.serve(u1=1, u2=1)
     flows = udp.clients.flows(8)
     assert members_of(flows) == {"u1": 4, "u2": 4}
@@ -181,8 +181,8 @@ def _answers(flow):
 
 
 @pytest.mark.parametrize("source", ["198.51.100.20", "2001:db8:1::20"])
-def test_port_unreachable_of_a_member_marks_it_down(udp, source):
-    """An error (ICMP) about a flow finds its way to the client as an answer does."""
+def test_icmp_errors_of_a_member_reach_the_client(udp, source):
+    """The amphora forwards ICMP errors about a flow to its client."""
     absent = "2001:db8:1::116" if ":" in source else "198.51.100.116"
     udp.push(virtual_server(member("absent", absent)))
     assert udp.clients.flow(source).refused()
@@ -216,7 +216,7 @@ def test_forbidden_client_is_refused_and_existing_flows_continue(udp):
 def test_members_see_preserved_client_addresses(udp):
     network = udp.lab.network
     udp.push(virtual_server(member("u1", PLACES["u1"]), client_address="preserved"))
-    # Members answer by way of the amphora.
+    # Members route answers through the amphora.
     ip(f"-n {network.name('mem')} route add 198.51.100.20/32 via {FIXED}")
     try:
         answer = udp.clients.flow(own_port=45123).ask()
@@ -263,7 +263,7 @@ def test_several_listeners_are_added_and_removed(udp):
     assert second.refused()
 
 
-def test_each_vip_of_one_family(udp):
+def test_a_listener_serves_several_vips_of_one_family(udp):
     second = "198.51.100.6"
     interface = udp.amphora.bundle(0, None)["interfaces"][0]
     more = {**interface, "vips": [*interface["vips"], f"{second}/32"]}
@@ -271,7 +271,7 @@ def test_each_vip_of_one_family(udp):
     udp.push(*servers, interfaces=[more])
     assert udp.clients.flow().ask().member == "u1"
     assert udp.clients.flow(vip=second).ask().member == "u1"
-    assert udp.clients.flow("2001:db8:1::20").refused(), "no listener there"
+    assert udp.clients.flow("2001:db8:1::20").refused(), "the IPv6 VIP has no listener"
 
 
 def test_connections_of_haproxy_are_not_tracked(udp):

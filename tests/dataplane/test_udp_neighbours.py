@@ -23,7 +23,7 @@ FAR, GATEWAY = "203.0.113.7", address(0)
 def place():
     made = Place(f"ngh{os.getpid()}")
     try:
-        # By itself the kernel would believe for hours that a host is there.
+        # With this setting, the kernel considers a host reachable for hours, unless it is probed.
         for family in ("ipv4", "ipv6"):
             made.run(made.inner, "sysctl", "-qw", f"net.{family}.neigh.eth0.base_reachable_time_ms=36000000")
         yield made
@@ -69,7 +69,7 @@ def test_an_absent_host_is_down_and_a_returning_host_is_up(place, tmp_path, vers
         closing.callback(checker.close)
         checker.serve(server(gone, other, checked=monitor("UDP-CONNECT", interval=2, timeout=1, fall=2)))
         checker.become("UP", "UP")
-        eventually(lambda: there.heard, "it was checked")
+        eventually(lambda: there.heard, "the member is checked")
         ip(f"-n {place.inner} neigh change {where} dev eth0 nud reachable")
         ip(f"-n {place.members} addr del {where}/{bits} dev eth0")
         checker.become("DOWN", "UP")
@@ -81,11 +81,11 @@ def test_an_absent_host_is_down_and_a_returning_host_is_up(place, tmp_path, vers
 @pytest.mark.parametrize("version", [4, 6])
 def test_only_resolved_dynamic_neighbours_are_probed(place, neighbours, version):
     where = address(5, version)
-    assert not neighbours.probe(where), "no packet was sent to it yet"
+    assert not neighbours.probe(where), "the kernel has no entry yet"
     meet(place, where)
     assert neighbours.probe(where)
     assert not neighbours.is_unresolved(where)
-    eventually(lambda: entry(place, where) == ["REACHABLE"], "it has answered")
+    eventually(lambda: entry(place, where) == ["REACHABLE"], "the neighbour has answered")
     mac = "02:00:00:00:00:05"
     place.run(place.inner, "ip", "neigh", "replace", where, "lladdr", mac, "dev", "eth0", "nud", "permanent")
     assert not neighbours.probe(where)
@@ -97,13 +97,13 @@ def test_only_resolved_dynamic_neighbours_are_probed(place, neighbours, version)
     assert not neighbours.probe(absent)
 
 
-def test_member_behind_a_router_has_no_neighbour_proof(place, neighbours):
+def test_a_member_behind_a_router_is_not_probed(place, neighbours):
     meet(place, GATEWAY)
-    assert not neighbours.probe(FAR), "there is no way to it"
+    assert not neighbours.probe(FAR), "there is no route"
     ip(f"-n {place.inner} route add {FAR}/32 via {GATEWAY}")
     try:
-        assert not neighbours.probe(FAR), "it is behind a router"
+        assert not neighbours.probe(FAR), "the host is behind a router"
         assert entry(place, GATEWAY) == ["REACHABLE"]
     finally:
         ip(f"-n {place.inner} route del {FAR}/32")
-    assert not neighbours.probe("192.0.2.1"), "it is our own"
+    assert not neighbours.probe("192.0.2.1"), "the address is local"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SCTP listeners: new associations (INIT, INIT ACK) over raw sockets, because this machine's kernel has no SCTP."""
+"""SCTP listeners: new associations over raw sockets, because this machine's kernel has no SCTP."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def sctp_members(lab):
 
 
 def associate(lab, source: str, vip: str, port: int = PORT, own_port: int = 46000):
-    """Ask for an association. Returns the answer's packet, or the number of the error that the kernel is told."""
+    """Send INIT, and return the packet of the answer, or the number of the socket's error."""
     return lab.network.thread("cl").run(_associate, source, vip, port, own_port)
 
 
@@ -54,7 +54,7 @@ def _associate(source, vip, port, own_port):
     with socket.socket(family, socket.SOCK_RAW, socket.IPPROTO_SCTP) as link:
         link.bind((source, 0))
         link.connect((vip, 0))
-        # IP_RECVERR, IPV6_RECVERR (linux/in.h, linux/in6.h): what ICMP says is an error of the socket.
+        # IP_RECVERR, IPV6_RECVERR (linux/in.h, linux/in6.h): the socket reports ICMP errors.
         link.setsockopt(socket.IPPROTO_IPV6 if six else socket.IPPROTO_IP, 25 if six else 11, 1)
         link.settimeout(1.0)
         for _ in range(5):
@@ -67,7 +67,7 @@ def _associate(source, vip, port, own_port):
                 return error.errno
             data = data if six else data[4 * (data[0] & 15) :]
             bare = data[:8] + bytes(4) + data[12:]
-            assert struct.unpack_from("<I", data, 8)[0] == sctp_packet.crc32c(bare), "a right checksum"
+            assert struct.unpack_from("<I", data, 8)[0] == sctp_packet.crc32c(bare), "the checksum is wrong"
             return sctp_packet.parse(data)
     return None
 
@@ -77,7 +77,7 @@ def _listener(*members, **more):
 
 
 @pytest.mark.parametrize(("source", "vip"), [("198.51.100.20", VIP), ("2001:db8:1::20", VIP6)])
-def test_an_association_begins_by_way_of_the_vip(lab, sctp_members, source, vip):
+def test_an_association_begins_through_the_vip(lab, sctp_members, source, vip):
     members = [member(place, place, MEMBER_PORT) for place in sctp_members]
     status, answer = lab.amphora.push(next(lab.generations), None, virtual_servers=[_listener(*members)])
     assert status == 200, answer
@@ -86,15 +86,15 @@ def test_an_association_begins_by_way_of_the_vip(lab, sctp_members, source, vip)
         assert (packet.kind, packet.source, packet.destination) == (sctp_packet.INIT_ACK, PORT, 46000 + number)
         assert packet.tag == 0x01020304
     version = 6 if ":" in vip else 4
-    # What they were told is noted before it is answered; `heard` is counted after that.
-    assert all(len(sctp_members[place].seen) >= 2 for place in PLACES[version]), "in turns"
+    # Members note a packet before they answer, and count `heard` later.
+    assert all(len(sctp_members[place].seen) >= 2 for place in PLACES[version]), "round robin"
 
 
-def test_without_a_member_it_is_refused_and_udp_has_the_same_port(lab, sctp_members):
+def test_an_association_without_a_member_is_refused_beside_udp(lab, sctp_members):
     servers = [_listener(), virtual_server(member("u", PLACES[4][0], MEMBER_PORT), port=PORT)]
     status, answer = lab.amphora.push(next(lab.generations), None, virtual_servers=servers)
     assert status == 200, answer
-    # linux/errno.h: ECONNREFUSED, or EHOSTUNREACH, by the kind of socket.
+    # ECONNREFUSED or EHOSTUNREACH (linux/errno.h), which depends on the kind of socket.
     assert isinstance(associate(lab, "198.51.100.20", VIP, own_port=46100), int)
     clients = Clients(lab.network.thread("cl"))
     with (
@@ -127,4 +127,4 @@ def test_an_ended_association_is_logged(lab, sctp_members):
     def lines():
         return [one for one in lab.amphora.call("GET", "/v2/diagnostics")[1]["checker log"] if one.startswith(tag)]
 
-    assert eventually(lines, "it has a line") == [f"{tag} 2001:db8:1::20 46300 {place} {MEMBER_PORT} D- SCTP"]
+    assert eventually(lines, "a line of the log") == [f"{tag} 2001:db8:1::20 46300 {place} {MEMBER_PORT} D- SCTP"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""UDP listeners survive a crash of the agent, manual changes of the rules, a reboot, and a takeover by the partner."""
+"""UDP listeners survive a crash of the agent, manual changes, a reboot, and a takeover."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SERVERS = [virtual_server(*(member(name, address) for name, address in PLACES.it
 
 @contextlib.contextmanager
 def meeting(network):
-    """Members and clients on a network."""
+    """Run members and clients on a network."""
     with contextlib.ExitStack() as closing:
         for name, address in PLACES.items():
             ip(f"-n {network.name('mem')} addr replace {address}/24 dev eth0")
@@ -50,7 +50,7 @@ def audited(machine):
     with meeting(machine.network) as clients:
         machine.clients = clients
         push(machine, SERVERS)
-        eventually(lambda: not machine.drift()["unrepaired"], "nothing is left of an earlier test")
+        eventually(lambda: not machine.drift()["unrepaired"], "no drift of an earlier test is left")
         yield machine
 
 
@@ -99,7 +99,7 @@ def test_manually_changed_settings_are_repaired(audited, setting):
     assert members_of(audited.clients.flows(3)) == dict.fromkeys(PLACES, 1)
 
 
-def test_beside_haproxy(audited):
+def test_changes_of_udp_and_of_haproxy_are_independent(audited):
     """A push that HAProxy refuses does not change UDP; a UDP change does not affect HAProxy."""
     answer = push(audited, SERVERS, text(listener(["m1"])))
     flows = audited.clients.flows(3)
@@ -116,7 +116,7 @@ def test_beside_haproxy(audited):
 
 
 def test_rules_apply_before_forwarding(audited):
-    """Also where HAProxy has nothing to do: a flow that has begun would go on for ever."""
+    """A flow that begins without rules would never end, also if HAProxy does not change."""
     haproxy = text(listener(["m1"]))
     generation = push(audited, [], haproxy)["generation"]
     allowed = [{"protocol": "udp", "port": PORT, "networks": ["198.51.100.99/32"]}]
@@ -130,11 +130,14 @@ def test_rules_apply_before_forwarding(audited):
     assert audited.clients.flow().refused()
 
 
-def test_a_listener_that_is_refused_leaves_the_others_alone(audited):
+def test_a_refused_listener_does_not_change_the_others(audited):
     haproxy = text(listener(["m1"]))
     generation = push(audited, [], haproxy)["generation"]
     before = audited.counted("forwarding")
-    eventually(lambda: audited.status("amphora-checker") is None or not audited.status("amphora-checker")["wanted"], "")
+    eventually(
+        lambda: audited.status("amphora-checker") is None or not audited.status("amphora-checker")["wanted"],
+        "the checker is not wanted",
+    )
     least = {"algorithm": "LEAST_CONNECTIONS", "persistence": persistence()}
     wrong = [virtual_server(member("u1", PLACES["u1"]), **least)]
     assert audited.push(generation + 1, haproxy, virtual_servers=wrong)[0] == 422
@@ -162,7 +165,7 @@ def test_after_a_reboot_the_confirmed_generation_is_served(audited):
 
 @pytest.mark.parametrize("point", [Point.RESERVED, Point.LOADED])
 def test_an_agent_killed_during_a_change_serves_the_confirmed_generation(audited, point):
-    """Before the virtual servers are touched, and when they are served but not confirmed."""
+    """The agent dies before it changes the virtual servers, or before it confirms the change."""
     flows = audited.clients.flows(3)
     assert members_of(flows) == dict.fromkeys(PLACES, 1)
     before = audited.call("GET", "/v2/bundle")[1]["generation"]
@@ -174,7 +177,7 @@ def test_an_agent_killed_during_a_change_serves_the_confirmed_generation(audited
 
 
 def test_answers_leave_by_the_vips_network(booted):
-    """Also where another network of the amphora's covers the client's address: as HAProxy's answers do."""
+    """Answers leave by the VIP's network, also if another network contains the client's address."""
     pair: Pair = booted
     for node in pair.nodes:
         eventually(node.answers, "the agent answers")
@@ -183,7 +186,7 @@ def test_answers_leave_by_the_vips_network(booted):
         holder = pair.settled()
         flow = far.flow("192.0.2.20")
         assert eventually(lambda: _member(flow), "UDP is served") in PLACES
-        # This route, of the main table, leads nowhere.
+        # This route of the main table has no gateway that forwards.
         holder.inside("ip", "route", "add", "192.0.2.0/24", "via", PLACES["u1"])
         holder.inside("ip", "-6", "route", "add", "2001:db8:2::/64", "via", "2001:db8:1::121")
         assert holder.inside("ip", "route", "get", "192.0.2.20").split()[2] == PLACES["u1"]

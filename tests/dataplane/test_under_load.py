@@ -2,7 +2,7 @@
 """Any number of changes does not disturb client traffic.
 
 Invariant: traffic of every kind runs through a whole test and is verified after each part: no failed request, no
-reset, no connection closed without notice, and every WebSocket and download ends in its own way.
+reset, no connection closed without notice, and every WebSocket and download ends in the regular way.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from wanted import listener, load_balancer, member, monitor, pool
 
 pytestmark = pytest.mark.root
 
-# Those that replaced workers may be at once; long connections are spread over fewer generations than that.
+# The limit of replaced workers. Long connections are spread over fewer generations.
 WORKERS = 4
-# A request that is sent later than this after the answer must not reach a member that was removed.
+# A request that is sent this long after the removal must not reach the removed member.
 REMOVED_SECONDS = 0.2
-# One that was sent before may wait for a processor: how long is the machine's affair.
+# A request that is sent earlier can wait for a processor of a busy machine.
 LATE_SECONDS = 2.0
 SHORT = ("kept", "hurried", "fresh", "tls kept", "tls fresh", "tls resumed")
 LONG = ("websockets", "secure websockets", "downloads")
-# On a busy machine an answer may take its time: that is not what these are about.
+# A busy machine delays answers to checks; these tests do not measure the delay.
 LENIENT = {"timeout": 5, "max_retries_down": 5}
 
 
@@ -44,7 +44,7 @@ def balanced(*members):
 
 
 def start_short(traffic: Traffic, tenant) -> None:
-    """Some 250 requests a second."""
+    """Start clients that send about 250 requests per second."""
     tls = {"port": 443, "trust": tenant.pem}
     traffic.start("kept", "kept", 8, port=80, pause=0.1)
     traffic.start("hurried", "kept", 1, port=80, pause=0.01)
@@ -56,7 +56,7 @@ def start_short(traffic: Traffic, tenant) -> None:
 
 
 def start_long(traffic: Traffic, tenant, so_many: int) -> None:
-    """More long-lived connections; `so_many` of each kind are there then."""
+    """Open more long connections, and wait until `so_many` of each kind exist."""
     traffic.start("websockets", "websocket", 3, port=80, pause=0.2)
     traffic.start("secure websockets", "websocket", 3, port=443, pause=0.2, trust=tenant.pem)
     traffic.start("downloads", "download", 3, port=80, pause=0)
@@ -65,7 +65,7 @@ def start_long(traffic: Traffic, tenant, so_many: int) -> None:
 
 
 def end_long(traffic: Traffic) -> dict[str, dict]:
-    """End the long-lived connections in the regular way."""
+    """End the long connections in the regular way, and return their report."""
     traffic.finish_downloads()
     return traffic.stop(*LONG)
 
@@ -77,7 +77,7 @@ def end_long(traffic: Traffic) -> dict[str, dict]:
     [pytest.param(100, 10, 20, id="130"), pytest.param(1000, 100, 100, id="1200", marks=pytest.mark.extended)],
 )
 def test_many_changes_interrupt_no_request(served, traffic, tenant, changes, replaced, reloads):
-    """Member changes and certificates without a new worker, then reloads, all under the same load."""
+    """No request fails during changes of members and certificates without a reload, and reloads."""
     members = quick_members("member", 8, 0)
     stable, changing = members[:4], members[4:]
     traffic.listen(members)
@@ -88,7 +88,7 @@ def test_many_changes_interrupt_no_request(served, traffic, tenant, changes, rep
     prepared.push()
     served.until_states("pool", {each.name: "UP" for each in stable})
     start_short(traffic, tenant)
-    # Every measurement is one of a worker that came by a reload, with the short traffic on it and none other.
+    # Each measurement is of a reloaded worker with the short traffic only.
     _reload(prepared, 1)
     processes = Processes(served.amphora)
     before = processes.settled()
@@ -100,7 +100,7 @@ def test_many_changes_interrupt_no_request(served, traffic, tenant, changes, rep
         _replace_certificates(prepared, itertools.cycle(certificates), replaced)
         assert_nothing_failed(traffic.report(), "certificates")
         unmoved = processes.workers
-        assert (processes.most, len(unmoved)) == (1, 1), "members and certificates take no new worker"
+        assert (processes.most, len(unmoved)) == (1, 1), "members and certificates need no new worker"
         grown = processes.resident()
 
         for number in range(reloads):
@@ -115,18 +115,18 @@ def test_many_changes_interrupt_no_request(served, traffic, tenant, changes, rep
     report = end_long(traffic)
     assert_nothing_failed(report, "long connections")
     assert {name: report[name]["finished"] for name in LONG} == dict.fromkeys(LONG, 6)
-    # One more while it takes the place of the one before.
+    # The limit counts replaced workers. The present one and, during a reload, a new one are added.
     assert processes.most <= WORKERS + 2
     after = processes.settled()
-    # What a worker's allocator has once taken for long connections it keeps for the next ones. Changes themselves take
-    # next to nothing: without visitors 14,740 kB were 15,160 after 1,000 members added and removed, and 15,520 after
-    # 8,000 (2.6.12; 3.0.11: 19,424, 20,036 and 20,172). Nothing is lost with each: no reason to reload for it.
+    # A worker's allocator keeps the memory of long connections for later ones. Changes need little memory. Without
+    # clients, 14,740 kB grow to 15,160 after 1,000 added and removed members, and to 15,520 after 8,000 (2.6.12;
+    # 3.0.11: 19,424, 20,036 and 20,172). Single changes leak no memory, so that no reload is necessary.
     assert grown <= before * 1.5, f"{before} kB before, {grown} kB after changes at run time"
     assert after <= before * 1.1, f"{before} kB before, {after} kB after"
 
 
 def _change_members(prepared: Prepared, changing, times: int) -> None:
-    """Add, weight, disable, enable, remove: one by one, each of them a push."""
+    """Add, weight, disable, enable and remove members, with one change in each push."""
     steps = ((1, False), (5, False), (5, True), (5, False), None)
     for number in range(times):
         each = changing[number // len(steps) % len(changing)]
@@ -136,7 +136,7 @@ def _change_members(prepared: Prepared, changing, times: int) -> None:
 
 
 def _replace_certificates(prepared: Prepared, certificates, times: int) -> None:
-    next(certificates)  # the first one is served
+    next(certificates)  # HAProxy has the first certificate already
     for _ in range(times):
         prepared.certificate("cert", next(certificates).pem)
         answered = prepared.push()
@@ -144,7 +144,7 @@ def _replace_certificates(prepared: Prepared, certificates, times: int) -> None:
 
 
 def _reload(prepared: Prepared, number: int) -> None:
-    """Change what only a new worker can be told."""
+    """Change an option that needs a new worker."""
     prepared.marks["timeout client 50000ms"] = f"timeout client {50_000 + number}ms"
     answered = prepared.push()
     assert answered.how == "reload", answered
@@ -153,10 +153,10 @@ def _reload(prepared: Prepared, number: int) -> None:
 @pytest.mark.feature("member.batch")
 @pytest.mark.parametrize("with_a_reload", [False, True], ids=["at run time", "with a reload"])
 def test_every_member_is_replaced_under_load(served, traffic, tenant, with_a_reload):
-    """A rolling upgrade without an effect; removed members stay removed.
+    """No request fails during a rolling upgrade, and removed members receive no request.
 
-    With a reload there are two workers for a while, and the old one has clients whose next request it answers before it
-    lets go of them: it must not send them to the removed member either.
+    After a reload, the old worker answers the next request of its clients before it closes their connections. It must
+    not send this request to the removed member.
     """
     members = quick_members("roll", 8, 100)
     old, new = members[:4], members[4:]
@@ -168,7 +168,7 @@ def test_every_member_is_replaced_under_load(served, traffic, tenant, with_a_rel
     prepared.push()
     served.until_states("pool", {each.name: "UP" for each in old})
     start_short(traffic, tenant)
-    # They come back long after the old worker was told to go: the first one that a forgetful one would misdirect.
+    # The requests of these clients arrive long after the reload: an outdated worker would misdirect them.
     traffic.start("patient", "kept", 6, port=80, pause=2 * REMOVED_SECONDS)
     traffic.start("tls patient", "kept", 2, port=443, pause=2 * REMOVED_SECONDS, trust=tenant.pem)
     start_long(traffic, tenant, 3)
@@ -187,7 +187,7 @@ def test_every_member_is_replaced_under_load(served, traffic, tenant, with_a_rel
     assert_nothing_failed(end_long(traffic), "long connections")
     for leaving, moment in removed.items():
         heard = traffic.heard(leaving)
-        assert heard, "it had its share before"
+        assert heard, f"{leaving.name} received no request before its removal"
         late = [(sent - moment, got - moment) for sent, got in heard if sent > moment + REMOVED_SECONDS]
-        assert not late, f"{leaving.name} got requests that were sent and came so late (s): {late[:5]}"
+        assert not late, f"{leaving.name} received requests after its removal (sent, received, s): {late[:5]}"
         assert max(got for _, got in heard) < moment + REMOVED_SECONDS + LATE_SECONDS

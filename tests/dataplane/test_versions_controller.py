@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 
 @pytest.fixture
 def amphora(network, authority, tmp_path):
-    """One whose agent.conf is of the version before."""
+    """An amphora whose agent.conf is of the previous version."""
     network.plug()
     made = Amphora(network, tmp_path, authority, audit=None)
     try:
@@ -34,7 +34,7 @@ def amphora(network, authority, tmp_path):
 
 
 def datagram(amphora) -> bytes:
-    """A heartbeat with all that this version's agent may say."""
+    """Return a heartbeat with all fields of this version's agent."""
     drift = DriftReport()
     found = [Difference("interface", "eth1 is gone"), Difference("files", "one is damaged")]
     drift.record(found, found)
@@ -54,7 +54,7 @@ def test_both_versions_serve_and_understand_each_other(amphora, tmp_path):
     assert "[audit]" not in (tmp_path / "etc/agent.conf").read_text()
     before = tmp_path / "before"
     before.mkdir()
-    # Where there is no history this version's controller says the same words: what is new is only in answers.
+    # Without a git history, this version's controller replaces the previous one: only answers have new fields.
     is_old = previous.unpacked(before, "amphora_driver")
     told = {
         "amphora": amphora.id,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Certificates for one test run.
 
-Invariant: made in memory, valid for an hour, trusted inside the run only.
+Invariant: certificates exist in memory, are valid for an hour, and are trusted in this run only.
 """
 
 from __future__ import annotations
@@ -52,7 +52,10 @@ class Authority:
         )
 
     def issue(self, name: str, *purposes, hours: float = 1) -> str:
-        """A certificate with its key, as PEM; `hours` below zero for one that has expired, no purposes for any."""
+        """Return a certificate with its key as PEM.
+
+        A certificate with negative `hours` has expired. Without `purposes` it is valid for any purpose.
+        """
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         builder = self._builder(subject, key.public_key(), hours)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Helpers of the tests under load: a prepared bundle, the traffic, and the resource use of HAProxy's processes.
+"""Helpers of tests under load: a prepared bundle, traffic, and the memory of HAProxy's processes.
 
-Invariant: a push costs the test's process almost nothing. The load balancer is rendered once, with every member of the
-test; each push changes one line of that text or one file.
+Invariant: a push needs almost no processor time of the test. The test renders the load balancer once, with
+all members; each push changes one line of the configuration or one file.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class Answered:
 
 
 class Prepared:
-    """A load balancer whose members, certificates and so on change from one push to the next.
+    """A load balancer whose members and certificates change between pushes.
 
     Attributes:
-        state: by member id None (it is not there), or its weight and whether it is disabled.
-        answers: how often the agent did what.
+        state: by member id, the weight and whether the member is disabled; None for an absent member.
+        answers: the number of pushes by the agent's `how`.
     """
 
     def __init__(self, served, tree, secrets: dict[str, str] | None = None, **limits: int) -> None:
@@ -79,24 +79,24 @@ class Prepared:
         self.reasons: list[str] = []
 
     def certificate(self, ref: str, pem: str) -> None:
-        """Put another secret in the place of one; from the next push on."""
+        """Replace a secret from the next push on."""
         for file in self._document["files"]:
             if self._secrets.get(file["name"]) == ref:
                 file["content"] = pem
 
     @property
     def text_lines(self) -> list[str]:
-        """The lines of the text with every member."""
+        """Return the lines of the configuration with all members."""
         return self._lines
 
     def push(self, body: bytes | None = None) -> Answered:
-        """Push what is wanted now.
+        """Push the wanted state.
 
         Args:
-            body: what is pushed instead, from `body`.
+            body: an earlier result of `body`, to push instead.
 
         Returns:
-            How the agent brought it about; anything else than success fails the test.
+            The agent's answer; a refusal fails the test.
         """
         body = self.body() if body is None else body
         begun = time.monotonic()
@@ -108,19 +108,19 @@ class Prepared:
         return Answered(answer["how"], answer["reason"], now, now - begun)
 
     def refused(self) -> dict:
-        """Push what is wanted now, and expect HAProxy to refuse it; what is wrong with it."""
+        """Push the wanted state, expect HAProxy to refuse it, and return the error."""
         status, answer = self._served.amphora.call("PUT", "/v2/bundle", self.body())
         assert status == 422, answer
         return {**answer, **answer["error"]}
 
     def body(self) -> bytes:
-        """What a push of what is wanted now says."""
+        """Return the body of a push of the wanted state."""
         self._document["generation"] = next(self._served.lab.generations)
         self._document["haproxy"] = self.text()
         return json.dumps(self._document).encode()
 
     def text(self) -> str:
-        """The text; `marks` replaces words of it, for what only a new worker can be told."""
+        """Return the configuration; `marks` replaces words, for changes that need a new worker."""
         lines = []
         for line in self._lines:
             words = line.split()
@@ -134,13 +134,13 @@ class Prepared:
                 lines.append(line)
         text = "\n".join(lines)
         for old, new in self.marks.items():
-            assert old in text, f"there is no {old!r} in the text"
+            assert old in text, f"the configuration has no {old!r}"
             text = text.replace(old, new)
         return text
 
 
 class Traffic:
-    """The members' and the visitors' programs, for one test."""
+    """The programs of members and of clients, for one test."""
 
     def __init__(self, served) -> None:
         network = served.lab.network
@@ -152,7 +152,7 @@ class Traffic:
             self.members.ask("listen", address=each.address, ports=[each.port])
 
     def start(self, name: str, kind: str, count: int, **more) -> None:
-        """Clients of a kind (see `load`); there can be more of a name later."""
+        """Start clients of a kind (see `load`); further calls with a name add clients."""
         self.visitors.ask("start", name=name, kind=kind, count=count, **more)
 
     def report(self) -> dict[str, dict]:
@@ -165,7 +165,7 @@ class Traffic:
         return self.members.ask("finish")
 
     def until_alive(self, name: str, count: int) -> None:
-        eventually(lambda: self.report()[name]["alive"] == count, f"{count} of {name} are there")
+        eventually(lambda: self.report()[name]["alive"] == count, f"{count} of {name} are alive")
 
     def goes_on(self, *names: str, requests: int = 3) -> None:
         """Wait for further answers of each of these kinds."""
@@ -176,7 +176,7 @@ class Traffic:
         )
 
     def heard(self, member: QuickMember) -> list[tuple[float, float]]:
-        """When requests to a member were sent, and when it got them."""
+        """Return the times at which requests to a member were sent and received."""
         return self.members.ask("heard", port=member.port)
 
     def close(self) -> None:
@@ -195,7 +195,7 @@ def assert_nothing_failed(report: dict[str, dict], doing: str) -> None:
 
 
 class Processes:
-    """HAProxy's processes, seen from outside: how many workers there are, and what they all take."""
+    """HAProxy's processes on the host: the number of workers, and their memory."""
 
     def __init__(self, amphora) -> None:
         self._amphora = amphora
@@ -210,16 +210,16 @@ class Processes:
         return [pid for pid in children(self.master) if _is_haproxy(pid)]
 
     def resident(self) -> int:
-        """Kilobytes that are resident in all of them together; pages they share count once for each."""
+        """Return the resident kilobytes of all processes; a shared page counts once per process."""
         return sum(_resident(pid) for pid in (self.master, *self.workers))
 
     def settled(self) -> int:
-        """The same, after the workers that were replaced have ended."""
+        """Wait for the end of replaced workers, and return the resident kilobytes."""
         eventually(lambda: len(self.workers) == 1, "the old workers have ended", 30)
         return self.resident()
 
     def _watch(self) -> None:
-        # No event tells how many there are: every 20 ms is often enough for one that lives as long as a reload takes.
+        # No event reports the number of workers. A worker lives for at least a reload, which takes longer than 20 ms.
         while not self._ending.wait(0.02):
             self.most = max(self.most, len(self.workers))
 
@@ -233,7 +233,7 @@ class Processes:
 
 
 def _is_haproxy(pid: int) -> bool:
-    """Whether it is a worker, and neither a zombie nor a process before execve(2)."""
+    """Return whether a process is a worker, and neither a zombie nor a process before execve(2)."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
     return False

@@ -40,7 +40,7 @@ _TROUBLE = (OSError, http.client.HTTPException, EOFError)
 
 @dataclass
 class Reply:
-    """An answer as the client saw it."""
+    """An answer as the client received it."""
 
     status: int
     version: str
@@ -53,20 +53,20 @@ class Reply:
         return [value for each, value in self.headers if each.lower() == name.lower()]
 
     def header(self, name: str) -> str | None:
-        """The only value of a header field, None without one."""
+        """Return the only value of a header field, or None."""
         values = self.values(name)
-        assert len(values) < 2, f"{name} was said {len(values)} times"
+        assert len(values) < 2, f"{name} occurs {len(values)} times"
         return values[0] if values else None
 
     @property
     def seen(self) -> Seen:
-        """What the member that answered has seen."""
+        """Return the request as the answering member received it."""
         assert self.status == 200, f"{self.status}: {self.body[:300]!r}"
         return Seen.read(json.loads(self.body))
 
     @property
     def member(self) -> str:
-        """The name of the member that answered."""
+        """Return the name of the answering member."""
         return self.seen.member
 
 
@@ -80,7 +80,7 @@ def ask(
     body: bytes = b"",
     version: str = "1.1",
 ) -> Reply:
-    """One HTTP/1.x request on a connection, and its answer. Header fields go out as they are given."""
+    """Send an HTTP/1.x request with exactly these header fields, and return the answer."""
     lines = [f"{method} {path} HTTP/{version}"]
     lines += [f"Host: {host}"] if host is not None else []
     lines += [f"{name}: {value}" for name, value in headers]
@@ -90,14 +90,14 @@ def ask(
 
 
 def upgrade(connection: socket.socket, path: str = "/") -> Reply:
-    """Ask for a WebSocket (RFC 6455, with its own example's key); 101 is the answer hoped for."""
+    """Request a WebSocket (RFC 6455, with the key of its example). The status of success is 101."""
     key = ("Sec-WebSocket-Key", "dGhlIHNhbXBsZSBub25jZQ==")
     wanted = (("Connection", "Upgrade"), ("Upgrade", "websocket"), key, ("Sec-WebSocket-Version", "13"))
     return ask(connection, path, headers=wanted)
 
 
 def answer(connection: socket.socket, method: str = "GET") -> Reply:
-    """The next HTTP/1.x answer on a connection."""
+    """Return the next HTTP/1.x answer on a connection."""
     response = http.client.HTTPResponse(connection, method=method)
     response.begin()
     said = f"HTTP/{response.version // 10}.{response.version % 10}"
@@ -114,7 +114,7 @@ def ask_h2(
     body: bytes = b"",
     trailers=(),
 ) -> Reply:
-    """One HTTP/2 request on a new connection, and its answer with trailers."""
+    """Send an HTTP/2 request on a new connection, and return the answer with trailers."""
     talk = h2.connection.H2Connection(h2.config.H2Configuration(header_encoding="latin-1"))
     talk.initiate_connection()
     stream = talk.get_next_available_stream_id()
@@ -129,7 +129,7 @@ def ask_h2(
     while not reply.complete:
         data = connection.recv(65536)
         if not data:
-            raise EOFError("the connection ended in an answer")
+            raise EOFError("the connection ended during an answer")
         for event in talk.receive_data(data):
             _hear(talk, event, reply)
         connection.sendall(talk.data_to_send())
@@ -152,7 +152,7 @@ def _hear(talk: h2.connection.H2Connection, event, reply: Reply) -> None:
 
 
 def ended(connection: socket.socket, seconds: float = PATIENCE) -> float:
-    """Wait until the other side ends a connection; how long that took. What it says before is thrown away."""
+    """Wait until the peer ends a connection, discard its data, and return the seconds."""
     begin = time.monotonic()
     connection.settimeout(seconds)
     with contextlib.suppress(ConnectionResetError, ssl.SSLError):
@@ -162,7 +162,7 @@ def ended(connection: socket.socket, seconds: float = PATIENCE) -> float:
 
 
 class _Wrapped(ssl.SSLSocket):
-    """A TLS socket that is closed when its peer is gone before the handshake begins; CPython leaves it open then."""
+    """A TLS socket that closes if its peer is gone before the handshake; CPython leaves it open."""
 
     def getpeername(self):
         try:
@@ -179,9 +179,9 @@ def trusting(
     versions: tuple[ssl.TLSVersion, ssl.TLSVersion] | None = None,
     ciphers: str | None = None,
 ) -> ssl.SSLContext:
-    """A client's TLS settings. Without an authority nothing is verified.
+    """Return a client's TLS settings. Without an authority, the client verifies no certificate.
 
-    Versions older than 1.2 and weak ciphers are allowed where they are asked for: the server is to refuse them.
+    The client offers old versions and weak ciphers on request: the server must refuse them.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.sslsocket_class = _Wrapped
@@ -201,7 +201,7 @@ def trusting(
 def serving(
     certificate: Certificate, *, alpn=(), clients=None, ciphers: str | None = None, versions=None
 ) -> ssl.SSLContext:
-    """A member's TLS settings; `clients` is the authority whose certificates it demands of its clients."""
+    """Return a member's TLS settings; `clients` is the authority of required client certificates."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     if alpn:
         context.set_alpn_protocols(list(alpn))
@@ -241,12 +241,12 @@ class Visitor:
         source_port: int = 0,
         timeout: float = PATIENCE,
     ) -> socket.socket:
-        """A TCP connection, from `source` (and its port) if told so."""
+        """Open a TCP connection, from `source` and `source_port` if given."""
         opened = self._open.enter_context(self._room.socket(address))
         opened.settimeout(timeout)
         opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if source is not None:
-            # A port that was used a moment ago can be used again.
+            # The port of a connection that has just ended can be used again.
             opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             opened.bind((source, source_port))
         opened.connect((address, port))
@@ -262,7 +262,7 @@ class Visitor:
         session: ssl.SSLSession | None = None,
         **more,
     ) -> ssl.SSLSocket:
-        """A TLS connection; `name` is the server's name (SNI), and what is verified if anything is."""
+        """Open a TLS connection; `name` is the server name (SNI), which the client may verify."""
         plain = self.connect(port, address, **more)
         wrapped = (tls or trusting()).wrap_socket(plain, server_hostname=name, session=session)
         return self._open.enter_context(wrapped)
@@ -279,7 +279,7 @@ class Visitor:
         timeout: float = PATIENCE,
         **request,
     ) -> Reply:
-        """One request on a connection of its own; HTTP/2 where ALPN agreed on it."""
+        """Send a request on a new connection, with HTTP/2 if ALPN selects it."""
         if tls is None:
             connection = self.connect(port, address, source=source, timeout=timeout)
         else:
@@ -292,7 +292,7 @@ class Visitor:
             connection.close()
 
     def presented(self, port: int = 443, **more) -> tuple[bytes, ...]:
-        """The certificates a server shows, in its order (DER)."""
+        """Return the server's certificates in its order (DER)."""
         connection = self.tls(port, **more)
         try:
             return tuple(ssl.PEM_cert_to_DER_cert(each.public_bytes()) for each in _chain(connection))
@@ -300,7 +300,7 @@ class Visitor:
             connection.close()
 
     def refused(self, port: int = 80, address: str = VIP, **more) -> bool:
-        """Whether a plain HTTP request gets no answer at all: no connection, or one that is cut at once."""
+        """Return whether a plain HTTP request receives no answer, or no connection."""
         try:
             self.fetch(port=port, address=address, **more)
         except _TROUBLE:
@@ -308,7 +308,7 @@ class Visitor:
         return False
 
     def load(self, threads: int = 2, **request) -> Load:
-        """Requests without a pause as long as the context lasts."""
+        """Return a context that sends requests without a pause."""
         return Load(self, threads, request)
 
     def close(self) -> None:
@@ -321,7 +321,7 @@ def _chain(connection: ssl.SSLSocket):
 
 
 class Load:
-    """Requests without a pause, each on a connection of its own, counted by answering member; failures are kept."""
+    """Sends requests without a pause, each on a new connection; counts answers and keeps failures."""
 
     def __init__(self, visitor: Visitor, threads: int, request: dict) -> None:
         self.answers: Counter[str] = Counter()
@@ -352,7 +352,7 @@ class Load:
         return sum(self.answers.values())
 
     def goes_on(self, times: int = 5) -> None:
-        """Wait for further answers, as a sign that what was done before has been seen."""
+        """Wait for further answers, which were sent after earlier changes."""
         with self._changed:
             wanted = self.total + times
             assert self._changed.wait_for(lambda: self.total >= wanted or self.failures, PATIENCE)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builders of the model for tests on the wire.
+"""Builders of the model for tests with real traffic.
 
 Invariant: ids are derived from names alone, so equal names make the same object in every push, and a test can compute
 an id (`id_of("pool", "web")`). The parent's builder connects its children.
@@ -43,12 +43,12 @@ _ROOM = uuid.UUID("7e570000-0000-4000-8000-000000000000")
 
 
 def id_of(kind: str, name: object) -> str:
-    """The id of what was built under this name; kinds are the builders' names."""
+    """Return the id of an object by its name; `kind` is the name of the builder."""
     return str(uuid.uuid5(_ROOM, f"{kind} {name}"))
 
 
 def load_balancer(*parts: Listener | Pool, **more) -> LoadBalancer:
-    """Listeners and pools, in any order, on both VIPs."""
+    """Return a load balancer with both VIPs, and listeners and pools in any order."""
     more.setdefault("vip", vip(VIP))
     more.setdefault("additional_vips", (vip(VIP6),))
     return LoadBalancer(
@@ -67,7 +67,7 @@ def vip(address: str) -> Vip:
 def listener(
     port: int = 80, *policies: L7Policy, protocol: str = "HTTP", pool: str | None = "pool", **more
 ) -> Listener:
-    """A listener, named by its port; `pool` is the name of its default pool. Policies stand in their order."""
+    """Return a listener that is named by its port; `pool` is the name of its default pool."""
     made = id_of("listener", port)
     if isinstance(more.get("client_authentication"), str):
         more["client_authentication"] = ClientAuthentication(more["client_authentication"])
@@ -83,7 +83,7 @@ def listener(
 
 
 def pool(name: str = "pool", *members: Member, protocol: str = "HTTP", monitor: HealthMonitor | None = None, **more):
-    """A pool; `algorithm` and `persistence=("HTTP_COOKIE", cookie name or None)` in short."""
+    """Return a pool; `algorithm` and `persistence=("HTTP_COOKIE", name or None)` are short forms."""
     made = id_of("pool", name)
     if "algorithm" in more:
         more["lb_algorithm"] = Algorithm(more.pop("algorithm"))
@@ -101,7 +101,7 @@ def pool(name: str = "pool", *members: Member, protocol: str = "HTTP", monitor: 
 
 
 def member(peer, **more) -> Member:
-    """A member that is this peer (anything with `name`, `address` and `port`); any field can be given otherwise."""
+    """Return the member of a peer (an object with `name`, `address` and `port`); `more` has priority."""
     more.setdefault("id", id_of("member", peer.name))
     more.setdefault("address", peer.address)
     more.setdefault("protocol_port", peer.port)
@@ -109,14 +109,14 @@ def member(peer, **more) -> Member:
 
 
 def monitor(kind: str = "HTTP", **more) -> HealthMonitor:
-    """A health monitor, as quick as the API allows; a member on a busy machine may take its time to answer."""
+    """Return a health monitor with the shortest delay, and a time-out for busy machines."""
     more = {"delay": 1, "timeout": 3, "max_retries": 1, "max_retries_down": 1, **more}
     more.setdefault("id", id_of("monitor", kind))
     return HealthMonitor(pool_id="", type=MonitorType(kind), **more)
 
 
 def policy(action: str, position: int, *rules: L7Rule, to_pool: str | None = None, **more) -> L7Policy:
-    """An L7 policy, named by its position; `to_pool` is a pool's name."""
+    """Return an L7 policy that is named by its position; `to_pool` is a pool's name."""
     made = more.pop("id", None) or id_of("policy", position)
     return L7Policy(
         id=made,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The network configuration of a load balancer in real namespaces, without an agent and without HAProxy.
+"""The network configuration of a load balancer in real namespaces, without an agent and HAProxy.
 
-Invariant: nothing is made in the root namespace. Three namespaces: the management one (`outer`, where interfaces
-arrive), the load balancer's own (`inner`), and one at the other end of every cable (`peer`).
+Invariant: the root namespace does not change. There are three namespaces: of the management (`outer`, where interfaces
+arrive), of the load balancer (`inner`), and of the other end of each cable (`peer`).
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ PAIR = Vrrp(
 
 
 class Wire:
-    """The namespaces, and the plumbing at work in them."""
+    """The namespaces, and the agent's plumbing in them."""
 
     def __init__(self) -> None:
         self.prefix = f"pl{os.getpid()}-{next(NUMBERS)}"
@@ -114,11 +114,11 @@ class Wire:
         )
 
     def ip(self, *commands: str) -> None:
-        """In the load balancer's namespace, behind the agent's back."""
+        """Run ip(8) in the load balancer's namespace, without the plumbing."""
         ip(*(f"-n {self.prefix}-inner {command}" for command in commands))
 
     def change(self, wanted: Bundle, served: Bundle | None = None) -> None:
-        """One bundle takes the place of another, as in an apply; in the management namespace, where the agent is."""
+        """Replace a bundle by another one, as the agent does, in the management namespace."""
 
         def all_of_it() -> None:
             if not self.plumbing.matches(wanted):
@@ -131,7 +131,7 @@ class Wire:
         return self.spaces["outer"].run(function, *args, **kwargs)
 
     def everything(self) -> dict[str, object]:
-        """What the namespace holds, in the words of other tools than the agent's own."""
+        """Return the content of the namespace, as ip(8) and nft(8) report it."""
         found: dict[str, object] = {}
         for words in ("link", "addr", "-4 route show table all", "-6 route show table all", "-4 rule", "-6 rule"):
             command = ["ip", "-n", f"{self.prefix}-inner", "-j", *words.split()]
@@ -146,7 +146,7 @@ class Wire:
 
 
 class Tap:
-    """What comes over a cable: gratuitous ARP (operation and address) and unsolicited neighbour advertisements."""
+    """Receives gratuitous ARP (operation, address) and unsolicited neighbour advertisements of a cable."""
 
     def __init__(self, wire: Wire, number: int = 1) -> None:
         self._opened = wire.spaces["peer"].run(self._open, f"far{number}")
@@ -159,7 +159,7 @@ class Tap:
         return opened
 
     def heard(self) -> list[tuple[str, str]]:
-        """Since the last time, until nothing has come for a while."""
+        """Return the announcements since the last call, after 0.2 s without a frame."""
         found = []
         with suppress(TimeoutError):
             while frame := self._opened.recv(2048):
@@ -178,7 +178,7 @@ class Tap:
 
 
 def announced(*vips: str) -> list[tuple[str, str]]:
-    """Each once: ARP in both forms, or one advertisement."""
+    """Return one announcement of each VIP: ARP in both forms, or an advertisement."""
     found = []
     for vip in vips:
         address = vip.partition("/")[0]
@@ -202,7 +202,7 @@ def table(wire, number: int) -> list[str]:
 
 
 def hears_changes():
-    """Every group of rtnetlink that is about interfaces, addresses, routes and rules, and nftables."""
+    """Return netlink sockets for changes of interfaces, addresses, routes, rules and nftables."""
     found = []
     for kind, groups in ((0, 0x1 | 0x10 | 0x40 | 0x80 | 0x100 | 0x400 | 0x40000), (12, 0x40)):
         opened = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_NONBLOCK, kind)
@@ -212,7 +212,7 @@ def hears_changes():
 
 
 def comparable(wire) -> dict[str, object]:
-    """What is decided, in an order of its own: not whether a link just came up, nor addresses of links themselves."""
+    """Return the configured objects in a stable order, without link-local addresses."""
     found = wire.everything()
     del found["link"]
     found["addr"] = {
@@ -233,7 +233,7 @@ def comparable(wire) -> dict[str, object]:
 
 
 def settled(wire, wanted) -> bool:
-    """Whether nothing is left to do. That a link came up is announced some time later."""
+    """Return whether the namespace is as wanted; if not, apply again, because links come up later."""
     if wire.outside(wire.plumbing.matches, wanted):
         return True
     wire.change(wanted, wanted)
@@ -241,7 +241,7 @@ def settled(wire, wanted) -> bool:
 
 
 def came_up(wire) -> bool:
-    """Whether the kernel has done all that follows a link that comes up. It gives a link its own IPv6 address last."""
+    """Return whether all links are up: the kernel adds the link-local IPv6 address last."""
     links = [link for link in wire.everything()["addr"] if link["ifname"] != "lo"]
     return all(any(each["local"].startswith("fe80") for each in link["addr_info"]) for link in links)
 
