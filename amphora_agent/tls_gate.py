@@ -160,7 +160,7 @@ class TlsGate:
             except Exception:  # noqa: BLE001 (without this thread the agent is not reachable)
                 if not self._closing:
                     _log.exception(
-                        "The agent failed to accept TLS connections by an unexpected error, and continues in one second"
+                        "The agent accepts no TLS connections for one second, because of an unexpected error"
                     )
                     time.sleep(1.0)
 

@@ -34,8 +34,8 @@ _AGENT_SECTIONS = {
 }  # fmt: skip
 _BLANKS = " \t\r\v\f"
 _TO_SPACES = str.maketrans(_BLANKS, " " * len(_BLANKS))
-# The pattern matches characters that HAProxy may interpret in a line or in a command, such as quotes. HAProxy splits a
-# line without such characters at spaces only.
+# The pattern matches characters that HAProxy may interpret in a line or in a command, such as quotes. If a line has no
+# such characters, HAProxy splits the line only at spaces.
 _SPECIAL = re.compile(r"""[^ -~]|["#$';<\\]""")
 # The pattern splits a line of HAProxy's configuration into tokens: comments, blanks, quoted strings, escaped
 # characters, and other text.

@@ -57,8 +57,7 @@ class NftablesEngine:
         # listing differs later, another program has changed the table.
         self._listed = ""
         self._generation: int | None = None
-        # The engine still has to end two kinds of flows: flows with these marks, and flows to these destinations
-        # without a mark.
+        # The engine still has to end two kinds of flows: flows with these marks, and unmarked flows to these places.
         self._marks_to_end: set[int] = set()
         self._unmarked_places: set[ServicePlace] = set()
         # `_flows` is the engine's latest count of flows by mark.

@@ -200,8 +200,8 @@ def _serve_rules(server: VirtualServer, maps: Mapping[str, Map], loads: Loads, *
         # A virtual server without slots gets no rule, because nftables refuses a hash with the modulus 0.
         if maps[name].elements:
             by = _slot_expression(server, version, len(maps[name].elements), paired=paired)
-            # The rule's comment changes with each plan of turns. A changed rule makes the kernel begin at the first
-            # turn of the new plan.
+            # A list of turns is the order in which members get new flows. The rule's comment changes with each new
+            # list. The changed rule makes the kernel begin at the first turn of the new list.
             comment = f' comment "{loads.number}"' if uses_least_connections(server) else ""
             yield f"meta nfproto {_NFPROTO[version]} ct mark set {by} map @{name}{comment}"
     yield f'ct mark != 0 counter name "flows-{server.id}"'
