@@ -45,8 +45,8 @@ from amphora_agent.tls_identity import Identity
 
 _log = logging.getLogger(__name__)
 LARGEST_BODY = 32 * 1024 * 1024
-# Before it starts HAProxy, the agent waits at most 3 s for the responder. Without the responder, HAProxy would report
-# members with PING monitors as down.
+# The agent waits at most 3 s until the responder answers, and then starts HAProxy. Without the responder, HAProxy would
+# report members with PING monitors as down.
 RESPONDER_SECONDS = 3.0
 
 

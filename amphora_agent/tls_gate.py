@@ -205,7 +205,7 @@ class TlsGate:
             plain.close()
             self._count(f"{type(error).__name__}: {error}")
             return
-        assert isinstance(wrapped, Connection)  # noqa: S101 (the context's class, for the type checker)
+        assert isinstance(wrapped, Connection)  # noqa: S101 (tells the type checker the class)
         peer = _Peer(wrapped, address, time.monotonic() + HANDSHAKE_SECONDS)
         self._keep(self._handshakes, peer, selectors.EVENT_READ)
 

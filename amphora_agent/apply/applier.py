@@ -160,8 +160,8 @@ class Applier:
         with self._lock:
             reach(Point.TAKEN)
             bundle_check.refuse_stale(bundle, self._last, lost=self._lost is not None)
-            # If a controller pushes the confirmed bundle again, the agent keeps the time at which it first confirmed
-            # the bundle.
+            # If a controller pushes the confirmed bundle again, the agent does not change the stored time of the
+            # confirmation.
             same = self._confirmed is not None and self._confirmed.digest == received
             record = None if same else confirmed_bundle.confirmed_now(bundle, received)
             draft = None if record is None else Draft(self._paths.confirmed, record)
@@ -200,7 +200,7 @@ class Applier:
         """
         with self._lock:
             # A controller may have pushed a bundle during the agent's start. In this case the agent serves the pushed
-            # bundle, and does not apply the bundle from before its start.
+            # bundle, and does not apply the older bundle from the disk.
             if self._confirmed is None or (self._has_applied and not self._parts.swap.is_interrupted):
                 return True
             try:

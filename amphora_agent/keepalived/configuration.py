@@ -14,10 +14,10 @@ from amphora_agent.services.template_files import load_template
 
 # Interval in seconds at which keepalived repeats gratuitous ARP. If two amphorae had the VIPs at the same time, a
 # neighbour may send to the wrong amphora until the next repetition. The amphora with the VIPs may miss the VRRP
-# advertisements of its partner: the partner's kernel drops them while its ARP requests stay unanswered. Without
-# repetition, clients would send to an amphora without VIPs for eight seconds, until their neighbour entries expire
-# (arp(7)). The repetition has a cost: while two amphorae have the VIPs, a client that hears both amphorae changes the
-# amphora every second.
+# advertisements of its partner: the kernel of the partner drops advertisements while the partner's ARP requests stay
+# unanswered. Without repetition, clients would send to an amphora without VIPs for eight seconds, until their neighbour
+# entries expire (arp(7)). The repetition has a cost: while two amphorae have the VIPs, a client that hears both
+# amphorae changes the amphora every second.
 REFRESH_SECONDS = 1
 # Without a partner, keepalived sends VRRP advertisements to the loopback address. With an empty "unicast_peer",
 # keepalived would send the advertisements by multicast, and disturb another load balancer with the same router id.

@@ -285,8 +285,8 @@ class NftablesEngine:
         if listed:
             self._run(ruleset.DELETE_COMMANDS)
         for one in (_parse_marks(listed), self._marks):
-            # The kernel's table and the engine's memory may contain different marks. The engine ends the flows of both,
-            # because a later call may give the same marks to another virtual server.
+            # The kernel's table and the engine's memory may contain different marks. The engine ends the flows with any
+            # of these marks, because a later call may give the same marks to another virtual server.
             self._marks_to_end |= {*one.servers.values(), *one.members.values()}
         self._table, self._marks, self._listed, self._generation = None, conntrack_marks.NO_MARKS, "", None
         self._loads = NO_LOADS

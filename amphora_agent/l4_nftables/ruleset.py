@@ -224,7 +224,7 @@ def _slot_expression(server: VirtualServer, version: int, slots: int, *, paired:
     if server.persistence is not None:
         prefix = server.persistence.prefix_v4 if version == 4 else server.persistence.prefix_v6
         if prefix == 0:
-            # With a persistence prefix of 0, all clients count as one client, so the hash is the same for all.
+            # With a persistence prefix of 0, all clients count as one client, so each client gets the same hash.
             return f"jhash {source} mod 1 seed 0x1"
         mask = ipaddress.ip_network(f"{'0.0.0.0' if version == 4 else '::'}/{prefix}").netmask
         return f"jhash {source} & {mask} {end}"
