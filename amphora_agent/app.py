@@ -45,8 +45,8 @@ from amphora_agent.tls_identity import Identity
 
 _log = logging.getLogger(__name__)
 LARGEST_BODY = 32 * 1024 * 1024
-# The agent waits at most 3 s for the responder before starting HAProxy. Without the responder, HAProxy reports members
-# with PING monitors as down.
+# The agent waits at most 3 s until the responder answers, and then starts HAProxy. Without the responder, HAProxy would
+# report members with PING monitors as down.
 RESPONDER_SECONDS = 3.0
 
 
@@ -62,8 +62,8 @@ def create(settings: Settings, paths: Paths, identity: Identity, inheritance: In
 
     def sender_for(wanted: Settings) -> Sender:
         if wanted.heartbeat_format == "octavia":
-            # The lambda expression reads the variable `octavia` only when called, because the function assigns the
-            # variable later.
+            # The function `create` assigns the variable `octavia` later. The lambda expression therefore reads the
+            # variable only when the sender calls the expression.
             return OctaviaSender(wanted, paths, collector, lambda: octavia.draining())  # noqa: PLW0108
         return HeartbeatSender(
             wanted, paths, collector, lambda: applier.generation, lambda: vrrp_state.holds_vip, drift.heartbeat
@@ -117,7 +117,7 @@ def create(settings: Settings, paths: Paths, identity: Identity, inheritance: In
 def _answer_errors(app: Flask) -> None:
     @app.errorhandler(AgentError)
     def ours(error: AgentError) -> ResponseReturnValue:
-        _log.warning("The agent refused a request to its API, or failed to carry it out: %s", error)
+        _log.warning("The agent refused a request to its API, or failed to carry out the request: %s", error)
         return jsonify(error.document()), error.status
 
     @app.errorhandler(HTTPException)

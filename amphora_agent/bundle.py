@@ -30,8 +30,8 @@ Octavia plugs an amphora before it names the load balancer. No other controller 
 _MAC = re.compile(r"(?:[0-9a-f]{2}:){5}[0-9a-f]{2}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,14}")
 _MIN_MTU, _MAX_MTU = 68, 65535
-# The pattern allows no leading dot in any part of a TLS file's name. A name therefore means no hidden file and no
-# parent directory.
+# The pattern allows no leading dot in any part of a TLS file's name. A name can therefore not refer to a hidden file or
+# to a parent directory.
 _FILE = re.compile(r"tls/[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}/[a-z0-9_][a-z0-9_.-]{0,99}")
 _PARTNER = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 _MAX_PORT = 65535

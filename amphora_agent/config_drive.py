@@ -29,8 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Python's option -I removes the agent's package from the search path. The program finds the package next to its own
-# file, and adds the package again.
+# Python's option -I removes the directory of the agent's package from the search path. The program derives this
+# directory from its own path, and adds the directory again.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from amphora_agent import cloud_network
@@ -110,7 +110,7 @@ def find(places: Places, seconds: float) -> tuple[Path, str]:
                     "Boot this image with a config drive (nova boot --config-drive true).",
                 )
             if first:
-                _log("waiting for the config drive")
+                _log("the virtual machine is waiting for the config drive, which contains its settings")
                 first = False
             events.settimeout(min(left, _LOOK_SECONDS))
             with suppress(OSError):
@@ -307,14 +307,14 @@ def main() -> None:
             socket.sethostname(told.hostname)
         write_files(places, told)
     except (AgentError, OSError) as error:
-        # If the config drive is not readable, the amphora gets a fallback network. An operator can then log in with
-        # ssh.
+        # If the program cannot read the config drive, the amphora gets a fallback network, so that an operator can log
+        # in with ssh.
         if not places.network.exists():
             _write(places.network, cloud_network.FALLBACK)
         sys.exit(f"amphora: {error}")
     for path in told.skipped:
-        _log(f"{path!r} is not written: it is not in /etc/amphora-agent")
-    _log(f"{len(told.files)} files of {device.name} are in {places.files}")
+        _log(f"the file {path!r} of the config drive was not written, because its path is not in /etc/amphora-agent")
+    _log(f"{len(told.files)} files of the config drive {device.name} are now in {places.files}")
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ def document(parts: Mapping[str, Part], secrets: Sequence[str]) -> Iterator[str]
 def _read_part(read: Part) -> Any:
     try:
         return read()
-    except Exception as error:  # noqa: BLE001 (the other parts are needed)
+    except Exception as error:  # noqa: BLE001 (an operator needs the other parts)
         return {"error": f"{type(error).__name__}: {error}"}
 
 

@@ -86,7 +86,7 @@ class Server(BaseApplication):
 
     def _install_tls_gate(self, worker: Any) -> None:
         """Replace gunicorn's listening sockets by the TLS gate, which has the same methods."""
-        from amphora_agent.tls_gate import TlsGate  # noqa: PLC0415 (in the worker only, as above)
+        from amphora_agent.tls_gate import TlsGate  # noqa: PLC0415 (only the worker needs this module)
 
         worker.sockets = [TlsGate(listener, self._identity) for listener in worker.sockets]
         sd_notify.notify_ready(self._inherited)

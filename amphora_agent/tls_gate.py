@@ -160,7 +160,7 @@ class TlsGate:
             except Exception:  # noqa: BLE001 (without this thread the agent is not reachable)
                 if not self._closing:
                     _log.exception(
-                        "The agent failed to accept TLS connections by an unexpected error, and continues in one second"
+                        "The agent accepts no TLS connections for one second, because of an unexpected error"
                     )
                     time.sleep(1.0)
 
@@ -205,7 +205,7 @@ class TlsGate:
             plain.close()
             self._count(f"{type(error).__name__}: {error}")
             return
-        assert isinstance(wrapped, Connection)  # noqa: S101 (the context's class, for the type checker)
+        assert isinstance(wrapped, Connection)  # noqa: S101 (tells the type checker the class)
         peer = _Peer(wrapped, address, time.monotonic() + HANDSHAKE_SECONDS)
         self._keep(self._handshakes, peer, selectors.EVENT_READ)
 

@@ -90,7 +90,7 @@ class Identity:
                         "The agent cannot read its certificate files, and the former certificates stay in use: %s",
                         error,
                     )
-                # After an error, the agent reads the certificate files again only when they change.
+                # After an error, the agent reads the certificate files again only after a change of the files.
                 self._marks = marks
             return self._context
 

@@ -48,8 +48,8 @@ def wait_active(settings: Settings, connection: Any, load_balancer_id: str, note
         if emulated:
             note(f"still waiting: load balancer is {found.provisioning_status}, amphora boots ({seconds:.0f} s)")
 
-    # Frequent polling would slow down the boot of an emulated amphora. So the demo then polls at the longer default
-    # interval.
+    # Frequent polling would slow down the boot of an emulated amphora. So the demo polls at the longer default interval
+    # if the amphora is emulated.
     for _ in vm_wait.poll(settings.wait_timeout, note_progress, None if emulated else _POLL_INTERVAL):
         found = connection.load_balancer.get_load_balancer(load_balancer_id)
         if found.provisioning_status == "ACTIVE":

@@ -108,7 +108,8 @@ def _subnet(subnet: AddressRange) -> Any:
 
 def _port(port: Port) -> Any:
     owner = local_network().owner(port.id) or ""
-    # Octavia refuses a VIP port that has a device id. So the sandbox shows the ports of users without a device id.
+    # Octavia refuses a VIP port that has a device id. So the sandbox hides the device id of a port that a user has
+    # created.
     use = {"name": owner, "device_id": "" if owner == f"user-{port.id}" else owner}
     addresses = [shown.FixedIP(subnet_id=one.subnet_id, ip_address=one.address) for one in port.addresses]
     state = {"status": "ACTIVE", "admin_state_up": True, "fixed_ips": addresses}

@@ -18,8 +18,8 @@ from amphora_driver.host import namespaces
 if TYPE_CHECKING:
     from sandbox.settings import Settings
 
-# While a machine boots, the sandbox polls its agent once a second and reports progress every 30 s. A TLS handshake with
-# the agent lasts at most 10 s.
+# While a machine boots, the sandbox polls the agent of the machine once a second and reports progress every 30 s. A TLS
+# handshake with the agent lasts at most 10 s.
 _POLL_INTERVAL, _NOTE_INTERVAL, _HANDSHAKE_TIMEOUT = 1.0, 30.0, 10.0
 
 

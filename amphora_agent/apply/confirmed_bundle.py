@@ -94,8 +94,8 @@ class Draft:
         try:
             self._new_path.unlink()
         except FileNotFoundError:
-            # Without a temporary record, the file with HAProxy's text belongs to the confirmed bundle. The agent must
-            # not delete such a file.
+            # If no temporary record exists, the file with HAProxy's text belongs to the confirmed bundle. In this case
+            # the agent must not delete the file.
             return
         self._text_path.unlink(missing_ok=True)
 

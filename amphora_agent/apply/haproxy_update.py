@@ -236,8 +236,8 @@ class HaproxyUpdate:
             self._paths.unfinished.unlink(missing_ok=True)
         except (AgentError, OSError) as error:
             _log.error(
-                "The agent failed to restore the previous configuration of HAProxy, and reloads HAProxy at the next "
-                "change: %s",
+                "The agent could not restore the previous configuration of HAProxy, and will reload HAProxy at the "
+                "next change: %s",
                 error,
             )
 

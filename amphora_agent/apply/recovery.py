@@ -50,7 +50,9 @@ class RecoveryLoop:
         try:
             done = self._attempt()
         except Exception:  # noqa: BLE001 (the loop must go on: a later attempt may succeed)
-            _log.exception("The agent failed to apply the confirmed bundle by an unexpected error, and retries")
+            _log.exception(
+                "The agent could not apply its last confirmed configuration because of an unexpected error, and retries"
+            )
             return False
         with self._lock:
             self._running = not done

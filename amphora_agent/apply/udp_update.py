@@ -52,8 +52,8 @@ class UdpUpdate:
             return
         known, self._served = self._served, None
         if known is None:
-            # If the agent does not know the rules of the L4 daemon, the agent first asks for drift. The L4 daemon then
-            # reads the kernel's rules before writing new rules.
+            # If the agent does not know which rules the L4 daemon has applied, the agent first requests a drift check.
+            # For this check, the L4 daemon reads the kernel's rules before it writes new rules.
             self._service.find_drift(wanted[0], paired=wanted[1])
         self._serve(bundle)
 
@@ -76,7 +76,8 @@ class UdpUpdate:
         except AgentError as error:
             self._served = None
             _log.error(
-                "The agent failed to restore the previous UDP and SCTP listeners, and the next drift check retries: %s",
+                "The agent could not restore the previous UDP and SCTP listeners, and retries at the next drift check: "
+                "%s",
                 error,
             )
 

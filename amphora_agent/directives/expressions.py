@@ -7,13 +7,13 @@ separated by line ends, which no word contains.
 
 from __future__ import annotations
 
-# A value of an ACL must not begin with a dash, except after `--`. HAProxy would read a flag, and the flag `-f` makes
-# HAProxy open a file.
+# A value of an ACL must not begin with a dash, except after `--`. HAProxy would read such a value as a flag, and the
+# flag `-f` makes HAProxy open a file.
 WORD = r"[^\n]+"
 _PATTERN = r"[^\n-][^\n]*"
 IDENTIFIER = r"[A-Za-z0-9][A-Za-z0-9_.:-]*"
 
-# HAProxy interprets quotes, backslashes, commas and parentheses in arguments. The pattern therefore accepts such
+# HAProxy interprets quotes, backslashes, commas and parentheses in arguments. The pattern therefore accepts these
 # characters only within double quotes.
 _ARGUMENT = r"""(?:"(?:[^"\\\n]|\\[^\n])*"|[^\n"'(),\\]*)"""
 _ARGUMENTS = rf"(?:\({_ARGUMENT}(?:,{_ARGUMENT})*\))?"
@@ -37,8 +37,8 @@ MATCH = (
     rf"{EXPRESSION}(?: -i)?(?: -m (?:str|beg|end|sub|dir|dom|reg|len|int|bool|found))?"
     rf"(?: --(?: {WORD})+|(?: {_PATTERN})*)"
 )
-# HAProxy ends an ACL in braces at the closing brace. The pattern therefore accepts no closing brace as a value of the
-# ACL.
+# HAProxy ends an ACL in braces at the first closing brace. The pattern therefore accepts no value that is a closing
+# brace.
 _INLINE = (
     rf"{EXPRESSION}(?: -i)?(?: -m (?:str|beg|end|sub|dir|dom|reg|len|int|bool|found))?"
     r"(?: --)?(?: (?!\}\n|\}$)[^\n-][^\n]*)*"

@@ -79,8 +79,8 @@ class DriftChecker:
         if not haproxy.is_wanted():
             yield Difference("haproxy", "HAProxy does not run, and the service manager does not start it")
         elif haproxy.worker_pid() is not None:
-            # HAProxy gives no answer during its start or when it is busy. The agent does not count a missing answer as
-            # drift.
+            # During its start and under high load, HAProxy gives no answer. The agent does not count a missing answer
+            # as drift.
             try:
                 haproxy.verify(wanted, directory)
             except (HaproxyError, OSError) as error:

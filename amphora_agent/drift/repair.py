@@ -19,8 +19,8 @@ from amphora_agent.errors import AgentError
 
 _log = logging.getLogger(__name__)
 DUTY_DIVISOR = 200
-# After a check has found drift, the agent checks again one second later. The agent repairs only drift that both checks
-# have found.
+# If a check finds drift, the agent checks again one second later. The agent repairs only drift that both checks have
+# found.
 _CONFIRM_SECONDS = 1.0
 # If drift returns after each repair, the agent repairs only at every second check, then every fourth, up to every 16th.
 _MAX_BACKOFF = 16
@@ -43,7 +43,7 @@ class DriftRepair:
         self._on_finding = on_finding
         self._min_pause = 0.0
         self._backoff, self._skip = 1, 0
-        # For each kind of drift, `_seen` has the last time at which the agent found the kind, on the monotonic clock.
+        # For each kind of drift, `_seen` has the time on the monotonic clock at which the agent last found this kind.
         self._seen: dict[str, float] = {}
         self._generation: int | None = None
 
@@ -63,8 +63,8 @@ class DriftRepair:
                 )
             except Exception:  # noqa: BLE001 (without this thread the agent would never repair drift again)
                 _log.exception(
-                    "The agent failed to compare the amphora with its configuration by an unexpected error, and "
-                    "retries in %.0f s",
+                    "The agent failed to compare the amphora with its configuration because of an unexpected error, "
+                    "and retries in %.0f s",
                     self._interval,
                 )
 
@@ -128,8 +128,8 @@ class DriftRepair:
             self._backoff = 1
         if self._report.unrepaired:
             _log.info(
-                "The configuration drift that the agent could not repair has ended without a repair; its kinds were: "
-                "%s",
+                "The agent no longer finds the configuration drift that it could not repair; the drift had these "
+                "kinds: %s",
                 ", ".join(kinds(self._report.unrepaired)),
             )
             self._report.clear()

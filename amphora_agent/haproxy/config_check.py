@@ -20,8 +20,8 @@ from amphora_agent.errors import AgentError, ConfigurationRefused, MachineError
 from amphora_agent.haproxy.config_file import Document
 from amphora_agent.haproxy.config_parser import Configuration, Section
 
-# The agent waits 60 s, plus 20 ms for each server, until HAProxy has read a configuration. On a busy machine, HAProxy
-# needs up to a minute for 10,000 servers.
+# The agent waits at most 60 s, plus 20 ms for each server, until HAProxy has read a configuration. On a busy machine,
+# HAProxy needs up to a minute for 10,000 servers.
 MIN_READ_SECONDS, READ_SECONDS_PER_SERVER = 60.0, 0.02
 ALERT = re.compile(r"^\[ALERT\]\s+\(\d+\) : (?:config : )?(?P<text>.*)$", re.MULTILINE)
 _PLACE = re.compile(r"(?:[Pp]arsing )?\[(?P<file>[^\]]*):(?P<line>\d+)\]\s*:?\s*")
@@ -38,8 +38,8 @@ MIN_SERVERS = 50
 # HAProxy compares the keywords `guid` and `track` of a server with the servers of all backends. If a new server has one
 # of the two keywords, HAProxy checks the full configuration.
 _GLOBAL_KEYWORDS = frozenset({"guid", "track"})
-# A directive such as `use-server` refers to servers of its backend. The agent therefore omits no server of a backend
-# with such a directive from HAProxy's check.
+# A directive such as `use-server` refers to servers of its backend. If a backend has such a directive, the agent
+# therefore omits no server of this backend from HAProxy's check.
 _REFERRING = frozenset({"use-server", "force-persist", "ignore-persist", "server-template"})
 # Fetches with the prefix `srv_` read the state of any server (HAProxy manual, 7.3.2). If a configuration has such a
 # fetch, the agent omits no server from HAProxy's check.

@@ -19,7 +19,7 @@ from amphora_agent.haproxy.features import MINIMAL_FEATURES, Features
 from amphora_agent.haproxy.tls_diff import TlsChanges
 
 # The agent does not add a server with one of the following keywords to a running HAProxy. HAProxy 2.6 refuses most of
-# the keywords, such as `cookie`, and HAProxy 3.0 refuses `enabled`. The agent's tests do not cover `track`.
+# the keywords, such as `cookie`. HAProxy 3.0 refuses `enabled`, and no test of the agent covers `track`.
 _NOT_AT_RUNTIME = {
     "cookie", "enabled", "init-addr", "log-proto", "max-reuse", "namespace", "no-check", "no-check-send-proxy",
     "no-check-ssl", "no-ssl", "non-stick", "redir", "resolve-net", "resolve-opts", "resolve-prefer", "resolvers",

@@ -34,8 +34,8 @@ _AGENT_SECTIONS = {
 }  # fmt: skip
 _BLANKS = " \t\r\v\f"
 _TO_SPACES = str.maketrans(_BLANKS, " " * len(_BLANKS))
-# The pattern matches characters that HAProxy may interpret in a line or in a command, such as quotes. HAProxy splits a
-# line without such characters at spaces only.
+# The pattern matches characters that HAProxy may interpret in a line or in a command, such as quotes. If a line has no
+# such characters, HAProxy splits the line only at spaces.
 _SPECIAL = re.compile(r"""[^ -~]|["#$';<\\]""")
 # The pattern splits a line of HAProxy's configuration into tokens: comments, blanks, quoted strings, escaped
 # characters, and other text.
@@ -325,7 +325,7 @@ def _unchanged_sections(same: CommonLines, length: int, before: Configuration) -
 
 def _section(rows: Sequence[Row], begin: int, end: int, former: Mapping[tuple[str, str], Section]) -> Section:
     head = rows[begin]
-    assert isinstance(head, Line)  # noqa: S101 - `_section_starts` returns such rows only
+    assert isinstance(head, Line)  # noqa: S101 - `_section_starts` returns only rows of type Line
     if len(head.words) < 2 and head.words[0] != "defaults":
         raise _refusal(begin + 1, f"a {head.words[0]} section without a name")
     if head.words[1:] and head.words[1].startswith(AGENT_PREFIX):

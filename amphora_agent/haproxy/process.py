@@ -195,10 +195,10 @@ class Haproxy:
                 why = self._last_alert() or f"no answer within {self._read_seconds:.0f} s"
                 self._services.stop(SERVICE, missed=True)
                 raise HaproxyError("start HAProxy", why)
-            # The agent polls HAProxy, because HAProxy 2.6 reports only to systemd that its start has ended.
+            # The agent polls HAProxy, because HAProxy 2.6 reports the end of its start only to systemd.
             time.sleep(_POLL_SECONDS)
-        # The agent reads HAProxy's counters immediately. The responder answers no scrape of the metrics before the
-        # agent has read the counters once.
+        # The agent reads HAProxy's counters at once, because the responder answers no scrape of the metrics before the
+        # first reading.
         self.counters.sample()
 
     def ensure_wanted(self) -> None:
@@ -393,8 +393,8 @@ class Haproxy:
         For about 50 ms after a start (2.6, 2.8 and 3.0) the master executes itself again and refuses connections.
         """
         with suppress(HaproxyError):
-            # Any answer of HAProxy's master shows that the master runs. After a failed reload, the answer names no
-            # present worker.
+            # Any answer of HAProxy's master shows that the master runs. After a failed reload, the master reports no
+            # present worker, so the agent asks the worker itself.
             self._workers()
             return self.worker_pid() is not None
         return False

@@ -6,8 +6,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-# After a reload, HAProxy has at most 8 old workers. The agent ends the oldest workers above this number, because each
-# worker is a copy of HAProxy in memory.
+# After a reload, HAProxy has at most 8 old workers, because each worker is a copy of HAProxy in memory. If HAProxy has
+# more, the agent ends the oldest workers.
 MAX_OLD_WORKERS = 8
 _LINE = re.compile(r"^(?P<pid>\d+)\s+(?P<kind>master|worker)\s+(?P<reloads>\d+)", re.MULTILINE)
 

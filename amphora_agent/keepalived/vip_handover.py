@@ -113,9 +113,9 @@ class VipHandover:
                 with self._recording(replace(self._deadlines, draining=time.monotonic() + drain)):
                     self._create_tunnel(instance)
                     self._start_answers(instance, direct_allowed=direct_answers)
-            # After DEAD in the file `released`, keepalived sends a last advertisement with priority 0 (RFC 9568,
-            # section 6.4.3). So the partner takes over at once. After ALIVE, keepalived is healthy again, but takes the
-            # VIPs only if no other amphora has them.
+            # When the agent writes DEAD to the file `released`, keepalived sends a last advertisement with priority 0
+            # (RFC 9568, section 6.4.3). So the partner takes over at once. When the agent writes ALIVE, keepalived is
+            # healthy again, but takes the VIPs only if no other amphora has them.
             self._paths.released.write_text(DEAD, encoding="ascii")
             try:
                 deadline = time.monotonic() + RELEASE_SECONDS
@@ -137,7 +137,7 @@ class VipHandover:
                 raise
             _log.warning(
                 "The kernel cannot send answers of open connections through the hand-over tunnel. "
-                "They leave directly, and a stateful security group drops them: %s",
+                "The answers leave directly, and a stateful security group drops such answers: %s",
                 error,
             )
 
@@ -147,8 +147,8 @@ class VipHandover:
             self._inner.run(connection_reset.reset_connections, instance)
         except _FAILURES as error:
             _log.warning(
-                "The agent could not reset the connections to VIPs that have moved to the partner, "
-                "so they stay open until a time-out: %s",
+                "The agent could not reset the connections to VIPs that have moved to the partner. "
+                "Each of these connections stays open until a time-out: %s",
                 error,
             )
 

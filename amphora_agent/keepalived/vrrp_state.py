@@ -54,7 +54,7 @@ class VrrpState:
                 self._remove_stale_vips(instance)
         if changed:
             places = {None: "not under VRRP", True: "on this amphora", False: "on a partner"}
-            _log.info("The agent has seen a change: the VIPs of the load balancer are now %s", places[self.holds_vip])
+            _log.info("The agent has noticed that the VIPs of the load balancer are now %s", places[self.holds_vip])
             self._changed()
 
     def _remove_stale_vips(self, instance: VrrpInstance) -> None:
@@ -62,7 +62,7 @@ class VrrpState:
             self._inner.run(remove_stale_vips, instance)
         except NetlinkError as error:
             _log.warning(
-                "The agent could not remove stale VIPs of this amphora, which stay until the next change of VRRP: %s",
+                "The agent could not remove stale VIPs from this amphora; the VIPs stay until the next VRRP change: %s",
                 error,
             )
 

@@ -12,8 +12,8 @@ from typing import Any
 from amphora_agent.l4.model import Host
 
 SUMMED = ("total_connections", "bytes_in", "bytes_out", "request_errors")
-# A removed virtual server may return, and its counters must not fall. So the L4 daemon keeps the counter sums of
-# removed virtual servers, but of at most this number.
+# A removed virtual server may return, and its counters must not fall. So the L4 daemon keeps the counter sums of at
+# most this number of removed virtual servers.
 MAX_FORMER = 500
 _Sums = tuple[int, ...]
 _ZERO: _Sums = (0,) * len(SUMMED)

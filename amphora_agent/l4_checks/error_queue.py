@@ -8,7 +8,7 @@ import socket
 import struct
 from collections.abc import Iterator
 
-# Python's socket module does not name these constants of the Linux headers, so their numbers are here.
+# Python's socket module does not name these constants of the Linux headers, so this module defines the numbers.
 _IP_RECVERR, _IPV6_RECVERR, _MSG_ERRQUEUE = 11, 25, 0x2000
 # The kernel's struct sock_extended_err has the fields errno, origin, type, code, padding, info and data.
 _EXTENDED = struct.Struct("=IBBBBII")

@@ -32,7 +32,7 @@ FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 0.5, 30.0
 # For the algorithm LEAST_CONNECTIONS, the L4 daemon counts flows at this interval, in seconds.
 _REBALANCE_SECONDS = 1.0
 # If a change alters no member's status, the L4 daemon saves the change after this number of seconds. If the L4 daemon
-# is killed before it saves the change, the change is lost.
+# is killed earlier, the change is lost.
 _SAVE_SECONDS = 1.0
 
 
@@ -56,8 +56,8 @@ class Checker:
         # `_applied_health` is the member health that the nftables engine uses. When the L4 daemon starts, it assumes
         # the health that the previous process recorded.
         self._applied_health = member_state.member_health(loaded.desired.servers, self._states)
-        # The previous L4 daemon may have applied a state without recording it, so the new L4 daemon applies its own
-        # state at once.
+        # The previous process of the L4 daemon may have applied member states that it has not recorded. The new process
+        # therefore applies its own member states at once.
         self._must_apply = bool(loaded.desired.servers)
         self._is_saved = True
         self._last_error: str | None = None

@@ -36,8 +36,8 @@ SERVICE = "amphora-checker"
 # previous state (`stats.udp_stats`).
 STATE_TIMEOUT_SECONDS = 0.3
 ANSWER_TIMEOUT_SECONDS = 1.0
-# The agent waits at most this number of seconds for a change of the kernel's table. The change normally takes
-# milliseconds, but longer on a busy machine.
+# The agent waits at most this number of seconds until the L4 daemon has changed the kernel's nftables table. The change
+# normally takes milliseconds, but longer on a busy machine.
 SERVE_TIMEOUT_SECONDS = 60.0
 # The agent waits at most this number of seconds for the start of the L4 daemon. On a busy emulated machine, the start
 # took more than fifteen seconds.
@@ -190,7 +190,8 @@ class CheckerClient:
         present = self._wait_for_version(None)
         if present != self._version:
             _log.info(
-                "The agent replaces the running L4 daemon: it has code version %s, but the installed sources have %s",
+                "The agent replaces the running L4 daemon, because the daemon runs code version %s, but the installed "
+                "sources have version %s",
                 present,
                 self._version,
             )

@@ -190,7 +190,10 @@ def _enable_setting(name: str) -> None:
             with open(path, "w", encoding="ascii") as file:  # noqa: PTH123 (pathlib needs a megabyte)
                 file.write("1")
     except OSError as error:
-        log(f"the L4 daemon cannot set nf_conntrack_{name}, so lines of the flow log are incomplete: {error}")
+        log(
+            f"the L4 daemon cannot enable the kernel setting nf_conntrack_{name}, so lines of the flow log are "
+            f"incomplete: {error}"
+        )
 
 
 def _drops(one: socket.socket) -> int:

@@ -33,8 +33,8 @@ _MARKED = re.compile(rb"\x08\x00\x08\x00(.{4})" if sys.byteorder == "little" els
 # To end the flows of one mark, the kernel searches all flows. For more marks than this number, a single dump of all
 # flows is faster.
 _MAX_DUMPS = 8
-# The L4 daemon sends this number of requests before it reads the answers. The answers to so many requests fit into the
-# socket's buffer.
+# Number of requests that the L4 daemon sends before it reads the answers. The answers to 200 requests fit into the
+# receive buffer of the socket.
 _BATCH = 200
 
 

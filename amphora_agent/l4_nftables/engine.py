@@ -57,8 +57,7 @@ class NftablesEngine:
         # listing differs later, another program has changed the table.
         self._listed = ""
         self._generation: int | None = None
-        # The engine still has to end two kinds of flows: flows with these marks, and flows to these destinations
-        # without a mark.
+        # The engine still has to end two kinds of flows: flows with these marks, and unmarked flows to these places.
         self._marks_to_end: set[int] = set()
         self._unmarked_places: set[ServicePlace] = set()
         # `_flows` is the engine's latest count of flows by mark.
@@ -286,8 +285,8 @@ class NftablesEngine:
         if listed:
             self._run(ruleset.DELETE_COMMANDS)
         for one in (_parse_marks(listed), self._marks):
-            # The kernel's table and the engine's memory may contain different marks. The engine ends the flows of both,
-            # because a later call may give the same marks to another virtual server.
+            # The kernel's table and the engine's memory may contain different marks. The engine ends the flows with any
+            # of these marks, because a later call may give the same marks to another virtual server.
             self._marks_to_end |= {*one.servers.values(), *one.members.values()}
         self._table, self._marks, self._listed, self._generation = None, conntrack_marks.NO_MARKS, "", None
         self._loads = NO_LOADS

@@ -200,8 +200,8 @@ def _serve_rules(server: VirtualServer, maps: Mapping[str, Map], loads: Loads, *
         # A virtual server without slots gets no rule, because nftables refuses a hash with the modulus 0.
         if maps[name].elements:
             by = _slot_expression(server, version, len(maps[name].elements), paired=paired)
-            # The rule's comment changes with each plan of turns. A changed rule makes the kernel begin at the first
-            # turn of the new plan.
+            # A list of turns is the order in which members get new flows. The rule's comment changes with each new
+            # list. The changed rule makes the kernel begin at the first turn of the new list.
             comment = f' comment "{loads.number}"' if uses_least_connections(server) else ""
             yield f"meta nfproto {_NFPROTO[version]} ct mark set {by} map @{name}{comment}"
     yield f'ct mark != 0 counter name "flows-{server.id}"'
@@ -224,7 +224,7 @@ def _slot_expression(server: VirtualServer, version: int, slots: int, *, paired:
     if server.persistence is not None:
         prefix = server.persistence.prefix_v4 if version == 4 else server.persistence.prefix_v6
         if prefix == 0:
-            # With a persistence prefix of 0, all clients count as one client, so the hash is the same for all.
+            # With a persistence prefix of 0, all clients count as one client, so each client gets the same hash.
             return f"jhash {source} mod 1 seed 0x1"
         mask = ipaddress.ip_network(f"{'0.0.0.0' if version == 4 else '::'}/{prefix}").netmask
         return f"jhash {source} & {mask} {end}"

@@ -51,7 +51,8 @@ _SYN, _SYN_ACK = "0x2 / 0x2,0x10", "0x2,0x10 / 0x2,0x10"
 # The hand-over tunnel adds headers of IPv6, UDP, VXLAN (RFC 7348, section 5) and Ethernet to each packet. So a TCP
 # segment in the tunnel must be smaller by this number of bytes.
 _TUNNEL_BYTES = 40 + 8 + 8 + 14
-# TCP's maximum segment size does not count the headers of IP and TCP, which have these sizes (RFC 9293, section 3.7.1).
+# TCP's maximum segment size does not include the headers of IP and TCP. The two headers together have these sizes (RFC
+# 9293, section 3.7.1).
 _HEADER_BYTES = {4: 20 + 20, 6: 40 + 20}
 
 
@@ -116,7 +117,7 @@ def _ranges(networks: Iterable[Network], version: int) -> Ranges:
     bounds = ((int(one.network_address), int(one.broadcast_address)) for one in networks if one.version == version)
     for first, last in sorted(bounds):
         if found and first <= found[-1][1] + 1:
-            first, last = found[-1][0], max(found.pop()[1], last)  # noqa: PLW2901 (the range that contains both)
+            first, last = found[-1][0], max(found.pop()[1], last)  # noqa: PLW2901 (one range that contains both)
         found.append((first, last))
     return tuple(found)
 

@@ -19,7 +19,7 @@ _BUFFER_BYTES = 1 << 20
 _HEAD = struct.Struct("!BBH")
 # An ICMP echo request continues with an identifier and a sequence number.
 _NUMBERS = struct.Struct("!HH")
-# Python's socket module does not name these constants of the Linux headers, so their numbers are here.
+# Python's socket module does not name these constants of the Linux headers, so this module defines the numbers.
 _SO_RCVBUFFORCE = 33
 _SOL_RAW, _ICMP_FILTER, _ICMP6_FILTER = 255, 1, 1
 

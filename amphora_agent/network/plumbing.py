@@ -145,7 +145,9 @@ class Plumbing:
             self._is_changing = False
         except AgentError as error:
             _log.error(
-                "The agent could not restore the former network; the next drift check repairs the rest: %s", error
+                "The agent could not restore the former network of the amphora, and retries at the next drift check: "
+                "%s",
+                error,
             )
 
     def _converge(self, wanted: WantedNetwork, *, may_lack: bool) -> None:
@@ -160,7 +162,8 @@ class Plumbing:
             if done.changed == 0 and not done.complete:
                 absent = [one.name for one in wanted.interfaces if not one.vips]
                 _log.warning(
-                    "The amphora lacks at least one of the interfaces %s; the agent continues without it",
+                    "The amphora lacks at least one of the network interfaces %s, and the agent continues without the "
+                    "missing interfaces",
                     ", ".join(absent),
                 )
                 return

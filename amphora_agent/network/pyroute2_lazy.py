@@ -20,7 +20,7 @@ def _install_lazy_package(spec: ModuleSpec) -> None:
     """Install a stand-in for the package that loads the real one when a name of its own is needed."""
     package = module_from_spec(spec)
 
-    def __getattr__(name: str) -> Any:  # noqa: N807 (the interpreter's name for it, PEP 562)
+    def __getattr__(name: str) -> Any:  # noqa: N807 (PEP 562 defines this name)
         if name.startswith("__") and name != "__version__":
             raise AttributeError(name)
         if find_spec(f"{_PACKAGE}.{name}") is not None:

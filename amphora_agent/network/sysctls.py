@@ -31,9 +31,9 @@ _SETTINGS = {
     # With arp_announce=2, the kernel sends ARP requests from the fixed address of an interface. An ARP request from a
     # VIP would direct clients to this amphora, even after the VIP has moved to the other amphora.
     "ipv4/conf/all/arp_announce": "2",
-    # The packets of a client may arrive by another interface than the route to the client uses (policy_routing.py). So
-    # the reverse-path filter must be loose (2). The kernel uses the larger value of "all" and of the interface, so this
-    # value overrides a strict default (1) of the host.
+    # The packets of a client may arrive at one interface, while the route to the client uses another interface
+    # (policy_routing.py). So the reverse-path filter must be loose (2). The kernel uses the larger value of "all" and
+    # of the interface, so this value overrides a strict default (1) of the host.
     "ipv4/conf/all/rp_filter": "2",
     # If clients and members share a network, the kernel must not send ICMP redirects (RFC 1812, section 5.2.7.2).
     # Otherwise, clients and members would send their packets directly to each other.

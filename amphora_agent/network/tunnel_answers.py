@@ -63,8 +63,8 @@ def answer_rules(instance: VrrpInstance) -> str:
         leaving.append(f'  {word} saddr {{ {vips} }} {reverse} {answered} fwd to "{NAME}"\n')
     chains = (
         ("tunnelled", "ingress", NAME, 0, tunnelled),
-        # A former holder that gets the VIPs back in another hand-over redirects packets itself, while these rules may
-        # still exist. The chain "direct" has priority -1, so that it sees each packet before the redirect.
+        # If the former holder of the VIPs gets the VIPs back, the holder redirects packets itself, although these rules
+        # may still exist. The chain "direct" has priority -1, so that this chain sees each packet before the redirect.
         ("direct", "ingress", device, -1, direct),
         ("leaving", "egress", device, 0, leaving),
     )

@@ -134,7 +134,10 @@ class Responder:
                 text = f"{type(error).__name__}: {error}"
                 if text != self.last_error:
                     unexpected = not isinstance(error, (OSError, AgentError))
-                    _log(f"the server opens all sockets again after an error: {text}", unexpected=unexpected)
+                    _log(
+                        f"the responder closes all its sockets, and opens them again soon: {text}",
+                        unexpected=unexpected,
+                    )
                 self.last_error = text
                 self._stopping.wait(_RETRY_SECONDS)
 
@@ -168,7 +171,10 @@ class Responder:
             # The client has closed the connection during the scrape, so the responder ends the scrape without an error.
             pass
         except Exception as error:  # noqa: BLE001 (this thread has no caller)
-            _log(f"a scrape of the metrics failed: {type(error).__name__}: {error}", unexpected=True)
+            _log(
+                f"the responder failed to answer a scrape of the metrics: {type(error).__name__}: {error}",
+                unexpected=True,
+            )
         finally:
             self._scrapes.discard(connection)
             connection.close()

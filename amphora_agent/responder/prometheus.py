@@ -59,8 +59,8 @@ def scrape(worker: Socket, sums: str = "", others: str = "") -> Iterator[str]:
         if time.monotonic() > deadline:
             cause = "the agent has not written the counters of its former workers"
             raise HaproxyError("read HAProxy's statistics", cause)
-        # The responder polls the file with the counters of former HAProxy workers. The agent writes the file each
-        # second and after a reload.
+        # The responder polls the file with the counters of former HAProxy workers, because the agent writes the file
+        # only each second and after a reload.
         time.sleep(_POLL_SECONDS)
 
 

@@ -62,8 +62,8 @@ class ResponderDaemon:
                 self.ensure()
             except AgentError as error:
                 _log.warning(
-                    "The agent gets no answer from the responder (for pings and metrics), and starts it again in %.0f "
-                    "s: %s",
+                    "The agent gets no answer from the responder (for pings and metrics), and starts the responder "
+                    "again in %.0f s: %s",
                     _RETRY_SECONDS,
                     error,
                 )
@@ -79,8 +79,8 @@ class ResponderDaemon:
         self._ready.set()
         if present != wanted:
             _log.info(
-                "The agent replaces the running responder, because it has code version %s, and the installed files "
-                "have version %s",
+                "The agent replaces the running responder, because the responder runs code version %s, but the "
+                "installed files have version %s",
                 present,
                 wanted,
             )

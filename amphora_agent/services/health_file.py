@@ -23,8 +23,9 @@ from pathlib import Path
 
 ALIVE, DEAD = "0", "1"
 BUSY_SECONDS = 5.0
-# If a question stays unanswered, HealthFile sends the question again after this number of seconds. The HAProxy worker
-# that accepted the first question may have been frozen and replaced, and then never answers.
+# If a question stays unanswered, HealthFile sends the question again after this number of seconds. A frozen HAProxy
+# worker may have accepted the first question. If a new worker replaces this worker, the first question never gets an
+# answer.
 REPEAT_SECONDS = 2.0
 _LATE_SECONDS = 0.1
 _STATE, _USER_TIME, _SYSTEM_TIME = 0, 11, 12

@@ -84,15 +84,15 @@ def notify_ready(inherited: Inherited) -> None:
 def store_descriptor(address: str, name: str, descriptor: int) -> None:
     """Store a descriptor in systemd beyond the life of this process; raises ServiceError."""
     send(address, f"FDSTORE=1\nFDPOLL=0\nFDNAME={_encoded(name)}", [descriptor])
-    # After systemd has answered the barrier message, systemd has the descriptor. From then on, the agent's process may
-    # exit.
+    # After the message "BARRIER=1", systemd answers when it has processed all earlier messages (sd_notify(3)). The
+    # answer means that systemd has stored the descriptor, so the agent's process may exit.
     ours, theirs = socket.socketpair()
     with ours:
         with theirs:
             send(address, "BARRIER=1", [theirs.fileno()])
         ours.settimeout(ANSWER_SECONDS)
         try:
-            # systemd answers the barrier message by closing its end of the socket pair, which ends recv().
+            # As its answer, systemd closes its end of the socket pair. The call of recv() then returns.
             ours.recv(1)
         except OSError as error:
             raise ServiceError("notify systemd", f"it does not answer: {error}") from error

@@ -269,7 +269,7 @@ class Supervisor:
             connection.settimeout(ANSWER_SECONDS)
             connection.sendall(json.dumps(answer).encode() + b"\n")
         except OSError as error:
-            self._log(f"the supervisor could not send an answer, because the client closed the control socket: {error}")
+            self._log(f"the supervisor could not send an answer to a client on the control socket: {error}")
         finally:
             connection.close()
 

@@ -64,7 +64,7 @@ class Sender:
                 if self._is_requested() or time.monotonic() >= due:
                     due = time.monotonic() + self._settings.interval
                     self._send()
-            except Exception as error:  # noqa: BLE001 - a silent amphora would be replaced
+            except Exception as error:  # noqa: BLE001 - the controller replaces an amphora without heartbeats
                 self._record_error("report", error)
             self._wakeup.wait(step)
         for link in self._sockets.values():
@@ -84,7 +84,8 @@ class Sender:
         known = self._errors.get(what, {"count": 0, "last": ""})
         if known["last"] != text:
             _log.warning(
-                "The agent failed to send a heartbeat (target or task: %s), and retries at the next interval: %s",
+                "The agent failed to send a heartbeat (failed target or task: %s), and retries at the next interval: "
+                "%s",
                 what,
                 text,
             )

@@ -64,8 +64,8 @@ class Collector:
             kept = self._store.kept()
         except AgentError as error:
             _log.warning(
-                "The agent cannot take over HAProxy's stopping workers from its former process, and their last "
-                "counters are lost: %s",
+                "The agent cannot take over the connections to HAProxy's stopping workers from the agent's former "
+                "process, and the last counters of these workers are lost: %s",
                 error,
             )
             return
@@ -130,8 +130,8 @@ class Collector:
                     self._store.keep(held.name, held.fileno())
             except AgentError as error:
                 _log.warning(
-                    "A restart of the agent would lose the counters of HAProxy's worker %s, because the agent failed "
-                    "to save its connection: %s",
+                    "The agent failed to store its connection to HAProxy's worker %s, so a restart of the agent would "
+                    "lose the counters of this worker: %s",
                     identity,
                     error,
                 )

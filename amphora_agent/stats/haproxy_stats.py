@@ -10,8 +10,8 @@ from operator import itemgetter
 from amphora_agent.haproxy.config_parser import AGENT_PREFIX
 from amphora_agent.stats.former_workers import COUNTED
 
-# A stopping HAProxy worker reports its listeners as stopped. The agent asks `show info` a second time, because the
-# worker may begin to stop after the first answer.
+# A stopping HAProxy worker reports its listeners as stopped, and the worker may begin to stop after the first answer.
+# The agent therefore asks `show info` a second time.
 QUESTION = "show info;show stat -1 7 -1;show info"
 # In interactive mode HAProxy writes a prompt after each answer, so the agent sends one command at a time.
 HELD_QUESTIONS = ("show info", "show stat -1 7 -1", "show info")

@@ -14,8 +14,8 @@ from amphora_agent.stats.former_workers import COUNTED
 from amphora_agent.stats.haproxy_stats import NONE, Counts
 
 _log = logging.getLogger(__name__)
-# The agent keeps at most 2,000 rows of counters of objects that no HAProxy worker serves. The agent keeps the rows,
-# because a removed object may return later.
+# The agent keeps the counters of at most 2,000 objects that no HAProxy worker serves any more, because a removed object
+# may return later.
 MOST_ABSENT = 2000
 
 

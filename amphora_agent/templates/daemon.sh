@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# systemd runs this script around a daemon of the amphora (amphora_agent/services/systemd_units.py). It is a shell
-# script because a shell starts in a millisecond.
+# systemd runs this script before and after a daemon of the amphora (amphora_agent/services/systemd_units.py). This is
+# a shell script, because a shell starts in a millisecond.
 #
 #   daemon.sh begin STATE [LEFTOVER...]   before each start: check that the daemon is wanted, wait for the back-off
 #   daemon.sh later STATE [LEFTOVER...]   the same, after a restart delay of systemd: no back-off
@@ -9,7 +9,8 @@
 #
 # STATE is a directory. The agent writes the file "wanted": wanted, dismissed, stopped or missed. This script writes
 # "pid" while the daemon runs, "starts" (number of starts), "exit" (last exit), "begun" (last start, seconds since boot)
-# and "deaths" (quick exits in succession). A line without an end is being written.
+# and "deaths" (quick exits in succession). A line without a line end is incomplete,
+# because its writer has not finished.
 #
 # Invariant: HEALTH holds 1 before a wanted daemon is restarted after an exit. Only
 # amphora_agent/services/health_watcher.py writes 0.
@@ -53,7 +54,7 @@ up)
     echo "$MAINPID" > "$state/pid"
     ;;
 end)
-    # The condition refused the start: no daemon has exited.
+    # The check before the start refused the start, so no daemon has exited.
     [ "$SERVICE_RESULT" != exec-condition ] || exit 0
     case $wanted in
     wanted | missed) serves=1 ;;

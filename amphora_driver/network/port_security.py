@@ -96,8 +96,8 @@ class PortSecurity:
         mine = local_vip_option.c.load_balancer_id == load_balancer_id
         if self._database.read(lambda c: c.execute(sa.select(local_vip_option).where(mine)).first()) is None:
             return
-        # The network backend removes nftables rules of a VIP before the database row. If the process ends in between,
-        # the row still shows that rules exist.
+        # The network backend first removes the nftables rules of a VIP, and then deletes the database row for these
+        # rules. If the process ends between the two steps, the row still shows that the rules may exist.
         self._enforce(without=load_balancer_id)
         self._database.write(lambda c: c.execute(local_vip_option.delete().where(mine)))
 

@@ -35,8 +35,8 @@ class ProcessLock:
         # different ones.
         self._ours = f".{(boot or _BOOT.read_text(encoding='ascii').strip())[:_BOOT_DIGITS]}{_SUFFIX}"
         self._path = Path(directory, quote(name, safe=":") + self._ours)
-        # The process locks the file under a temporary name and then renames the file. So no other process finds the
-        # file without a lock.
+        # The process creates and locks the file under a temporary name, and renames the file afterwards. Another
+        # process therefore never finds the file unlocked under its final name.
         fresh = self._path.with_suffix(".new")
         self._descriptor = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._descriptor, fcntl.LOCK_EX)

@@ -199,7 +199,7 @@ class StatusServer:
                 self._context = (changed, context)
         except OSError as error:
             happened = f"cannot use [amp_status_page] certificate {path}: {error}"
-            self._log_once(f"the status page refuses connections: {happened}")
+            self._log_once(happened)
             raise
         return self._context[1]
 
@@ -223,7 +223,7 @@ class StatusServer:
         """Log an error unless it repeats the previous one."""
         if self._logged != text:
             self._logged = text
-            LOG.error("the status page server has a problem: %s", text)
+            LOG.error("the status page server serves no requests: %s", text)
 
 
 def _read_head(connection: socket.socket) -> bytes:

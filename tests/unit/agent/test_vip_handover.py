@@ -125,7 +125,7 @@ def test_a_drain_without_tunnelled_or_direct_answers_is_refused(paths, kernel):
 def test_a_failed_connection_reset_does_not_fail_the_release(paths, kernel, caplog):
     kernel.refused = {"reset_connections": [OSError(errno.EOPNOTSUPP, "1 of 1 connections are still open")]}
     VipHandover(paths, kernel, Gone(paths), lambda: PAIR).release_vips(0)
-    assert "so they stay open until a time-out: [Errno 95] 1 of 1" in caplog.text
+    assert "stays open until a time-out: [Errno 95] 1 of 1" in caplog.text
 
 
 @pytest.mark.parametrize("holds", [False, True], ids=["standby", "holder"])
