@@ -439,8 +439,8 @@ def _tls_failure(call: _Call, address: str, error: SSLError) -> AgentUntrusted |
         happened = f"the certificate of {address} is not accepted ({cause.verify_message})"
         remedy = "Check that the address belongs to the amphora, and that its certificate has not expired."
         return AgentUntrusted(call.wanted, happened, remedy)
-    # The agent also breaks off the handshake if it refuses the client certificate. For example, the clock of the
-    # amphora may be wrong after a boot.
+    # The agent also breaks off the handshake if it refuses the client certificate, for example because the clock of the
+    # amphora is wrong after a boot.
     happened = f"{address} broke off the TLS handshake ({getattr(cause, 'reason', None) or cause})"
     remedy = "If this continues, check that client_ca signed client_certificate (group [amp_certificates])."
     return AgentUnreachable(call.wanted, happened, remedy)

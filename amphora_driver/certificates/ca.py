@@ -198,7 +198,7 @@ def _builder(
 
 
 def _moment(seconds: float) -> dt.datetime:
-    # The times in an X.509 certificate have a resolution of one second, so the fraction is dropped.
+    # The times in an X.509 certificate have a resolution of one second, so the function drops the fraction.
     return dt.datetime.fromtimestamp(int(seconds), dt.timezone.utc)
 
 

@@ -39,8 +39,7 @@ LOG = logging.getLogger(__name__)
 _MAX_AGE = 5.0
 # If the minimum duration of a rotation step is short, the maximum age is only this fraction of that duration.
 _OF_A_STEP = 0.25
-# While one thread reads the CAs from the database, other threads may use older CAs in memory. The age limit is then
-# this multiple of the maximum age.
+# Age limit of the CAs in memory while another thread reads the CAs from the database, as a multiple of the maximum age.
 _MEANWHILE = 3
 # Longest plausible duration in seconds of a read of the CAs. After a longer read, the process was probably paused.
 _LONGEST_READ = 40.0

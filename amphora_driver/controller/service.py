@@ -59,7 +59,7 @@ _CHECK_JOBS_EVERY = 0.25
 _REAP_EVERY = 1.0
 # Longest plausible pause of a job, as a multiple of the longest retry back-off.
 _PAUSE_FACTOR = 2
-# Minimum in seconds of that longest plausible pause.
+# Lower limit in seconds of the longest plausible pause of a job.
 _LEAST_PAUSE = 30.0
 # Minimum time in seconds between two searches for jobs without a failed attempt. While many retries are running, the
 # controller searches only for these jobs.
@@ -82,8 +82,8 @@ class Controller:
         vault = Vault.load(conf.amp_database.encryption_key_file)
         trust = TrustStore(conf, self._database, vault)
         try:
-            # The controller reads the CAs at its start, so that wrong files or keys prevent the start. Otherwise, each
-            # job would fail.
+            # The controller reads the CAs at its start, so that wrong files or keys prevent the start. Otherwise, the
+            # controller would start and each job would fail.
             trust.credentials()
         except StoreError as error:
             LOG.warning(

@@ -85,8 +85,8 @@ job = sa.Table(
     sa.Column("owner", sa.String(128), nullable=True),
     sa.Column("epoch", sa.BigInteger, nullable=False, default=0),
     # Every write under a lease increments `writes`, so that the write always changes a value. MariaDB does not
-    # replicate an update that changes no value. Galera would then not notice that another node has granted the lease to
-    # another controller.
+    # replicate an update that changes no value. Without the increment, Galera would not notice that another node has
+    # granted the lease to another controller.
     sa.Column("writes", sa.BigInteger, nullable=False, default=0, server_default="0"),
     sa.Column("leased_until", sa.Double, nullable=True),
     sa.Column("due_at", sa.Double, nullable=False, default=0.0),

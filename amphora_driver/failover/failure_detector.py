@@ -55,7 +55,7 @@ _DUTY_LEASE = 6.0
 _RENEW_EVERY = 1.5
 # Seconds for which the failure detector pauses after an unexpected error.
 _ERROR_BACKOFF = 1.0
-# Maximum number of load balancers that the failure detector sets to ERROR in one turn. Each of them needs a
+# Maximum number of load balancers that the failure detector sets to ERROR in one turn. Each load balancer needs a
 # transaction, during which the failure detector reads no heartbeats.
 _MOST_STATUSES = 20
 

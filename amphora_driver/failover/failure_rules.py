@@ -29,12 +29,12 @@ Order = tuple[int, int] | None
 _LATE = 0.65
 # Gap between two reads of heartbeats after which all timers restart, as a fraction of `silent_after`.
 _GAP = 0.25
-# Minimum of that gap in seconds. Shorter gaps are normal scheduling delays.
+# Lower limit of that gap in seconds. Shorter gaps are normal scheduling delays.
 _LEAST_GAP = 1.0
-# If no health manager proves for this time that it receives heartbeats, the failure detector trusts no health manager.
-# The time is a fraction of `silent_after`.
+# Time without a proof that a health manager receives heartbeats, as a fraction of `silent_after`. After that time, the
+# failure detector trusts no health manager.
 _DEAF = 0.4
-# Minimum of the time without such a proof, in seconds.
+# Lower limit in seconds of the time without such a proof.
 _LEAST_DEAF = 1.5
 # Seconds for which the result of a probe stays valid. If twice the time-out of a probe is longer, the result stays
 # valid for that time.
@@ -147,8 +147,8 @@ class HeartbeatWatch:
             self._reception_at = now
         self._beats = dict(beats)
         if self._reception_at is None or now - self._reception_at > self._limits.deaf_after:
-            # No health manager proves that it receives heartbeats. The silent periods of all amphorae therefore
-            # restart, even those of amphorae with new heartbeats.
+            # No health manager proves that it receives heartbeats. So the silent periods of all amphorae restart, even
+            # the periods of amphorae with new heartbeats.
             self._periods.clear()
             self._sees_since = None
             blind = "no health manager proves that it receives heartbeats" if beats else "there is no health manager"
