@@ -34,7 +34,7 @@ from amphora_driver.untrusted_text import printable
 if TYPE_CHECKING:
     from amphora_driver.certificates.trust_store import TrustStore
 
-# Other modules import the response types of the agent from this module, so `__all__` contains them.
+# Other modules import the response types of the agent from this module, so `__all__` contains these types.
 __all__ = ["AgentClient", "Applied", "BundleState", "Info", "Loaded", "Renewed", "Vrrp"]
 T = TypeVar("T")
 
@@ -58,8 +58,8 @@ _CONNECT_TIMEOUT = 0.3
 # TCP_USER_TIMEOUT).
 _UNACKNOWLEDGED = 10.0
 # If the agent sends no data for ten seconds, the client attempts a TLS handshake on another connection. The handshake
-# shows whether the agent is alive. A large configuration extends the ten seconds by the same factor as the time-out of
-# the request.
+# has a time-out of five seconds, and shows whether the agent is alive. A large configuration extends the ten seconds by
+# the same factor as the time-out of the request.
 _SILENCE, _HANDSHAKE_TIMEOUT = 10.0, 5.0
 _SOCKET_OPTIONS = [
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
@@ -73,7 +73,8 @@ class _ErrorWords(msgspec.Struct):
     remedy: str = ""
 
 
-# The client does not trust an agent's error, and limits each text to 2000 characters and each object id to 80.
+# An agent may be compromised. So the client shortens each text of an agent's error to 2000 characters, and each object
+# id to 80 characters.
 _MOST_WORDS, _MOST_ID = 2000, 80
 
 
@@ -283,13 +284,14 @@ class AgentClient:
             try:
                 return self._attempt(pool, call, latest, is_alive)
             except (ProtocolError, ClosedPoolError) as error:
-                # A broken connection may mean that the agent has restarted, so the client repeats the call once. Each
-                # call contains a generation, so the repeated call has no further effect.
+                # A broken connection may mean that the agent has restarted, so the client repeats the call once. The
+                # repetition is safe, because every call to an agent is idempotent.
                 if last or latest.passed():
                     raise AgentUnreachable(call.wanted, f"{address} {_words(error)}") from error
             except NewConnectionError as error:
-                # NewConnectionError, which means a refused connection, is a subclass of urllib3's time-out error. So
-                # the branch for NewConnectionError precedes the branch for time-outs.
+                # urllib3 raises NewConnectionError if it cannot open a connection, for example because the agent's port
+                # is closed. The class is a subclass of urllib3's TimeoutError, so this branch must precede the branch
+                # for time-outs.
                 raise AgentUnreachable(call.wanted, f"{address}: {_words(error)}") from error
             except HTTPTimeoutError as error:
                 raise AgentUnreachable(call.wanted, f"{address} did not answer in time") from error
@@ -385,8 +387,8 @@ class _Call(msgspec.Struct, frozen=True):
 
     @property
     def timeout_factor(self) -> float:
-        # HAProxy 2.6 may need minutes to read a configuration of 10,000 members (1.3 MB), so the time-out grows with
-        # the size.
+        # HAProxy 2.6 may need minutes to read a configuration of 10,000 members (1.3 MB). So the time-out grows with
+        # the size of the configuration.
         return 1 + min(_MOST_TIMEOUT_FACTOR - 1, 3 * len(self.body or b"") / 1_000_000)
 
 
@@ -437,8 +439,8 @@ def _tls_failure(call: _Call, address: str, error: SSLError) -> AgentUntrusted |
         happened = f"the certificate of {address} is not accepted ({cause.verify_message})"
         remedy = "Check that the address belongs to the amphora, and that its certificate has not expired."
         return AgentUntrusted(call.wanted, happened, remedy)
-    # An agent that refuses the client certificate also breaks off the handshake. One possible reason of the refusal is
-    # a wrong clock of the amphora after a boot.
+    # The agent also breaks off the handshake if it refuses the client certificate, for example because the clock of the
+    # amphora is wrong after a boot.
     happened = f"{address} broke off the TLS handshake ({getattr(cause, 'reason', None) or cause})"
     remedy = "If this continues, check that client_ca signed client_certificate (group [amp_certificates])."
     return AgentUnreachable(call.wanted, happened, remedy)

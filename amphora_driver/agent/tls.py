@@ -132,7 +132,7 @@ class TlsIdentity:
             if self._context is None:
                 raise
             LOG.warning(
-                "the process cannot read the TLS certificates for agents and keeps the previous ones: %s", error
+                "this process cannot read the TLS certificates for agents and keeps the previous ones: %s", error
             )
             return self._context
         with self._lock:
@@ -146,10 +146,11 @@ class TlsIdentity:
                     if self._context is None:
                         raise
                     LOG.warning(
-                        "the process cannot load the TLS certificates for agents and keeps the previous ones: %s", error
+                        "this process cannot use the new TLS certificates for agents and keeps the previous ones: %s",
+                        error,
                     )
-                # After the certificates could not be loaded, the process tries again only when their versions change.
-                # So the process records the versions after a failure too.
+                # This process records the versions of the certificates even if it cannot load the certificates. So it
+                # tries again only after a change of the certificates.
                 self._versions = versions
             return self._context
 

@@ -23,8 +23,8 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from amphora_driver.errors import CertificateError
 from amphora_driver.secret import Secret
 
-# The validity of a certificate starts this number of seconds before its issue, because the clocks of amphorae and hosts
-# differ.
+# Seconds between the start of a certificate's validity and the later issue of the certificate. The early start is
+# necessary, because the clocks of amphorae and hosts differ.
 CLOCK_SKEW = 86400.0
 _DAY = 86400.0
 # Maximum number of characters in the common name of a certificate (`ub-common-name` in X.520).
@@ -63,7 +63,7 @@ def create_authority(common_name: str, days: int = 3650) -> tuple[bytes, Secret]
     identifier = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
     builder = (
         _builder(name, name, key.public_key(), _moment(now - CLOCK_SKEW), _moment(now + days * _DAY))
-        # Path length 0 forbids the authority to create further authorities.
+        # With path length 0, the CA cannot sign certificates of other CAs.
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(_key_usage(sign_certificates=True), critical=True)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(identifier), critical=False)
@@ -153,8 +153,8 @@ class Authority:
         if self.expires_at <= now:
             happened = f"the authority expired on {self._certificate.not_valid_after_utc:%Y-%m-%d}"
             raise CertificateError(wanted, happened, "Replace the authority: see docs/how-to/rotate-certificates.md.")
-        # A certificate must not be valid before or after its authority. Otherwise, its verification would fail at an
-        # unexpected time.
+        # The validity of a certificate must lie within the validity of its CA. Otherwise, the verification could fail
+        # although the certificate itself is valid.
         begin = max(_moment(now - CLOCK_SKEW), self._certificate.not_valid_before_utc)
         end = min(_moment(now + days * _DAY), self._certificate.not_valid_after_utc)
         if end <= begin:
@@ -198,7 +198,7 @@ def _builder(
 
 
 def _moment(seconds: float) -> dt.datetime:
-    # The times in an X.509 certificate have a resolution of one second, so the fraction is dropped.
+    # The times in an X.509 certificate have a resolution of one second, so the function drops the fraction.
     return dt.datetime.fromtimestamp(int(seconds), dt.timezone.utc)
 
 
@@ -217,8 +217,8 @@ def _key_usage(*, sign_certificates: bool) -> x509.KeyUsage:
 
 
 def _authority_identifier(certificate: x509.Certificate) -> x509.AuthorityKeyIdentifier:
-    # The identifier must equal the one in the authority's certificate. Another tool may have derived that one from the
-    # key by another method.
+    # The authority key identifier of a certificate must equal the subject key identifier in the certificate of the CA.
+    # Another tool may have computed the subject key identifier by another method.
     try:
         own = certificate.extensions.get_extension_for_class(x509.SubjectKeyIdentifier)
     except x509.ExtensionNotFound:
@@ -228,7 +228,7 @@ def _authority_identifier(certificate: x509.Certificate) -> x509.AuthorityKeyIde
 
 
 def _digest(key: _IssuerKey) -> hashes.SHA256 | None:
-    # Signatures with Edwards curves (Ed25519, Ed448) define their own hash, so no hash is chosen for them.
+    # Ed25519 and Ed448 define their own hash function, so the library requires None for keys of these types.
     return None if isinstance(key, (ed25519.Ed25519PrivateKey, ed448.Ed448PrivateKey)) else hashes.SHA256()
 
 
@@ -276,7 +276,7 @@ def _read_key(secret: Secret) -> _IssuerKey:
         happened = "its private key is encrypted with a passphrase"
         raise CertificateError(wanted, happened, "Store it unencrypted, readable by the controller only.") from error
     except (ValueError, UnsupportedAlgorithm):
-        # The original error is not part of the new error, because its message could quote the content of the key file.
+        # The new error does not contain the original error, whose message could quote the content of the key file.
         raise CertificateError(wanted, "its private key is no PEM private key", remedy) from None
     if not isinstance(key, _ISSUER_KEYS):
         raise CertificateError(wanted, "its private key is of a kind that cannot sign certificates", remedy)

@@ -21,8 +21,8 @@ from amphora_driver.store.ca_records import AmphoraCertificate, CaKind, CaRecord
 
 DAY = 86400.0
 _DIGITS = 12
-# Renewals are spread by this fraction of the time until the renewal, earlier or later. Certificates that were issued on
-# one day are then not all renewed at once.
+# Maximum shift of a renewal, as a fraction of the time between the issue and the renewal. The shift spreads the
+# renewals of certificates that were issued on the same day.
 _SPREAD = 0.1
 
 

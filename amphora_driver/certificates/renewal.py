@@ -42,8 +42,8 @@ _RENEWAL_TIMEOUT = 10.0
 _RETRY_AFTER = 60.0
 # By amphora id: the time of the last failed renewal, on the clock of `time.monotonic()`.
 _FAILED: dict[str, float] = {}
-# Number of load balancers that become due for renewals in one round. Without a limit, all amphorae could renew their
-# certificates at once.
+# Maximum number of load balancers that the controller makes due for certificate renewals in one round. Without a limit,
+# all amphorae could renew their certificates at once.
 _MOST = 100
 # Maximum number of amphorae that a log message lists by name.
 _NAMED = 5
@@ -83,8 +83,8 @@ class CertificateRenewer:
         self._agents = agents
         self._trust = trust
         self._job = job
-        # CAs that the amphorae should trust; None if the controller cannot read them. Without them, no certificate
-        # renewal is due.
+        # CA and trust list that the amphorae should have; None if the controller cannot read the CAs. While the value
+        # is None, no certificate renewal is due.
         self._desired: ca_rotation.DesiredTrust | None = None
         try:
             self._desired = None if trust is None else trust.credentials().desired
@@ -106,8 +106,8 @@ class CertificateRenewer:
         failed_at = _FAILED.get(one.id)
         if one.id in self.tried or (failed_at is not None and time.monotonic() - failed_at < _RETRY_AFTER):
             return False
-        # Certificates of retiring amphorae are renewed too. A retiring amphora that has confirmed no generation may
-        # have no machine, so it is excluded.
+        # The controller also renews certificates of retiring amphorae. An exception is a retiring amphora that has
+        # confirmed no generation, because it may have no machine.
         exists = one.state is AmphoraState.READY or (one.state is AmphoraState.RETIRING and one.confirmed > 0)
         return exists and one.management_address is not None and not one.dead
 
@@ -125,8 +125,8 @@ class CertificateRenewer:
         if amphora.certificate_issued_at is not None and exists():
             by = by if by == amphora.certificate_authority else None
             trusts = ca_rotation.common_trust(amphora.trusts, trusts)
-        # The record of a certificate is no progress of the job. Otherwise, a boot that crashes every controller would
-        # look like progress each time.
+        # The controller does not count the record of a certificate as progress of the job. Otherwise, a boot that
+        # crashes every controller would look like progress.
         self._record(amphora.id, by, trusts, issued.expires_at, is_progress=False)
         return credentials, issued
 
@@ -156,7 +156,7 @@ class CertificateRenewer:
             self._agents.renew(amphora.id, address, issued.bundle(), **cas, deadline=deadline)
             self._agents.verify_certificate(amphora.id, address, fingerprint(issued.certificate), deadline=deadline)
         except (AgentError, CertificateError) as error:
-            # If the job is preempted, the preemption may have caused the error. `ensure_may_act` then ends the job.
+            # A preemption of the job may have caused the error. In this case, `ensure_may_act` ends the job here.
             self._job.ensure_may_act()
             _FAILED[amphora.id] = time.monotonic()
             LOG.warning(
@@ -247,14 +247,18 @@ class CertificateMaintenance:
 
         found = self._database.read(read)
         if found.moves:
-            # After a jump of the database clock, the age of the current rotation step is not reliable. The rotation
-            # then waits.
+            # After a jump of the database clock, the age of the current rotation step is not reliable. So the rotation
+            # waits for the minimum duration of a step.
             reliable = self._database.seconds_since_clock_jump() >= self._settle
             found = self._database.write(write) if reliable else ca_rotation.RotationPhase()
         if found.moves:
             failpoints.reach_step(f"Authority-{kind.value}", failpoints.Moment.MARKED)
             steps = ", ".join(f"{one.id} is {state.value}" for one, state in found.moves.items())
-            LOG.info("the rotation of the certificate authority of kind %s took a step: %s", kind.value, steps)
+            LOG.info(
+                "the controller took the next step in the rotation of the certificate authority of kind %s: %s",
+                kind.value,
+                steps,
+            )
         self._log_waiting(kind, found)
         return bool(found.moves)
 
@@ -277,8 +281,8 @@ class CertificateMaintenance:
         }
         if not outdated:
             return 0
-        # The choice is random. Otherwise, the same unreachable amphorae could block the renewals of all others in each
-        # round.
+        # The controller chooses the load balancers at random. Otherwise, the same unreachable amphorae could block the
+        # renewals of all others in each round.
         chosen = random.sample(sorted(outdated), min(_MOST, len(outdated)))
         return self._database.write(lambda c: ca_records.make_load_balancers_due(c, chosen, fleet.now))
 
@@ -288,8 +292,8 @@ def renew_certificates(certificates: CertificateMaintenance) -> None:
     try:
         certificates.run_once()
     except AmphoraDriverError as error:
-        LOG.warning("the certificate maintenance of the controller failed, and the next round repeats it: %s", error)
+        LOG.warning("the certificate maintenance of the controller failed and runs again in the next round: %s", error)
     except Exception:
         LOG.exception(
-            "the certificate maintenance of the controller failed unexpectedly, and the next round repeats it"
+            "the certificate maintenance of the controller failed unexpectedly and runs again in the next round"
         )

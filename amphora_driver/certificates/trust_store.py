@@ -35,12 +35,13 @@ if TYPE_CHECKING:
     from amphora_driver.database.vault import Vault
 
 LOG = logging.getLogger(__name__)
-# Maximum age of the CAs in memory: this number of seconds, or this fraction of the shortest step of a CA rotation if
-# that is less.
-_MAX_AGE, _OF_A_STEP = 5.0, 0.25
-# While one thread reads the CAs, other threads may use CAs in memory of up to this multiple of the maximum age.
+# Maximum age in seconds of the CAs in memory.
+_MAX_AGE = 5.0
+# If the minimum duration of a rotation step is short, the maximum age is only this fraction of that duration.
+_OF_A_STEP = 0.25
+# Age limit of the CAs in memory while another thread reads the CAs from the database, as a multiple of the maximum age.
 _MEANWHILE = 3
-# If a read of the CAs takes more than this number of seconds, the process was probably paused.
+# Longest plausible duration in seconds of a read of the CAs. After a longer read, the process was probably paused.
 _LONGEST_READ = 40.0
 _LONGEST_HOST = 40
 
@@ -140,14 +141,14 @@ class TrustStore:
                 if self._recorded is None:
                     self._unavailable = time.monotonic() + self._max_age, error
                     raise
-                # The read failed, but the CAs in memory remain safe: no rotation can proceed without the database.
-                # Their age counts from the end of the failed read. Otherwise, every thread would wait for a database
-                # that fails slowly.
+                # The read failed, but the CAs in memory remain valid, because no rotation can continue without the
+                # database. The age of the CAs counts from the end of the failed read. Otherwise, each thread would
+                # start another slow read of the unavailable database.
                 ended = time.monotonic()
                 self._known_at = ended if ended - begun < _LONGEST_READ else begun
             LOG.warning(
                 "this process cannot read the certificate authorities from the database and continues "
-                "with the present ones: %s",
+                "with those in memory: %s",
                 error,
             )
             return
@@ -202,7 +203,7 @@ class TrustStore:
             issued = self._issuer(signer).issue_client(name, self._options.validity_days)
             renewed = now + (issued.expires_at - now) * self._options.renew_at
             self._client = signer.id, issued, renewed
-            LOG.info("this process uses a new client certificate of certificate authority %d", signer.id)
+            LOG.info("this process now uses a new client certificate, which certificate authority %d signed", signer.id)
         return self._client[1]
 
 

@@ -118,8 +118,8 @@ class Age(Value):
         return self._never if self._value is None else f"{format_duration(self._data())} ago"
 
     def _data(self) -> float:
-        # The clocks of two hosts differ slightly, so the difference of two times may be negative, but amphoractl shows
-        # no negative age.
+        # The clocks of two hosts differ slightly, so a computed age may be negative. In this case, amphoractl shows the
+        # age 0.
         return round(max(0.0, time.time() - float(self._value)), 1)
 
 

@@ -20,8 +20,8 @@ _TIMEOUT = 20.0
 _WHERE = (
     "import importlib.util as u; print(*(u.find_spec('amphora_agent').submodule_search_locations or ()), sep='\\n')"
 )
-# Number of hexadecimal digits in the digest of the agent's package. They suffice to distinguish all versions on one
-# machine.
+# Number of hexadecimal digits in the digest of the agent's package. The digits suffice to distinguish all versions on
+# one machine.
 _DIGITS = 16
 
 
@@ -65,8 +65,8 @@ class AgentSource:
             )
         except (subprocess.SubprocessError, OSError) as error:
             LOG.warning(
-                "amphorae have no digest of the agent, because the interpreter %s does not find the "
-                "agent's package: %s",
+                "the compute backend cannot compute the digest of the agent, because the Python interpreter %s "
+                "does not find the agent's package: %s",
                 self._python,
                 error,
             )

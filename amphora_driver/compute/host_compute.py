@@ -117,7 +117,8 @@ class HostCompute(ABC):
         """Start an existing machine with its ports; return False if it runs or its boot is incomplete."""
         with self._state_dirs.locked(amphora_id) as folder, compute_errors(f"power amphora {amphora_id} on"):
             machine = self._machine(amphora_id)
-            # The controller itself repeats an incomplete boot, so `power_on` does not start such a machine.
+            # The controller repeats an incomplete boot itself. So `power_on` does not start a machine without a boot
+            # file.
             if machine is None or machine.state is MachineState.RUNNING or not (folder / self.boot_file).exists():
                 return False
             self._power_on(amphora_id, folder)
@@ -182,7 +183,7 @@ class HostCompute(ABC):
         try:
             return msgspec.json.decode((folder / PROCESS_FILE).read_bytes(), type=Process)
         except FileNotFoundError:
-            # A boot in progress may not have recorded its process yet. The oldest of the found processes is then the
-            # outermost process.
+            # A boot in progress may not have recorded its process yet. So the backend searches for processes by their
+            # last argument. The oldest process found is the outermost process, which started the others.
             found = find_by_last_argument(str(folder / self.last_argument))
             return min(found, key=lambda process: process.started, default=None)

@@ -105,7 +105,8 @@ def _link(source: Path, place: Path) -> None:
     except OSError as error:
         if error.errno not in {errno.EXDEV, errno.EPERM, errno.EMLINK}:
             raise
-        # A hard link is not always possible, for example across file systems. The machine then gets a copy of the file.
+        # A hard link is not always possible, for example across file systems. In this case, the machine gets a copy of
+        # the file.
         temporary = place.with_name(f".{place.name}.new")
         shutil.copyfile(source, temporary)
         temporary.replace(place)

@@ -37,8 +37,10 @@ from amphora_driver.network.local import LocalNetwork
 
 LOG = logging.getLogger(__name__)
 _HARDWARE_FILE = "hardware.json"
-# Time-outs in seconds: for the creation of a disk overlay, and for the guest's release of a network interface.
-_OVERLAY_SECONDS, _RELEASE_SECONDS = 60.0, 10.0
+# Time-out in seconds of the creation of a disk overlay.
+_OVERLAY_SECONDS = 60.0
+# Seconds for which the backend waits until the guest has released a network interface.
+_RELEASE_SECONDS = 10.0
 
 
 class QemuCompute(HostCompute):
@@ -113,8 +115,8 @@ class QemuCompute(HostCompute):
             memory=options.memory,
             kernel_arguments=arguments,
             initrd=initrd,
-            # If QEMU already runs as the configured user, QEMU refuses to change to this user. The backend then passes
-            # no user.
+            # If QEMU already runs as the configured user, QEMU refuses to change to this user. So the backend passes no
+            # user in this case.
             user=None if _uid_of(options.user, "start a machine") == os.geteuid() else options.user,
             runs_with=kvm_probe.supports_run_with_user(options.program),
         )
@@ -171,12 +173,13 @@ def _add_interface(monitor: Monitor, port: Port, switch: str) -> None:
 def _remove_interface(monitor: Monitor, port: Port) -> None:
     """Remove the interface of a port. If the guest does not release it, remove its network backend only."""
     if device_id(port) in monitor.device_ids():
-        # QEMU refuses `device_del` only while an earlier one waits for the guest, so the backend ignores the refusal.
+        # QEMU refuses `device_del` only while an earlier `device_del` waits for the guest. So the backend ignores the
+        # refusal.
         monitor.try_execute("device_del", id=device_id(port))
         if not monitor.wait_until_removed(device_id(port), _RELEASE_SECONDS):
             words = (_RELEASE_SECONDS, port.id)
             LOG.warning(
-                "the guest did not release its interface in %g s, so the compute backend removes QEMU's "
+                "a guest did not release its network interface in %g s, so the compute backend removes only QEMU's "
                 "network backend of port %s",
                 *words,
             )

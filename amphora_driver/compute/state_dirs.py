@@ -22,12 +22,16 @@ from amphora_driver.deadline import limit_wait
 from amphora_driver.errors import ComputeError
 
 _ID = re.compile(r"[0-9a-f][0-9a-f-]{7,35}")
-# Time-out in seconds of the lock on an amphora's directory, and seconds between two attempts to take the lock.
-_LOCK_SECONDS, _LOCK_PAUSE = 60.0, 0.02
-# Number of characters that are shown from the end of a log. The second value is the number of bytes that are read,
-# because white space may follow the last text.
-_LOG_TAIL, _MOST_READ = 400, 64 * 1024
-# This file names the deployment that booted the amphora: it contains the prefix of the deployment.
+# Seconds for which the backend waits for the lock on an amphora's directory.
+_LOCK_SECONDS = 60.0
+# Seconds between two attempts to take that lock.
+_LOCK_PAUSE = 0.02
+# Number of characters that the backend shows from the end of a console log.
+_LOG_TAIL = 400
+# Number of bytes that the backend reads from the end of a console log. The number is larger, because white space may
+# follow the last text.
+_MOST_READ = 64 * 1024
+# This file contains the prefix of the deployment that booted the amphora.
 _OWNER_FILE = "deployment"
 _IMAGE_FILE = "image"
 
@@ -93,8 +97,8 @@ def _lock(folder: Path, *, make: bool) -> int | None:
         except BaseException:
             os.close(descriptor)
             raise
-        # The directory may have been removed while this process waited for the lock. A new directory may have the same
-        # name now.
+        # While this process waited for the lock, another process may have removed the directory and created a new one
+        # with the same name. So this process checks that it has locked the present directory.
         if folder.exists() and os.path.samestat(os.fstat(descriptor), folder.stat()):
             return descriptor
         os.close(descriptor)

@@ -45,9 +45,10 @@ class ControllerLiveness:
             LOG.warning("this controller could not write its heartbeat to the database and tries again: %s", error)
             return
         except Exception:
-            # If the thread that writes heartbeats ended, the controller would count as dead although it works.
+            # The thread that writes heartbeats must survive any error. Otherwise, the controller would count as dead
+            # although it works.
             LOG.exception(
-                "this controller failed unexpectedly while it wrote its heartbeat to the database, and it tries again"
+                "an unexpected error kept this controller from writing its heartbeat to the database; it tries again"
             )
             return
         if draining and not self.draining.is_set():
@@ -63,7 +64,7 @@ class ControllerLiveness:
             self._registry.deregister()
         except (AmphoraDriverError, OSError) as error:
             LOG.info(
-                "the stopping controller could not remove its row from the database, where the row "
-                "expires by itself: %s",
+                "the stopping controller could not delete its row from the database; housekeeping deletes the "
+                "row after one hour without heartbeats: %s",
                 error,
             )

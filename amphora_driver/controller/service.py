@@ -49,20 +49,21 @@ from amphora_driver.telemetry.http_server import Telemetry
 LOG = logging.getLogger(__name__)
 # Seconds for which a stopping controller waits for its running jobs.
 _STOP_TIMEOUT = 20.0
-# A hint says that a load balancer is due. The controller drops a hint if no worker slot becomes free within this number
-# of seconds.
+# A hint is a message that a load balancer is due. The controller drops a hint if no worker slot becomes free within
+# five seconds.
 _HINT_TIMEOUT = 5.0
-# After the controller has begun to stop, the pending calls of its jobs time out after this number of seconds.
+# Time-out in seconds of the pending calls of jobs, after the controller has begun to stop.
 _STOP_GRACE = 3.0
-# Seconds after which the controller checks again whether its running jobs are preempted.
+# Seconds between two checks whether running jobs are preempted.
 _CHECK_JOBS_EVERY = 0.25
 # Seconds between two searches for dead controllers on the same host.
 _REAP_EVERY = 1.0
-# A longer pause of a job is not plausible. The limit is this multiple of the longest retry back-off, but at least the
-# second value in seconds.
-_PAUSE_FACTOR, _LEAST_PAUSE = 2, 30.0
-# While many jobs with failed attempts are running, the controller claims only jobs without a failed attempt. Seconds
-# between two such claims.
+# Longest plausible pause of a job, as a multiple of the longest retry back-off.
+_PAUSE_FACTOR = 2
+# Lower limit in seconds of the longest plausible pause of a job.
+_LEAST_PAUSE = 30.0
+# Minimum time in seconds between two searches for jobs without a failed attempt. While many retries are running, the
+# controller searches only for these jobs.
 _CLAIM_FRESH_EVERY = 0.1
 # Seconds for which a thread of the controller pauses after an unexpected error or a failed renewal of leases.
 _ERROR_BACKOFF = 1.0
@@ -82,12 +83,12 @@ class Controller:
         vault = Vault.load(conf.amp_database.encryption_key_file)
         trust = TrustStore(conf, self._database, vault)
         try:
-            # The controller reads the CAs at its start. Wrong files or keys then prevent the start; otherwise, each job
-            # would fail.
+            # The controller reads the CAs at its start, so that wrong files or keys prevent the start. Otherwise, the
+            # controller would start and each job would fail.
             trust.credentials()
         except StoreError as error:
             LOG.warning(
-                "the controller cannot read the certificate authorities at its start, and each job tries again: %s",
+                "the controller starts although it cannot read the certificate authorities; each job tries again: %s",
                 error,
             )
         context = ReconcileContext(
@@ -175,11 +176,13 @@ class Controller:
             self._claimed_at = time.monotonic()
         except (StoreError, OSError) as error:
             pause = float(self._conf.amp_queue.poll_interval)
-            LOG.warning("the controller cannot claim jobs, trying again in %g s: %s", pause, error)
+            LOG.warning("the controller cannot claim jobs and tries again in %g s: %s", pause, error)
         except Exception:
-            # If this thread ended, the controller would start no more jobs although its process still runs.
+            # This thread must survive any error. Otherwise, the controller would start no more jobs although its
+            # process still runs.
             LOG.exception(
-                "the controller failed unexpectedly while it claimed jobs, trying again in %g s", _ERROR_BACKOFF
+                "the controller cannot claim jobs because of an unexpected error and tries again in %g s",
+                _ERROR_BACKOFF,
             )
             return _ERROR_BACKOFF
         return pause
@@ -197,15 +200,15 @@ class Controller:
         if load_balancer_id is None:
             self._wakeup.wake()
             return
-        # The controller may have begun to stop or to drain while the hint waited for a worker slot. It then claims no
-        # job.
+        # While the hint waited for a worker slot, the controller may have begun to stop or to drain. In this case, the
+        # controller claims no job.
         if self._stopping.is_set() or self._draining.is_set():
             return
         try:
             lease = self._jobs.claim(load_balancer_id)
         except (StoreError, OSError) as error:
             LOG.warning(
-                "the controller cannot claim the job of load balancer %s, which a later poll starts: %s",
+                "the controller cannot claim the job of load balancer %s and tries again at a later poll: %s",
                 load_balancer_id,
                 error,
             )
@@ -220,8 +223,8 @@ class Controller:
         try:
             pool.submit(self._run_job, job)
         except RuntimeError as error:
-            # The thread pool is shutting down and will never run this job. The job's worker slot is released, because
-            # the shutdown waits for it.
+            # The thread pool is shutting down and will never run this job. The controller releases the worker slot of
+            # the job, because the shutdown waits until all slots are free.
             self._slots.release(job)
             LOG.info(
                 "load balancer %s: the stopping controller returns the lease of a job that it has not started: %s",
@@ -233,8 +236,8 @@ class Controller:
             except (AmphoraDriverError, OSError) as failure:
                 of = lease.load_balancer_id
                 LOG.warning(
-                    "load balancer %s: the stopping controller could not return the lease of its job, "
-                    "which expires by itself: %s",
+                    "load balancer %s: the stopping controller could not return the lease of its job; another "
+                    "controller starts the job after the lease expires: %s",
                     of,
                     failure,
                 )
@@ -259,7 +262,8 @@ class Controller:
         return poll if due is None else min(max(due - self._database.now(), soonest), poll)
 
     def _run_job(self, job: Job) -> None:
-        # The job may have waited in the queue of the thread pool. This wait does not count as part of its first step.
+        # The job may have waited in the queue of the thread pool. This wait does not count as part of the job's first
+        # step.
         job.begin_step()
         try:
             self._boot_wait.remove_load_balancer(job.lease.load_balancer_id)
@@ -284,12 +288,14 @@ class Controller:
                 work()
             except (StoreError, OSError) as error:
                 pause = min(_ERROR_BACKOFF, every)
-                LOG.warning("the controller could not %s, trying again in %g s: %s", task, pause, error)
+                LOG.warning("the controller could not %s and tries again in %g s: %s", task, pause, error)
             except Exception:
-                # If the thread of a repeated task ended, leases would expire, no job would be preempted, and dead
-                # controllers would keep their leases.
+                # The thread of a repeated task must survive any error. Otherwise, leases would expire, no job would be
+                # preempted, and dead controllers would keep their leases.
                 pause = min(_ERROR_BACKOFF, every)
-                LOG.exception("the controller could not %s, trying again in %g s", task, pause)
+                LOG.exception(
+                    "the controller could not %s because of an unexpected error and tries again in %g s", task, pause
+                )
 
     def _renew_leases(self) -> None:
         """Renew the leases of running jobs, so that a lease expires only if this process cannot run."""
@@ -306,7 +312,8 @@ class Controller:
         hung = {job for job in jobs if job.deadline.left() < -self._conf.amp_controller.lease}
         for job in hung - self._hung:
             LOG.error(
-                "load balancer %s: a call hangs, so the controller lets the lease of the job expire",
+                "load balancer %s: a call hangs, so the controller lets the lease of the job expire, and any "
+                "controller may take over the job",
                 job.lease.load_balancer_id,
             )
         self._hung = hung
@@ -329,8 +336,8 @@ class Controller:
                 self._reap_dead_processes()
                 if self._jobs.clamp_due_times(longest):
                     LOG.warning(
-                        "the database clock was set back, so the controller makes jobs with implausible "
-                        "due times due now"
+                        "the database clock was set back, so the controller corrects the due times and leases of jobs "
+                        "that are too far in the future"
                     )
                     self._wakeup.wake()
 
@@ -373,10 +380,11 @@ class ControllerService(cotyledon.Service):
 
     def terminate(self) -> None:
         self._controller.stop()
-        # The process ends after this method. Another controller then continues the jobs that still run here.
+        # The process ends when `terminate` returns. Then another controller continues the jobs that are still running
+        # here.
         if not self._controller.wait(_STOP_TIMEOUT):
             LOG.warning(
-                "the controller stops with running jobs, and another controller continues them after "
+                "the controller stops with running jobs, and another controller continues these jobs after "
                 "their leases expire"
             )
 

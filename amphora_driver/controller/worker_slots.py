@@ -14,7 +14,7 @@ import time
 
 from amphora_driver.reconcile.job import Job
 
-# A step that takes longer than this number of seconds counts as waiting, and its job frees the worker slot. Most steps
+# Seconds after which a running step counts as waiting, so that its job no longer occupies a worker slot. Most steps
 # take 20 ms, and a boot takes hundreds of milliseconds.
 STALL_SECONDS = 1.0
 # Maximum number of jobs per worker slot of a controller, including jobs that wait.

@@ -29,7 +29,7 @@ OFFSET_VALID_SECONDS = 30.0
 _JUMP_SECONDS = 2.0
 
 
-class server_time(GenericFunction[float]):  # noqa: N801 - it is written like a function in a statement
+class server_time(GenericFunction[float]):  # noqa: N801 - SQL statements use the class like a function
     """Database time in seconds since 1970; the time is constant during a statement, so indexes apply."""
 
     type = sa.Double()
@@ -39,8 +39,8 @@ class server_time(GenericFunction[float]):  # noqa: N801 - it is written like a 
 @compiles(server_time, "mysql")
 @compiles(server_time, "mariadb")
 def _mysql(_element: server_time, _compiler: SQLCompiler, **_: Any) -> str:
-    # The driver sets the time zone UTC for each MySQL or MariaDB connection. A local time zone repeats an hour when
-    # daylight saving time ends.
+    # The driver sets the time zone UTC for each MySQL or MariaDB connection. In a local time zone,
+    # UNIX_TIMESTAMP(NOW()) is ambiguous in the hour that repeats at the end of daylight saving time.
     return "(UNIX_TIMESTAMP(NOW(6)) + 0e0)"
 
 

@@ -50,8 +50,8 @@ _UNAVAILABLE_CODES = {1047, 1180, 1053, 1927, "57P01", "57P02", "57P03", "25P03"
 # cannot hold locks for that long. Four hosts that write the same rows through two Galera nodes also succeed within 20
 # seconds.
 _RETRY_SECONDS = 20.0
-# On an unavailable server, `Database` tries a transaction twice. The first attempt may use an old pooled connection to
-# a server that has restarted since.
+# If the database server seems unavailable, `Database` tries a transaction twice. The first attempt may use an old
+# pooled connection to a server that has restarted since.
 _UNAVAILABLE_ATTEMPTS = 2
 # Seconds in which `Database.write` tries to find out whether a COMMIT succeeded, if the database server has not
 # answered the COMMIT.
@@ -63,8 +63,8 @@ _IDLE_SECONDS = 10
 # A database client waits eight seconds for an answer. The server ends a wait for a lock after five seconds, so the
 # server's error arrives first.
 _ANSWER_SECONDS = 8.0
-# A writer waits up to 15 seconds for SQLite's write lock. Many writers may wait before the writer, and each one needs
-# milliseconds.
+# A writer waits up to 15 seconds for SQLite's write lock. Many other writers may get the lock first, and each of them
+# needs milliseconds.
 _WRITE_LOCK_SECONDS = 15.0
 # A process can open up to 48 database connections, one for every thread that may write at the same time.
 _POOL_OPTIONS = {"pool_size": 5, "max_overflow": 43, "pool_timeout": 5}
@@ -232,7 +232,7 @@ class Database:
                 transaction.rollback()
                 if unconfirmed and isinstance(error, DBAPIError) and not _is_unavailable(error):
                     # If an earlier attempt of the transaction was committed, the current attempt may fail with an error
-                    # such as a duplicate key.
+                    # such as a duplicate key. So `Database` checks whether an earlier attempt was committed.
                     self._raise_if_any_committed(unconfirmed)
                 raise
             # `Database` reads the commit marker before COMMIT. After a connection loss in COMMIT, SQLAlchemy no longer

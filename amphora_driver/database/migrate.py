@@ -151,8 +151,8 @@ def _upgrade_lock(engine: sa.Engine) -> Iterator[None]:
     if name not in ("mysql", "mariadb", "postgresql"):
         yield
         return
-    # The lock is held on a separate connection. On the connection of the migrations, every change of the schema ends
-    # the transaction.
+    # The upgrade holds the lock on a separate connection. So commits and errors of the migrations do not affect the
+    # lock.
     with engine.connect() as connection:
         if name == "postgresql":
             connection.execute(sa.select(sa.func.pg_advisory_lock(_LOCK_NUMBER)))

@@ -77,8 +77,8 @@ class LockFile:
     def __init__(self, path: str) -> None:
         self._path = path
         self._mutex = threading.Lock()
-        # No thread can be stopped while the thread waits in flock(). The list holds threads that still wait after the
-        # caller's time-out. The next caller uses one of these threads.
+        # A thread that waits in flock() cannot be stopped. The list holds threads that still wait after the caller's
+        # time-out. The next caller uses one of these threads.
         self._abandoned: list[_Waiter] = []
 
     def acquire(self, timeout: float) -> int:

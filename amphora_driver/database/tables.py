@@ -85,8 +85,8 @@ job = sa.Table(
     sa.Column("owner", sa.String(128), nullable=True),
     sa.Column("epoch", sa.BigInteger, nullable=False, default=0),
     # Every write under a lease increments `writes`, so that the write always changes a value. MariaDB does not
-    # replicate an update that changes no value. Galera would then not notice that another node has granted the lease to
-    # another controller.
+    # replicate an update that changes no value. Without the increment, Galera would not notice that another node has
+    # granted the lease to another controller.
     sa.Column("writes", sa.BigInteger, nullable=False, default=0, server_default="0"),
     sa.Column("leased_until", sa.Double, nullable=True),
     sa.Column("due_at", sa.Double, nullable=False, default=0.0),
@@ -133,8 +133,8 @@ secret = sa.Table(
 
 # The table `object_status` has one row per object, with the newest provisioning and operating status. While `pending`
 # contains a generation, the object is PENDING in Octavia, until the amphorae confirm that generation. The column
-# `version` grows with every change of the row. The column `settled` is the version of the last provisioning status
-# change. The column `reported` is the version that Octavia has received.
+# `version` grows with every change of the row. The column `settled` is the version at the last change of the
+# provisioning status. The column `reported` is the version that Octavia has received.
 object_status = sa.Table(
     "object_status",
     metadata,
@@ -260,8 +260,8 @@ vip_claim = sa.Table(
     sa.Column("reason", sa.Text, nullable=True),
 )
 
-# The table `orphan` has one row per machine or port of a backend that no other table mentions. A young orphan may
-# belong to a step in progress, which has not yet written to the database.
+# An orphan is a machine or port that a backend lists and that no other table mentions. The table `orphan` has one row
+# per orphan. A young orphan may belong to a step in progress, which has not yet written to the database.
 orphan = sa.Table(
     "orphan",
     metadata,

@@ -121,8 +121,8 @@ rotation_item = sa.Table(
 )
 
 # Each process of the control plane updates one row of the table `process` every few seconds. The column `beat` grows
-# only while the process works. A health manager counts as working while the health manager receives test heartbeats
-# from itself. A process with `draining` set accepts no new jobs.
+# only while the process works. A health manager works while it receives its own test datagrams and writes to the
+# database. A process with `draining` set accepts no new jobs.
 process = sa.Table(
     "process",
     metadata,

@@ -21,15 +21,17 @@ from amphora_driver.store.silent_amphorae import SilentAmphora
 if TYPE_CHECKING:
     from amphora_driver.database.engine import Database
 
-# Seconds between two writes of the failure detector if only numbers have changed.
+# Seconds between two writes of the numbers of silent and watched amphorae. The failure detector writes all other
+# changes at once.
 _NUMBERS_EVERY = 5.0
-# Seconds between two verdicts of the failure detector on unknown amphorae.
+# Seconds between two updates of the verdicts on unknown amphorae. A verdict explains to the operator what happens to an
+# unknown amphora.
 _UNKNOWN_EVERY = 10.0
-# Maximum number of rows of silent amphorae in one write, because the failure detector reads no heartbeats during a
-# write.
+# Maximum number of rows of silent amphorae that the failure detector writes in one transaction. The transaction must be
+# short, because the failure detector reads no heartbeats during the transaction.
 _MOST_WRITTEN = 200
-# Each turn of the failure detector computes the starts of silent periods again. Two starts count as equal if they
-# differ by less than this number of seconds.
+# Each turn of the failure detector computes the starts of silent periods again. Two starts of one period count as equal
+# if they differ by less than two seconds.
 _SAME = 2.0
 
 

@@ -55,8 +55,8 @@ _DUTY_LEASE = 6.0
 _RENEW_EVERY = 1.5
 # Seconds for which the failure detector pauses after an unexpected error.
 _ERROR_BACKOFF = 1.0
-# Maximum number of load balancers that the failure detector sets to ERROR in one turn. During each of these
-# transactions, it reads no heartbeats.
+# Maximum number of load balancers that the failure detector sets to ERROR in one turn. Each load balancer needs a
+# transaction, during which the failure detector reads no heartbeats.
 _MOST_STATUSES = 20
 
 
@@ -93,11 +93,10 @@ class FailureDetector:
         self._records = DetectorRecords(database, conf.amp_controller.orphan_grace)
         self._renew_at = 0.0
         self._holds_duty = False
-        # Epoch of the duty of failure detection when this process last held the duty. Whenever another process takes
-        # the duty, the epoch changes.
+        # Epoch of the duty of failure detection when this process last held the duty. The epoch changes when another
+        # process takes the duty.
         self._epoch: int | None = None
-        # Reason why an amphora does not count as dead although its agent does not answer the probe; empty if there is
-        # no such reason.
+        # Reason to suspect a failure of the network instead of the probed amphora; empty without a suspicion.
         self._suspicion = ""
         # By fail-over id: the time at which this process first read the unfinished fail-over.
         self._in_progress: dict[int, float] = {}
@@ -116,15 +115,15 @@ class FailureDetector:
             except (AmphoraDriverError, OSError) as error:
                 if self._holds_duty:
                     LOG.warning(
-                        "the failure detector cannot read heartbeats and restarts the silent periods of "
-                        "all amphorae: %s",
+                        "the failure detector cannot read heartbeats from the database, so the silent periods of all "
+                        "amphorae start again: %s",
                         error,
                     )
                 self._suspend("the database is not available")
             except Exception:
-                # If the thread of the failure detector ended, no controller would replace silent amphorae, and no
-                # component would report the failure.
-                LOG.exception("the failure detector failed unexpectedly, trying again in %g s", _ERROR_BACKOFF)
+                # The thread of the failure detector must survive any error. Otherwise, no controller would replace
+                # silent amphorae, and no component would report the failure.
+                LOG.exception("the failure detector failed unexpectedly and tries again in %g s", _ERROR_BACKOFF)
                 self._suspend("failure detection failed")
                 pause = _ERROR_BACKOFF
         self._probe.close()
@@ -132,7 +131,9 @@ class FailureDetector:
             self.release_duty("this controller is stopping")
         except (AmphoraDriverError, OSError) as error:
             LOG.info(
-                "the controller could not release the duty of failure detection, which expires by itself: %s", error
+                "the controller could not release the duty of failure detection; another controller takes over the "
+                "duty after its lease expires: %s",
+                error,
             )
 
     def release_duty(self, reason: str) -> None:
@@ -198,8 +199,8 @@ class FailureDetector:
         state = BreakerState(row.state)
         self._breaker = breaker_rules.restore_breaker(state, row.reason or "", self._breaker_limits, now, remaining)
         if state is BreakerState.TRIAL and snapshot.unserved:
-            # The TRIAL state of the circuit breaker permits one fail-over at a time. The newest fail-over counts as the
-            # running one, and the next one waits for its end.
+            # The TRIAL state of the circuit breaker permits one fail-over at a time. The newest unfinished fail-over
+            # counts as the running one, and the next fail-over waits for its end.
             self._trial = max(snapshot.unserved, key=lambda one: one.id).load_balancer_id, now
 
     def _decide(self, snapshot: LivenessSnapshot, rows: dict[str, BreakerRow], now: float) -> None:
@@ -275,11 +276,11 @@ class FailureDetector:
             return
         if self._breaker.state is BreakerState.OPEN:
             self._trial = None
-            LOG.error("the circuit breaker opened, no automatic fail-over begins: %s", self._breaker.reason)
+            LOG.error("the circuit breaker opened, so no automatic fail-over begins: %s", self._breaker.reason)
         elif self._breaker.state is BreakerState.TRIAL:
             LOG.warning(
-                "the circuit breaker begins its trial, so one automatic fail-over at a time may begin; it "
-                "had opened because: %s",
+                "the circuit breaker begins its trial, so one automatic fail-over at a time may begin; the "
+                "circuit breaker had opened because: %s",
                 before.reason,
             )
         else:
@@ -311,8 +312,8 @@ class FailureDetector:
         self, snapshot: LivenessSnapshot, rows: dict[str, BreakerRow], watched: int, overdue: int, now: float
     ) -> FailoverPermit:
         self._in_progress = {one.id: self._in_progress.get(one.id, now) for one in snapshot.unserved}
-        # A fail-over that never ends must not block other fail-overs forever. It therefore blocks them at most for the
-        # boot time-out of an amphora.
+        # A fail-over that never ends must not block other fail-overs forever. So a fail-over blocks other fail-overs at
+        # most for the boot time-out of an amphora.
         recent = {
             one.load_balancer_id for one in snapshot.unserved if now - self._in_progress[one.id] < self._boot_timeout
         }
@@ -340,8 +341,8 @@ class FailureDetector:
     ) -> list[SilentAmphora]:
         """Request every fail-over that may begin; return the rows of all silent amphorae that remain."""
         shown, reported = [], 0
-        # If many amphorae are silent, the network has probably failed, and the amphorae still run. The failure detector
-        # then reports no ERROR.
+        # If many amphorae are silent, the network has probably failed, and the amphorae still run. In this case, the
+        # failure detector sets no load balancer to ERROR.
         plausible = self._breaker.state is BreakerState.CLOSED and not permit.late
         by_load_balancer: dict[str, list[JudgedAmphora]] = {}
         for one in found:

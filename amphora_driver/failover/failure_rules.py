@@ -24,25 +24,27 @@ from amphora_driver.store.silent_amphorae import AmphoraLiveness, LivenessSnapsh
 # Epoch and sequence of the last recorded heartbeat of an amphora; None before its first heartbeat.
 Order = tuple[int, int] | None
 
-# Fractions of `silent_after`. After `_LATE`, a silent amphora is probed, so that the result arrives in time. A gap of
-# `_GAP` between two reads restarts the timers. After `_DEAF` without proof that heartbeats are received, the failure
-# detector trusts no health manager.
+# Time without a heartbeat after which the controller probes an amphora, as a fraction of `silent_after`. The result of
+# the probe must arrive before `silent_after`.
 _LATE = 0.65
+# Gap between two reads of heartbeats after which all timers restart, as a fraction of `silent_after`.
 _GAP = 0.25
-_DEAF = 0.4
-# Shortest gap in seconds between two reads that restarts the timers. Shorter gaps are normal scheduling delays.
+# Lower limit of that gap in seconds. Shorter gaps are normal scheduling delays.
 _LEAST_GAP = 1.0
-# The failure detector trusts the health managers for at least this number of seconds without proof of reception.
+# Time without a proof that a health manager receives heartbeats, as a fraction of `silent_after`. After that time, the
+# failure detector trusts no health manager.
+_DEAF = 0.4
+# Lower limit in seconds of the time without such a proof.
 _LEAST_DEAF = 1.5
-# Seconds for which the result of a probe stays valid. If twice the time-out of a probe is longer, that time counts
-# instead.
+# Seconds for which the result of a probe stays valid. If twice the time-out of a probe is longer, the result stays
+# valid for that time.
 _FRESH = 8.0
-# Longest time in seconds from the flush of a heartbeat until the failure detector sees it. A health manager writes once
-# a second, and the failure detector reads every half second.
+# Longest additional time in seconds until the failure detector reads a received heartbeat. The health manager writes
+# heartbeats at most once a second, and the failure detector reads every half second.
 _SEEN_LATE = 1.5
-# A heartbeat is punctual if it arrives within this multiple of the heartbeat interval.
+# Longest normal time between two heartbeats, as a multiple of the heartbeat interval.
 _JITTER = 1.25
-# After this multiple of the heartbeat interval, the heartbeat counts as not sent or lost.
+# Time without a heartbeat after which a heartbeat counts as missing, as a multiple of the heartbeat interval.
 _MISSED = 1.5
 
 
@@ -145,8 +147,8 @@ class HeartbeatWatch:
             self._reception_at = now
         self._beats = dict(beats)
         if self._reception_at is None or now - self._reception_at > self._limits.deaf_after:
-            # No health manager proves that it receives heartbeats. The silent periods of all amphorae therefore
-            # restart, even those of amphorae with new heartbeats.
+            # No health manager proves that it receives heartbeats. So the silent periods of all amphorae restart, even
+            # the periods of amphorae with new heartbeats.
             self._periods.clear()
             self._sees_since = None
             blind = "no health manager proves that it receives heartbeats" if beats else "there is no health manager"
@@ -281,12 +283,12 @@ def judge_silence(
         over = now - period.since >= limits.mute_after
         answers = f"its agent answers ({result.detail})" if result.detail else "its agent answers"
         text = f"{answers}; it is replaced after {limits.mute_after:g} s of silence"
-        # An amphora whose agent answers may still serve traffic. It counts as mute and not as dead, even if it never
-        # sent a heartbeat.
+        # An amphora whose agent answers may still serve traffic. The amphora counts as mute and not as dead, even if
+        # the amphora never sent a heartbeat.
         return Verdict(kind=kind, text=text, cause=Cause.MUTE if over else None, stale=stale)
     if result.inconclusive_at is not None and now - result.inconclusive_at < limits.silent_after:
-        # A moment ago, the host of the controller could not send the probe. Heartbeats and answers need some time to
-        # arrive again.
+        # A short time ago, the controller's host could not send a probe, so its network may have failed. After the
+        # repair, heartbeats and answers need some time to arrive again.
         return Verdict(kind=kind, text="no fail-over yet: a moment ago the controller could not probe its agent")
     if suspicion:
         return Verdict(kind=kind, text=f"no fail-over yet: its agent does not answer, but {suspicion}")

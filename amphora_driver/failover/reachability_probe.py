@@ -26,13 +26,13 @@ from amphora_driver.failover.failure_rules import ProbeOutcome, ProbeResult
 if TYPE_CHECKING:
     from amphora_driver.agent.client import AgentClient
 
-# Maximum number of probes at the same time. With the default time-out of two seconds, they detect eight dead amphorae
-# per second.
+# Maximum number of probes at the same time. With the default time-out of two seconds, 16 probes at a time detect eight
+# dead amphorae per second.
 _MOST_AT_ONCE = 16
 # Seconds for which the result of a check of the management network stays valid.
 _NETWORK_FRESH = 1.0
-# With these error numbers, the kernel reports a fault of the controller's own host. EHOSTUNREACH is not among them: it
-# can also mean that the probed machine is switched off and answers no ARP request.
+# With these error numbers, the kernel reports a fault of the controller's own host. EHOSTUNREACH is not in the set. The
+# kernel also reports EHOSTUNREACH if the probed machine is switched off and answers no ARP request.
 _LOCAL_ERRORS = frozenset(
     {
         *(errno.ENETUNREACH, errno.ENETDOWN, errno.EADDRNOTAVAIL, errno.EMFILE, errno.ENFILE, errno.ENOBUFS),

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import msgspec
 
-# The health manager accepts 20 heartbeat datagrams a second from one amphora. A report of ten thousand members needs
-# about a dozen datagrams.
+# The health manager accepts 20 heartbeat datagrams a second from one amphora, and bursts of 200 datagrams. A report of
+# ten thousand members needs about a dozen datagrams.
 DATAGRAMS_PER_SECOND, DATAGRAM_BURST = 20.0, 200.0
-# The health manager limits the decompressed bytes from one amphora, because parsing a megabyte takes about ten
-# milliseconds of CPU time.
+# The health manager accepts 1 MiB of decompressed data a second from one amphora, and bursts of 8 MiB. Parsing a
+# megabyte takes about ten milliseconds of CPU time.
 BYTES_PER_SECOND, BYTE_BURST = float(1 << 20), float(8 << 20)
 
 

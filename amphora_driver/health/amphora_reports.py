@@ -18,8 +18,8 @@ import msgspec
 from amphora_driver.health.heartbeat_codec import Heartbeat
 from amphora_driver.health.status import LastDrift, ListenerReport, PoolReport, Report
 
-# An amphora may report too many object ids for the memory. Above 50,000 ids, the health manager drops the earlier
-# values of the amphora.
+# A faulty amphora may report more and more object ids, until the memory of the health manager is full. Above about
+# 50,000 ids, the health manager drops the earlier values of the amphora.
 _MAX_NAMES = 50_000
 # The database stores the epoch and the sequence number of a heartbeat in signed columns of 64 bits, so larger numbers
 # are invalid.
@@ -202,7 +202,8 @@ class _AmphoraState:
 
     def _has_too_many_names(self) -> bool:
         # Counting the distinct object ids of an amphora is slow. So the health manager counts the ids only if
-        # `_name_bound` exceeds the limit.
+        # `_name_bound` exceeds the limit. If the count exceeds half of the limit, the health manager drops the values.
+        # Otherwise, the next count would follow too soon.
         if self._name_bound <= _MAX_NAMES:
             return False
         self._name_bound = len(self._listeners) + sum(pool.count_names() for pool in self._pools.values())

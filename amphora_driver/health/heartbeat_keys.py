@@ -24,10 +24,10 @@ KeyReader = Callable[[AbstractSet[str]], Mapping[str, Secret]]
 """Reads the keys of all amphorae except the given ones, by amphora id."""
 
 # A deleted amphora still sends heartbeats for a while. For ten seconds, the cache refuses an unknown amphora id without
-# another database read.
+# another database read. The cache remembers at most 10,000 unknown ids.
 _UNKNOWN_TTL, _MAX_UNKNOWN = 10.0, 10_000
-# The heartbeat of a new amphora waits until the cache has read the amphora's key. The cache limits the size of waiting
-# datagrams, because the first heartbeat of an amphora is short.
+# The heartbeat of a new amphora waits until the cache has read the amphora's key. At most 1000 heartbeats of at most
+# 4096 bytes wait. The first heartbeat of an amphora is shorter.
 _MAX_WAITING, _MAX_WAITING_SIZE = 1000, 4096
 
 
@@ -105,13 +105,15 @@ class KeyCache:
             found = self._read_keys(known)
         except AmphoraDriverError as error:
             LOG.warning(
-                "the health manager could not read the keys of new amphorae; the next heartbeat repeats the read: %s",
+                "the health manager could not read the keys of new amphorae and tries again at the next heartbeat "
+                "of a new amphora: %s",
                 error,
             )
         except Exception:
-            # Only one thread reads heartbeat keys, so the thread must survive an unexpected error of a database client.
+            # Only one thread reads heartbeat keys. So the thread must survive an unexpected error of a database client.
             LOG.exception(
-                "the health manager could not read the keys of new amphorae; the next heartbeat repeats the read"
+                "the health manager could not read the keys of new amphorae because of an unexpected error and "
+                "tries again at the next heartbeat of a new amphora"
             )
         else:
             self.add(found)

@@ -38,7 +38,7 @@ _MAX_DATAGRAM = 65536
 _SOCKET_BUFFER = 32 << 20
 # Python's socket module does not define Linux's socket option SO_RCVBUFFORCE (socket(7)).
 _SO_RCVBUFFORCE = 33
-# The receive loop processes at most 256 datagrams at once. Then the loop checks for a stop request and for new keys.
+# The receive loop processes at most 256 datagrams in a row. Then the loop checks for a stop request and for new keys.
 _BURST = 256
 # The health manager logs refused heartbeats at most once a minute, and names at most five amphorae.
 _LOG_INTERVAL, _MAX_NAMED = 60.0, 5
@@ -275,7 +275,8 @@ def _bind(address: str, port: int) -> socket.socket:
             made.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _SOCKET_BUFFER)
         except PermissionError:
             LOG.info(
-                "without CAP_NET_ADMIN, the health manager limits its heartbeat receive buffer to net.core.rmem_max"
+                "the health manager does not have CAP_NET_ADMIN, so the kernel limits the receive buffer for "
+                "heartbeats to net.core.rmem_max"
             )
         made.bind((address, port))
     except (OSError, ValueError) as error:

@@ -54,7 +54,9 @@ class ReceiverSelfTest:
             self._registry.deregister()
         except (AmphoraDriverError, OSError) as error:
             LOG.info(
-                "the health manager could not delete its row from the process registry and stops anyway: %s", error
+                "the stopping health manager could not delete its row from the database; housekeeping deletes the row "
+                "after one hour without heartbeats: %s",
+                error,
             )
 
     def test(self) -> None:

@@ -44,7 +44,8 @@ _EXPIRY_INTERVALS = 5
 _IDLE_FLUSH_INTERVAL = 1.0
 # A stopping health manager waits at most 20 s for the last write of reports to the database.
 _STOP_TIMEOUT = 20.0
-# A health manager reports that it does not work if the last write of reports to the database is older than 15 s.
+# If the last successful write to the database is older than 15 s, the health manager answers `GET /healthz` with status
+# 503.
 _MAX_FLUSH_AGE = 15.0
 
 
@@ -73,8 +74,8 @@ class HealthManager:
             self._receiver.forget,
         )
         name = process_name()
-        # The health manager repeats the self-test often. So the controllers learn of a failed self-test long before
-        # they regard silent amphorae as dead.
+        # The health manager repeats the self-test often. So the controllers learn of a failed self-test long before the
+        # controllers regard silent amphorae as dead.
         interval = min(process_registry.HEARTBEAT_INTERVAL, conf.amp_failover.silent_after / 5)
         max_flush_age = _IDLE_FLUSH_INTERVAL + 2 * conf.amp_health.flush_interval
         self._self_test = ReceiverSelfTest(self._database, name, self._receiver.receives_probe, interval, max_flush_age)
@@ -90,7 +91,9 @@ class HealthManager:
             self._receiver.preload(self._read_new_keys(frozenset()))
         except StoreError as error:
             LOG.warning(
-                "the health manager could not read the heartbeat keys; the first heartbeat repeats the read: %s", error
+                "the health manager could not read the heartbeat keys at its start and tries again at the first "
+                "heartbeat: %s",
+                error,
             )
         others = [
             threading.Thread(target=self._flush_until_stopped, name="status-writer"),
@@ -127,7 +130,8 @@ class HealthManager:
 
         keys, orders = self._database.read(read)
         # Before the health manager uses new keys, it loads the epoch and sequence number of each amphora's last
-        # accepted heartbeat. So it refuses heartbeats that another health manager has already accepted.
+        # accepted heartbeat. So this health manager refuses heartbeats that another health manager has already
+        # accepted.
         self._reports.load_orders(orders)
         return keys
 
@@ -145,7 +149,8 @@ class HealthManager:
         self._unknown.mark_recorded(due, now)
         if omitted:
             LOG.warning(
-                "the health manager cannot record %d unknown senders of heartbeats, because the database table is full",
+                "the health manager does not record %d unknown senders of heartbeats, because the limit of the "
+                "database table or of one sender address is reached",
                 omitted,
             )
 

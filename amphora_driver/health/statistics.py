@@ -23,8 +23,8 @@ Key = tuple[str, str]
 _TABLE = listener_statistics
 _COUNTERS = ("bytes_in", "bytes_out", "request_errors", "total_connections")
 _VALUES = ("active_connections", *_COUNTERS)
-# The health manager limits a counter to 2**59, so that the sum of several counters fits into a 64-bit column. A byte
-# counter reaches the limit after 1.5 years at 100 Gbit/s.
+# The health manager ignores counters of 2**59 or more, so that the sum of several counters fits into a 64-bit column. A
+# byte counter reaches the limit after 1.5 years at 100 Gbit/s.
 _MAX_COUNTER = 1 << 59
 # Databases limit the number of values in one `IN (...)`, so the health manager writes statistics rows in chunks of 500.
 _CHUNK = 500

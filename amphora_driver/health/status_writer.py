@@ -175,8 +175,8 @@ class StatusWriter:
             state = self._states.setdefault(load_balancer_id, _LoadBalancerState())
             self._log_silent(load_balancer_id, state, [each for each in trusted if each not in reports])
             newest = max((reports[each].generation or 0 for each in live), default=0)
-            # An amphora may report a generation above the recorded generation of the load balancer. Without a limit,
-            # each heartbeat of this amphora would cause a database read.
+            # An amphora may report a generation above the recorded generation of the load balancer. Without the limit
+            # by `min`, each heartbeat of this amphora would cause a database read.
             served = min(newest, one.generation)
             if served > state.served:
                 # A new configuration of a load balancer may contain objects without statuses in the database, so the
@@ -192,7 +192,8 @@ class StatusWriter:
         now_silent = frozenset(each for each in silent if self._reports.last_report(each) is not None)
         for amphora_id in sorted(now_silent - state.silent):
             silence = (
-                "amphora %s of load balancer %s is silent: the health manager receives heartbeats only from its partner"
+                "amphora %s of load balancer %s is silent: the health manager receives heartbeats only from the "
+                "partner amphora"
             )
             LOG.warning(silence, amphora_id, load_balancer_id)
         state.silent = now_silent
@@ -257,7 +258,7 @@ class StatusWriter:
         due, recorded = self._database.write(write)
         for amphora_id in recorded:
             LOG.warning(
-                "the agent of amphora %s reports drift, which the health manager records: %s",
+                "the agent of amphora %s reports configuration drift, which the health manager records: %s",
                 amphora_id,
                 _plain(notices[amphora_id].sentence),
             )
@@ -356,8 +357,8 @@ def _compute_write(current: _CurrentReports) -> _PendingWrite:
     ]
     listener_ids = {listener.id for listener in state.tree.listeners}
     changed = statistics.changed_rows(current.reports, current.load_balancer_id, listener_ids, state.rows)
-    # An amphora that no longer sends heartbeats counts as one without open connections. The other counters of the
-    # amphora keep their values.
+    # For an amphora that no longer sends heartbeats, the health manager sets the open connections to 0. The other
+    # counters of the amphora keep their values.
     closed = statistics.closed_connections(state.rows, current.reports)
     return _PendingWrite(state, statuses, Entry(current.load_balancer_id, observations, (*changed, *closed)))
 

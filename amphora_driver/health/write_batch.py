@@ -27,8 +27,8 @@ from amphora_driver.untrusted_text import printable
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# If the database refuses the rows of a load balancer, the health manager isolates the load balancer for five minutes.
-# The rows of an isolated load balancer get a transaction of their own.
+# If the database refuses rows of a load balancer or an amphora, the health manager isolates these rows for five
+# minutes. Isolated rows get a transaction of their own.
 _ISOLATION_TIME = 300.0
 # The health manager logs refused rows of one load balancer at most once a minute.
 _LOG_INTERVAL = 60.0

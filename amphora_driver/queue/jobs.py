@@ -258,8 +258,8 @@ class Jobs:
             soon = clock.now(connection) + self._seconds
             return due + connection.execute(job.update().where(leased).values(leased_until=soon)).rowcount
 
-        # Implausibly late due times and leases are rare. So the controller first searches without locks, and writes
-        # only after a find.
+        # A due time or a lease that is too far in the future is rare. So the controller first searches without locks,
+        # and writes only if the search finds one.
         return self._database.write(write) if self._database.read(look) else 0
 
 

@@ -399,7 +399,7 @@ def test_fifty_silent_amphorae_open_the_breaker_until_they_return(cloud):
         assert len(rows(cloud)) == before, "nothing was replaced"
         log = Path(cloud.settings.log, "amphora-controller.log").read_text(encoding="utf-8")
         assert "ERROR" in log
-        assert "circuit breaker opened, no automatic fail-over begins" in log
+        assert "circuit breaker opened, so no automatic fail-over begins" in log
         fleet.speaks.set()
         cloud.until(lambda: breaker(cloud).state == circuit_breaker.CLOSED, "the breaker is closed again")
         assert not silent(cloud)

@@ -83,7 +83,7 @@ def test_many_silent_amphorae_open_the_breaker_and_none_is_replaced(scene, caplo
     assert found.trial_at is not None
     assert all("fail-over held: the breaker is open" in words for _, words in scene.verdicts().values())
     assert scene.operating("lb0")[0] == "ONLINE", "a blind control plane reports no ERROR"
-    assert "circuit breaker opened, no automatic fail-over begins" in caplog.text
+    assert "circuit breaker opened, so no automatic fail-over begins" in caplog.text
     scene.speaking |= {f"a{index}" for index in range(5)}
     scene.go(12)
     assert scene.breaker().state == "closed"

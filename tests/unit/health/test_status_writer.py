@@ -468,7 +468,7 @@ def test_drift_report_is_recorded_once_across_restarts(manager, database, caplog
     manager.flush()
     found = "2001-09-09 01:46:40 UTC, its agent could not repair: eth1 is down"
     assert noted() == (False, found)
-    assert caplog.text.count("reports drift") == 1
+    assert caplog.text.count("reports configuration drift") == 1
     manager.say(drift=("link",), drifted=FOUND)
     manager.flush()
     pushed = "2001-09-09 01:46:40 UTC, its agent could not repair: link"
@@ -483,7 +483,7 @@ def test_drift_report_is_recorded_once_across_restarts(manager, database, caplog
     manager.say(drifted=FOUND)
     manager.flush()
     assert noted() == (False, pushed), "the drift has ended"
-    assert caplog.text.count("reports drift") == 1, "the notice is read from the row"
+    assert caplog.text.count("reports configuration drift") == 1, "the notice is read from the row"
     manager.say(drifted=FOUND)
     manager.flush()
     database.write(lambda c: amphorae.update_amphora(c, "am1", drifts=True))
