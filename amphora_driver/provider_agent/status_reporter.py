@@ -268,7 +268,8 @@ class Reporter:
             if error.status_object_id is None or len(barriers) == 1:
                 raise
             LOG.warning(
-                "Octavia refused the status updates (barriers) of several load balancers; they are sent one by one: %s",
+                "Octavia refused status updates (barriers) of several load balancers; the provider agent repeats the "
+                "updates one by one: %s",
                 error.fault_string,
             )
         else:
@@ -282,7 +283,8 @@ class Reporter:
                 self._update_octavia("barrier", {"loadbalancers": [barrier]})
             except octavia_errors.UpdateStatusError as error:
                 refused = (
-                    "Octavia refused the status update (barrier) of load balancer %s; the next round repeats it: %s"
+                    "Octavia refused the status update (barrier) of load balancer %s; the provider agent repeats the "
+                    "update in the next round: %s"
                 )
                 LOG.warning(refused, load_balancer_id, error.fault_string)
                 failed.add(load_balancer_id)
@@ -296,8 +298,8 @@ class Reporter:
         reports = _limit_deletions([one for one in found if self._is_due(one)])
         if not reports:
             return False
-        # The next call to Octavia starts with the load balancer after `_last_reported`. So many statuses of one load
-        # balancer do not delay the statuses of other load balancers.
+        # The next call to Octavia starts with the load balancer after `_last_reported`. A load balancer with many
+        # statuses therefore does not delay the statuses of other load balancers.
         self._last_reported = reports[-1].load_balancer_id
         # A reporter that has lost the reporting duty must not send statuses. Octavia would overwrite newer statuses
         # from another reporter with the old ones.
