@@ -17,8 +17,8 @@ from amphora_driver.render.bundle import BundlePartner, BundleVrrp
 # All pairs of amphorae use the same VRRP router id. RFC 9568 requires distinct ids because virtual routers share a
 # multicast group. Amphorae use unicast instead, so their ids may be equal.
 ROUTER_ID = 1
-# VRRP priority of an amphora after a handover of its VIPs. A higher priority shortens the wait before a takeover by up
-# to one advertisement interval (Skew_Time in RFC 9568, section 6.1).
+# VRRP priority of an amphora that has handed over its VIPs. The value is the lowest one, because an amphora with a
+# higher priority takes over VIPs up to one advertisement interval earlier (Skew_Time in RFC 9568, section 6.1).
 LAST_PRIORITY = 1
 # Name of the interface on the VIP network inside an amphora. `render/bundle.py` always puts this interface first.
 _INTERFACE = "eth1"
