@@ -67,8 +67,9 @@ def _driver_options(settings: Settings) -> _Sections:
             "targets": f"{topology.CONTROL_ADDRESS}:{HEALTH_PORT}",
             "interval": "1",
         },
-        # A sandbox has few amphorae. If all of them are silent, only a witness shows the controller whether the
-        # management network still works.
+        # If no amphora of a small sandbox sends heartbeats, either all amphorae or the management network may have
+        # failed. The controller then connects to another host on the management network, the witness. An answer of this
+        # host shows that the network works.
         "amp_failover": {"witnesses": f"{topology.WITNESS_ADDRESS}:{topology.WITNESS_PORT}"},
         "amp_status_page": {"bind_address": "127.0.0.1", "bind_port": str(STATUS_PORT)},
         "amp_compute_netns": {
