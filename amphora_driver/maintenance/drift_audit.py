@@ -60,7 +60,7 @@ _RETRY_AFTER = 60.0
 _MOST_REMEMBERED = 10_000
 # Maximum duration of a round of the drift audit in seconds.
 _ROUND_TIMEOUT = 20.0
-# Maximum number of seconds for which a round waits for answers before it checks again whether it must end.
+# Maximum number of seconds for which a round waits for answers. After each wait, the round checks whether it must end.
 _CHECK_EVERY = 0.2
 # Seconds after which the duty of the drift audit expires unless the controller renews the duty.
 _DUTY_LEASE = 60.0

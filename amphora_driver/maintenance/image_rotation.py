@@ -71,8 +71,8 @@ class RotationWatch:
 
     def __init__(self, silence: float) -> None:
         self._silence = silence
-        # By amphora id: the newest heartbeat, whether it arrived during the observation, and the seconds for which it
-        # has been the newest.
+        # By amphora id: the newest heartbeat, whether this heartbeat arrived during the observation, and the seconds
+        # for which no newer one has arrived.
         self._heartbeats: dict[str, tuple[tuple[int, int], bool, float]] = {}
         self._watched: dict[str, float] = {}
         self._well: dict[str, float] = {}

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from amphora_driver.plugins import Catalogue
 
 LOG = logging.getLogger(__name__)
-# The cleanup always removes up to this number of orphans of one kind, because crashes can leave a few orphans. It
-# removes more orphans only if they are at most a tenth of the objects of this kind.
+# The cleanup always removes up to this number of orphans of one kind, because crashes can leave a few orphans. A larger
+# number is removed only if it is at most a tenth of the objects of this kind.
 _MOST = 2
 _FAILED = "the orphan cleanup of backend %s failed, and the controller repeats it in the next round: %s"
 
@@ -103,8 +103,8 @@ class OrphanCleaner:
             )
         )
         if not (found or noted):
-            # Usually there are no orphans. The cleanup then starts no write transaction, because write transactions
-            # lock rows.
+            # If there are no orphans, which is usual, the cleanup starts no write transaction, because write
+            # transactions lock rows.
             return []
         for one in sorted(found - noted.keys()):
             LOG.warning(

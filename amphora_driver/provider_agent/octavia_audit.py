@@ -32,7 +32,7 @@ from amphora_driver.queue import local_socket, notifier
 from amphora_driver.store import desired_objects
 
 LOG = logging.getLogger(__name__)
-# At its start, a reporter (process of the provider agent that reports statuses) compares with Octavia all load
+# A reporter is the process of the provider agent that reports statuses. At its start, it compares with Octavia all load
 # balancers that changed within this number of seconds. The previous reporter may have ended before it finished its own
 # comparisons.
 _LOOK_BACK = 600.0
@@ -47,8 +47,8 @@ _CHILDREN: dict[type, dict[str, Any]] = {
     L7Policy: {"rules": ()},
     Pool: {"members": (), "healthmonitor": None},
 }
-# The comparison with Octavia ignores these fields of a load balancer. Octavia does not know the fields, or sends them
-# only at the creation.
+# The comparison with Octavia ignores these fields of a load balancer. Octavia does not know the fields, or sends the
+# fields only when the load balancer is created.
 _LOCAL_FIELDS = ("profile", "flavor", "availability_zone", "vip", "additional_vips")
 
 

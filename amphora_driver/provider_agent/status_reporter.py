@@ -340,7 +340,7 @@ class Reporter:
             ends = report.kind is Kind.LOAD_BALANCER and report.provisioning is Provisioning.DELETED
             if ends and self.library.get_loadbalancer(report.object_id) is None:
                 # Octavia refuses the status DELETED for an unknown load balancer. In this case, Octavia has already
-                # deleted the load balancer, or has never committed its creation.
+                # deleted the load balancer, or has never committed the creation.
                 return True
             backoff = min(2 * self._refused.get(report.object_id, (0.0, 0.125))[1], 60.0)
             metrics.count_reports("refused")

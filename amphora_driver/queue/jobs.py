@@ -27,10 +27,13 @@ from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import amphora, duty, job, request
 from amphora_driver.errors import LeaseLost
 
-# If a lease ends more than four lease times from now, the database clock was set back. For a duty, the limit is ten
-# lease times. Both limits are at least a minute. The limits are generous, because hosts may configure different lease
-# times.
-_LEASES, _DUTIES, _LEAST = 4, 10, 60.0
+# If a job's lease ends later than this number of lease times from now, the database clock was set back. The number is
+# high, because hosts may configure different lease times.
+_LEASES = 4
+# The corresponding number for the lease of a duty.
+_DUTIES = 10
+# Minimum of both limits in seconds.
+_LEAST = 60.0
 # After a crash of a controller, the job of the load balancer waits half a second for each earlier crash since the last
 # progress.
 _CRASH_BACKOFF = 0.5

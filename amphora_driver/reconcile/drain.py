@@ -100,7 +100,8 @@ class AmphoraRemoval:
                 address = str(partner.management_address)
                 self._agents.expect_vips(partner.id, address, drain + _DRAIN_MARGIN, deadline=self._job.deadline)
         except AgentError as error:
-            # If the job is preempted, `ensure_may_act` ends it here. A later job repeats the request to the partner.
+            # If the job is preempted, `ensure_may_act` ends the job here. A later job repeats the request to the
+            # partner.
             self._job.ensure_may_act()
             message = "amphora %s cannot forward open connections to amphora %s, so the VIP handover ends them: %s"
             LOG.warning(message, partner.id, amphora.id, error)

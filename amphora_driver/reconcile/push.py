@@ -322,7 +322,7 @@ def _rejected_objects(refusal: AgentRefused, served: Served) -> dict[str, str]:
     """Return the objects to omit, with the reasons by object id; empty if the refusal names no object."""
     if refusal.object_id is not None:
         return {refusal.object_id: refusal.happened}
-    # An agent without UDP support cannot parse a bundle with UDP listeners, so it answers HTTP status 400.
+    # An agent without UDP support cannot parse a bundle with UDP listeners, so the agent answers with HTTP status 400.
     if refusal.status == HTTPStatus.BAD_REQUEST:
         return {one.id: _NO_UDP_SUPPORT for one in served.virtual}
     return {}

@@ -155,8 +155,8 @@ class Reconciler:
         pause = max(until - self._database.now(), min(_MIN_PAUSE, until - view.now))
         if step.amphorae and self._boot_wait is not None:
             pause = max(pause, _PAUSE_PER_BOOT * len(self._boot_wait))
-        # `Jobs.clamp_due_times` ends pauses that are longer than any planned pause, because a clock jump may have
-        # caused them. The pause therefore has a maximum.
+        # The pause has a maximum, because `Jobs.clamp_due_times` ends longer pauses: a clock jump may have caused such
+        # a pause.
         pause = min(pause, max(self._context.conf.amp_controller.retry_most, _MAX_PAUSE))
         if view.applied >= view.generation:
             self._jobs.complete(job.lease, view.generation, self._database.now() + pause)
