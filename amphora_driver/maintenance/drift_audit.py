@@ -50,23 +50,28 @@ DUTY = "audit"
 _LONGEST_ROUND, _SHORTEST_ROUND = 5.0, 0.2
 # Number of rounds of the drift audit in one audit interval.
 _ROUNDS = 10
-# A round of the drift audit may query more amphorae than the audit interval requires, by this factor. The surplus
-# serves to repeat failed queries.
+# Factor by which a round of the drift audit may query more amphorae than the audit interval requires. The additional
+# queries repeat failed ones.
 _RESERVE = 1.5
-# Seconds within which an agent must answer the drift audit.
+# Time-out in seconds of a query from the drift audit to an agent.
 _AGENT_TIMEOUT = 5.0
-# An amphora that has not answered is queried again after this number of seconds.
+# Maximum number of seconds until the drift audit repeats a failed or postponed audit of an amphora.
 _RETRY_AFTER = 60.0
 _MOST_REMEMBERED = 10_000
-# Longest time of an audit round in seconds, and seconds after which the audit checks again whether the round must end.
-_ROUND_TIMEOUT, _CHECK_EVERY = 20.0, 0.2
-# Seconds for which a controller holds the duty of the drift audit, and seconds between two renewals of the duty.
-_DUTY_LEASE, _RENEW_EVERY = 60.0, 10.0
-# Number of queries for each thread of the drift audit: one query runs, and one waits for the thread.
+# Maximum duration of a round of the drift audit in seconds.
+_ROUND_TIMEOUT = 20.0
+# Maximum number of seconds for which a round waits for answers. After each wait, the round checks whether it must end.
+_CHECK_EVERY = 0.2
+# Seconds after which the duty of the drift audit expires unless the controller renews the duty.
+_DUTY_LEASE = 60.0
+# Seconds between two renewals of the duty of the drift audit.
+_RENEW_EVERY = 10.0
+# Number of queries per thread of the drift audit: one query runs, and one waits for the thread.
 _QUEUED = 2
-# The drift audit takes a reported generation as false if it exceeds the recorded generation by more than this number.
+# If the generation that an amphora reports exceeds the recorded generation by more than this number, the drift audit
+# regards the reported generation as impossible.
 _IMPLAUSIBLE = 2**31
-# Marks the end of the amphorae that are due for an audit.
+# Marks the end of the sequence of amphorae that are due for an audit.
 _END = object()
 
 
@@ -158,14 +163,15 @@ class DriftAuditor:
         self._most: int = audit.most_at_once
         self._pause: float = audit.renderer_pause
         self._round = min(max(self._interval / _ROUNDS, _SHORTEST_ROUND), _LONGEST_ROUND)
-        # By amphora id: the time at which the drift audit repeats a failed query, on the clock of `time.monotonic()`.
+        # By id of each amphora whose audit failed or was postponed: the time of the next attempt, on the clock of
+        # `time.monotonic()`.
         self._retry_at: dict[str, float] = {}
-        # Load balancers whose configuration this version of the driver renders differently (drift RENDERER). The first
-        # one was detected first.
+        # Ids of load balancers whose configuration this version of the driver renders differently (drift RENDERER), in
+        # the order of detection.
         self._outdated: dict[str, None] = {}
         self._pushed_at = time.monotonic()
-        # Drift RENDERER causes only one push of the same content. By load balancer id: the fingerprint of the content
-        # at the last such push.
+        # By load balancer id: the fingerprint of the content at the last push because of drift RENDERER. The drift
+        # audit does not request a second such push of the same content.
         self._pushed: dict[str, str] = {}
         self._renewed_at = 0.0
 
@@ -221,7 +227,7 @@ class DriftAuditor:
             del self._outdated[of]
             try:
                 self._push_outdated(pool, of)
-            except Exception as error:  # noqa: BLE001 - as in `_targets`; a later round finds it again
+            except Exception as error:  # noqa: BLE001 - an error must not stop the audit; a later round tries again
                 _log_failure(f"load balancer {of}", error)
         return done
 
@@ -254,7 +260,7 @@ class DriftAuditor:
         for found in due:
             try:
                 yield from self._targets_of(found)
-            except Exception as error:  # noqa: BLE001 - an error of one load balancer must not stop the audit of the others
+            except Exception as error:  # noqa: BLE001 - an error must not stop the audit of others
                 _log_failure(f"load balancer {found[0].load_balancer_id}", error)
                 self._put_off(one.amphora_id for one in found)
             yield None
@@ -263,8 +269,8 @@ class DriftAuditor:
         load_balancer_id, ids = due[0].load_balancer_id, {one.amphora_id for one in due}
         recorded = self._database.read(lambda c: load_record(c, load_balancer_id, self._context.catalogue))
         if recorded is None or recorded.generation != due[0].generation:
-            # The audit is postponed in two cases: the load balancer has changed since its amphorae were chosen, or its
-            # addresses are not known yet.
+            # The audit is postponed in two cases: the load balancer has changed since its amphorae were selected, or
+            # `load_record` cannot load a complete load balancer.
             self._put_off(ids)
             return
         expected = self._expected_digests(recorded)
@@ -282,7 +288,7 @@ class DriftAuditor:
             reported = answer.result()
             drift = classify_drift(target.recorded.generation, target.digest, reported)
             self._record(target.recorded, target.amphora, drift, reported)
-        except (Exception, CancelledError) as error:  # noqa: BLE001 - as in `_targets`
+        except (Exception, CancelledError) as error:  # noqa: BLE001 - an error must not stop the audit of others
             _log_failure(f"amphora {target.amphora.id}", error)
             self._put_off([target.amphora.id])
             return 0
@@ -312,7 +318,7 @@ class DriftAuditor:
         elif drift is Drift.IMPLAUSIBLE:
             why = f"{why}, which no controller has pushed; it now refuses every push: replace it with amphora failover"
             LOG.warning(
-                "the drift audit of load balancer %s found that amphora %s reports a false generation: %s",
+                "the drift audit of load balancer %s found that amphora %s reports an impossible generation: %s",
                 of,
                 amphora.id,
                 why,
@@ -329,8 +335,8 @@ class DriftAuditor:
 
         if self._database.write(write):
             LOG.warning(
-                "the drift audit makes a push of load balancer %s due, because the configuration of "
-                "amphora %s differs: %s",
+                "the drift audit requests a new push of the configuration of load balancer %s, because amphora %s "
+                "has a different configuration: %s",
                 of,
                 amphora.id,
                 why,
@@ -343,7 +349,7 @@ class DriftAuditor:
         if recorded is None:
             return
         # A push may have repaired the drift after the audit. The controller therefore queries the agents again before
-        # it makes the load balancer due.
+        # it requests another push.
         expected = self._expected_digests(recorded)
         ready = [one for one in recorded.amphorae if one.confirmed == recorded.generation]
         different = []
@@ -359,13 +365,14 @@ class DriftAuditor:
         if len(self._pushed) >= _MOST_REMEMBERED:
             self._pushed.clear()
         self._pushed[of] = _fingerprint(recorded)
-        # One revoked confirmation is enough, because the resulting push sends a new generation to all amphorae.
+        # The controller revokes the confirmation of only one amphora. The resulting push sends a new generation to all
+        # amphorae.
         first = different[0]
         why = "renderer: this version renders the load balancer in another way"
         if self._database.write(lambda c: config_drift.revoke_confirmation(c, first.id, recorded.generation, why)):
             LOG.info(
-                "the drift audit makes a push of load balancer %s due, because this version of the driver "
-                "renders it in another way",
+                "the drift audit requests a new push of the configuration of load balancer %s, because this version of "
+                "the driver renders it in another way",
                 of,
             )
             self._on_due()

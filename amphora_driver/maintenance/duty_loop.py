@@ -26,12 +26,15 @@ def run_duty(
             else:
                 work()
         except AmphoraDriverError as error:
-            LOG.warning("the work of the controller's duty %s failed, and the next round repeats it: %s", duty, error)
+            LOG.warning(
+                "the controller could not perform its duty %s and tries again in the next round: %s", duty, error
+            )
         except Exception:
-            # If the thread of a duty ended, no controller would do the work of the duty, and no component would report
-            # the failure.
-            LOG.exception("the work of the controller's duty %s failed unexpectedly, trying again in %g s", duty, every)
+            # If the thread of a duty ended, this controller would never perform the duty again, and no component would
+            # report the failure.
+            LOG.exception("the controller failed unexpectedly in its duty %s and tries again in %g s", duty, every)
     try:
         release()
     except AmphoraDriverError as error:
-        LOG.info("the controller could not release the duty %s, which expires by itself: %s", duty, error)
+        text = "the controller could not release its duty %s; another controller gets it when the lease expires: %s"
+        LOG.info(text, duty, error)

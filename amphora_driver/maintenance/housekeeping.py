@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 _DUTY = "housekeeping"
-# Maximum number of load balancers that get new TLS ticket keys in one round, because each of them needs a push.
+# Maximum number of load balancers that get new TLS ticket keys in one round of housekeeping. Each of them needs a push.
 _MOST_ROTATED = 200
 # Maximum number of transactions in which one round purges old fail-overs from the database. The next round purges the
 # rest.
@@ -64,7 +64,8 @@ class Housekeeping:
             if not acquire_duty(self._database, _DUTY, self._owner, 2 * every):
                 return
             if self._certificates is not None:
-                # Certificates come first, so that a backend that fails in a later task cannot prevent their renewal.
+                # Housekeeping renews certificates first. A failure of a backend in a later task then cannot prevent the
+                # renewal.
                 renew_certificates(self._certificates)
             self.release_unused_vips()
             self._orphans.clean_up()
@@ -135,7 +136,8 @@ class Housekeeping:
     def _release_vip(self, orphan: vip_claims.OrphanedClaim) -> bool:
         """Release the addresses; return False on an error, which must not stop the other releases."""
         LOG.info(
-            "Octavia did not create load balancer %s after the allocation of its VIPs, so the controller releases them",
+            "Octavia did not create load balancer %s after the allocation of its VIPs, so the controller releases "
+            "the VIPs",
             orphan.load_balancer_id,
         )
         try:

@@ -42,14 +42,16 @@ DUTY = "rotation"
 _EVERY = 1.0
 # Seconds for which a controller holds the duty of the image rotation.
 _DUTY_SECONDS = 10.0
-# A gap between two rounds counts as this number of seconds at most. During a longer gap, the process or the database
-# was paused.
+# Maximum number of seconds that the image rotation counts for a gap between two rounds. During a longer gap, the
+# process or the database was paused.
 _LONGEST_GAP = 3.0
-# One round of the image rotation considers this number of waiting load balancers, because the first ones may be busy.
+# Number of waiting load balancers that one round of the image rotation considers. The first ones may be busy, so a
+# round needs several candidates.
 _CANDIDATES = 100
-# An amphora counts as silent after this number of missed heartbeats. The second value is the time in seconds until a
-# heartbeat is recorded.
-_MISSED, _WRITING = 3, 2.0
+# Number of missed heartbeats after which an amphora counts as silent.
+_MISSED = 3
+# Maximum number of seconds until the database contains a received heartbeat.
+_WRITING = 2.0
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,13 +71,13 @@ class RotationWatch:
 
     def __init__(self, silence: float) -> None:
         self._silence = silence
-        # By amphora id: the newest heartbeat, whether it arrived during the observation, and the seconds for which it
-        # has been the newest.
+        # By amphora id: the newest heartbeat, whether this heartbeat arrived during the observation, and the seconds
+        # for which no newer one has arrived.
         self._heartbeats: dict[str, tuple[tuple[int, int], bool, float]] = {}
         self._watched: dict[str, float] = {}
         self._well: dict[str, float] = {}
-        # For each load balancer that is being replaced, at its first observation: the number of attempts of its job,
-        # and whether its status was ERROR.
+        # By id of each load balancer whose amphorae are being replaced: the number of attempts of its job, and whether
+        # its status was ERROR. Both values are from the first observation.
         self._first: dict[str, tuple[int, bool]] = {}
 
     def reset(self) -> None:
@@ -106,8 +108,8 @@ class RotationWatch:
             if item.state is ItemState.RUNNING:
                 watched[of] = self._watched.get(of, 0.0) + gap
                 before = self._first.get(of, (facts.attempts, facts.provisioning == "ERROR"))
-                # A successful job resets the number of attempts in the row of the load balancer. The remembered number
-                # must then decrease too.
+                # A successful job resets the number of attempts in the row of the load balancer. The number from the
+                # first observation must then decrease too.
                 first[of] = (min(before[0], facts.attempts), before[1] and facts.provisioning == "ERROR")
                 if plan.missing_condition(snapshot.rotation, item, facts) is None:
                     well[of] = self._well[of] + gap if of in self._well else 0.0
@@ -201,8 +203,8 @@ class ImageRotator:
         rotations.lock_work(connection, locked)
         snapshot = self._watch.add_durations(self._add_heard(self._read(connection, found)))
         now = connection.execute(sa.select(clock.now(connection))).scalar_one()
-        # This transaction has not locked load balancers that became ready meanwhile. Their replacement starts only in
-        # the next round.
+        # Another load balancer may have become ready after the transaction locked its rows. The replacement of this
+        # load balancer's amphorae starts only in the next round.
         moves = []
         for move in self._next_moves(snapshot):
             if not isinstance(move, StartItem) or move.item.load_balancer_id in locked:

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from amphora_driver.plugins import Catalogue
 
 LOG = logging.getLogger(__name__)
-# Crashes alone can leave this number of orphans of each kind of object. The cleanup removes more orphans only if they
-# are at most a tenth of the objects of this kind.
+# The cleanup always removes up to this number of orphans of one kind, because crashes can leave a few orphans. A larger
+# number is removed only if it is at most a tenth of the objects of this kind.
 _MOST = 2
-_FAILED = "orphan cleanup of backend %s failed, the next run repeats it: %s"
+_FAILED = "the orphan cleanup of backend %s failed, and the controller repeats it in the next round: %s"
 
 
 class OrphanCleaner:
@@ -103,11 +103,12 @@ class OrphanCleaner:
             )
         )
         if not (found or noted):
-            # Usually no machine or port is an orphan. The cleanup then writes nothing, because a write locks rows.
+            # If there are no orphans, which is usual, the cleanup starts no write transaction, because write
+            # transactions lock rows.
             return []
         for one in sorted(found - noted.keys()):
             LOG.warning(
-                "%s %s of backend %s has no owner in the database, so the orphan cleanup removes it in %.0f s",
+                "the orphan cleanup will remove %s %s of backend %s in %.0f s, because it has no owner in the database",
                 kind.value,
                 one,
                 backend,
@@ -124,8 +125,9 @@ class OrphanCleaner:
         if _is_plausible(len(due), len(existing)):
             return due
         LOG.error(
-            "%d of %d %s of backend %s have no owner: none is removed. Check whether rows were lost (an empty or "
-            "restored database) or another deployment uses the same place; otherwise remove some of them manually",
+            "%d of %d %s of backend %s have no owner: none is removed by the orphan cleanup. Check whether rows were "
+            "lost (an empty or restored database) or another deployment has the same name in this backend; "
+            "otherwise remove some of them manually",
             len(due), len(existing), kind.value, backend,
         )  # fmt: skip
         return []

@@ -25,8 +25,8 @@ from amphora_driver.model.secret_refs import Purpose, SecretName
 from amphora_driver.store import amphorae, ca_records, sealed_secrets
 
 LOG = logging.getLogger(__name__)
-# By sealed column: the location of a value depends on the primary key and on the listed columns. The function computes
-# the location.
+# By sealed column: two parts. The first part lists the columns that determine the location of a value in addition to
+# the primary key. The second part is the function that computes the location.
 _LOCATIONS: dict[sa.Column[Any], tuple[tuple[sa.Column[Any], ...], Callable[[sa.Row[Any]], SecretLocation]]] = {
     secret.c.sealed: (
         (),
@@ -40,8 +40,7 @@ _LOCATIONS: dict[sa.Column[Any], tuple[tuple[sa.Column[Any], ...], Callable[[sa.
 }
 # All database columns with sealed values. A unit test searches the tables for sealed columns that are missing here.
 SEALED: tuple[sa.Column[Any], ...] = tuple(_LOCATIONS)
-# Maximum number of rows that one transaction re-encrypts, because other writers of the database wait for the
-# transaction.
+# Maximum number of rows that one transaction re-encrypts. Other writers of the database wait for the transaction.
 _BATCH = 100
 
 
@@ -75,8 +74,8 @@ def count_key_usage(database: Database, vault: Vault) -> list[KeyUsage]:
                 if misplaced:
                     key = ", ".join(map(str, row[: len(column.table.primary_key)]))
                     LOG.warning(
-                        "the driver keeps a misplaced secret: the value in column %s of row %s was sealed "
-                        "for another row or purpose",
+                        "the secret in column %s of row %s was encrypted for another row or another purpose, so "
+                        "the driver does not use the secret and leaves it unchanged",
                         column,
                         key,
                     )

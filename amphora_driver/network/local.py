@@ -50,8 +50,8 @@ class LocalNetwork:
 
     supports: ClassVar[frozenset[str]] = frozenset({"vip_qos_policy_id", "vip_sg_ids", "client_address"})
     wiring: ClassVar[str] = "bridge"
-    # The bridges let all traffic to listeners pass, so the backend needs no rules for listeners. A listing of all
-    # owners takes a millisecond, so no pause is needed between two listings.
+    # The bridges let all traffic to listeners pass, so the backend needs no rules for listeners. A query of all owners
+    # takes a millisecond, so no pause is needed between two queries.
     listener_rules = False
     listing_interval = 0.0
 
@@ -154,8 +154,8 @@ class LocalNetwork:
     def owners(self) -> Owners:
         query = sa.select(local_port.c.owner, local_port.c.ours).distinct()
         found = self._database.read(lambda c: c.execute(query).all())
-        # Hosts of the sandbox also own ports, so only owners with the form of an amphora id count as amphorae. The port
-        # of a user may hold VIPs: the backend releases such a port but never deletes it.
+        # Hosts of the sandbox also own ports, so only owners with the form of an amphora id count as amphorae. VIPs may
+        # use a port that a user created. The backend releases this port but never deletes it.
         return Owners(
             amphorae=frozenset(row.owner for row in found if row.ours and _AMPHORA.fullmatch(row.owner)),
             load_balancers=frozenset(

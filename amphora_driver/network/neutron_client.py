@@ -156,7 +156,8 @@ class Neutron:
             return found
         value = read()
         with self._lock:
-            # Expired values of other keys are removed too, because no call reads the keys of deleted networks again.
+            # The cache also drops expired values of other keys. A value of a deleted network would otherwise stay
+            # forever, because no call reads its key again.
             self._cache = {one: kept for one, kept in self._cache.items() if now < kept[0]}
             self._cache[key] = (now + self._cache_time, value)
         return value

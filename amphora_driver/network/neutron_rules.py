@@ -17,11 +17,13 @@ import msgspec
 from amphora_driver.model.network import ListenerRule
 
 FAMILIES = ("IPv4", "IPv6")
-# Amphorae reach each other by VRRP (a protocol number) and on two ports: HAProxy's stick tables use the TCP port, and
-# the tunnel of a planned handover uses the UDP port.
+# Protocol number of VRRP, which the two amphorae of a load balancer use between each other.
 _VRRP = "112"
+# Ports that amphorae open for each other. HAProxy synchronizes stick tables over the TCP port. The UDP port is for the
+# tunnel of a planned handover.
 _PEER_PORTS = (("tcp", 1025), ("udp", 4789))
-# Neutron may return a protocol under several names and numbers. The values are the names that the driver uses.
+# By name or number of a protocol in Neutron: the name that the driver uses. Neutron may return a protocol under several
+# names and numbers.
 _NUMBERS = {"vrrp": _VRRP, "6": "tcp", "17": "udp", "132": "sctp", "ipv6-icmp": "icmpv6", "58": "icmpv6", "1": "icmp"}
 
 

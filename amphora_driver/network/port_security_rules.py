@@ -20,9 +20,9 @@ PROTOCOLS = ("tcp", "udp", "sctp", "icmp", "icmpv6")
 _WITH_PORTS = ("tcp", "udp", "sctp")
 # Number of bytes in a kilobit, the unit of the rates in a QoS policy.
 _BYTES = 125
-# The permitted burst is this number of seconds at the full rate, as usual for TCP. It is at least the second value in
-# bytes: four of the kernel's largest frames.
+# Duration in seconds of the permitted burst at the full rate. Neutron's documentation recommends this value for TCP.
 _BURST = 0.8
+# Minimum size of the permitted burst in bytes: four of the kernel's largest frames (64 KiB).
 _LEAST_BURST = 256 * 1024
 # Some ICMP messages always pass the packet rules of a VIP. Neighbour discovery is needed to find the VIP. The other
 # types serve path MTU discovery (RFC 1191, RFC 8201).

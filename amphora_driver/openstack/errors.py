@@ -89,7 +89,7 @@ def translated(wanted: str) -> Iterator[None]:
 
 def transport_error(error: Exception, wanted: str) -> AmphoraDriverError:
     """Return the error for a service that did not answer."""
-    from keystoneauth1 import exceptions  # noqa: PLC0415 - takes long, and octavia-api may never connect
+    from keystoneauth1 import exceptions  # noqa: PLC0415 - a slow import, and octavia-api may never connect
 
     reason = " ".join(f"{type(error).__name__}: {error}".split())[:_MOST]
     if isinstance(error, exceptions.ConnectTimeout):

@@ -32,22 +32,23 @@ from amphora_driver.queue import local_socket, notifier
 from amphora_driver.store import desired_objects
 
 LOG = logging.getLogger(__name__)
-# The previous reporter may have ended before some of its comparisons with Octavia. So a new reporter compares all load
-# balancers that changed in the last ten minutes.
+# A reporter is the process of the provider agent that reports statuses. At its start, it compares with Octavia all load
+# balancers that changed within this number of seconds. The previous reporter may have ended before it finished its own
+# comparisons.
 _LOOK_BACK = 600.0
-# A read that Octavia cannot answer occupies Octavia for half a minute. So the delay between failed comparisons grows up
-# to ten minutes.
+# Shortest and longest delay in seconds after a failed comparison with Octavia. The delay grows, because a read that
+# Octavia cannot answer occupies Octavia for half a minute.
 _FIRST_BACKOFF, _MAX_BACKOFF = 15.0, 600.0
-# Before the comparison of two objects, the provider agent empties the fields that contain child objects. So the
-# comparison ignores the children.
+# The provider agent compares objects without their child objects. Before a comparison, it therefore sets these fields,
+# which contain the children, to empty values.
 _CHILDREN: dict[type, dict[str, Any]] = {
     LoadBalancer: {"listeners": (), "pools": ()},
     Listener: {"l7policies": ()},
     L7Policy: {"rules": ()},
     Pool: {"members": (), "healthmonitor": None},
 }
-# The comparison with Octavia ignores these fields of a load balancer. Octavia does not know the fields, or sends them
-# only at the creation.
+# The comparison with Octavia ignores these fields of a load balancer. Octavia does not know the fields, or sends the
+# fields only when the load balancer is created.
 _LOCAL_FIELDS = ("profile", "flavor", "availability_zone", "vip", "additional_vips")
 
 
@@ -142,8 +143,8 @@ class OctaviaAuditor:
             return True
         dropped = "Octavia rolled back member removals of load balancer %s; the provider agent restores members %s"
         LOG.warning(dropped, load_balancer_id, ", ".join(lost))
-        # The provider agent restores only the removed members of a batch that Octavia has rolled back. The scheduled
-        # comparison with Octavia finds the members that the batch created or changed.
+        # If Octavia rolled back a batch of member changes, the provider agent restores only the members that the batch
+        # removed. The scheduled comparison with Octavia corrects the members that the batch created or changed.
         if self._database.write(lambda connection: sync_transactions.restore_members(connection, row, lost)):
             self.schedule([load_balancer_id])
             notifier.notify(self._conf, local_socket.CONTROLLER, load_balancer_id)
@@ -155,7 +156,7 @@ class OctaviaAuditor:
         if before is None:
             if self._database.read(lambda connection: sync_transactions.is_present(connection, load_balancer_id)):
                 self.schedule([load_balancer_id])
-                # A comparison that has not asked Octavia causes no load in Octavia, so the next comparison starts
+                # This comparison sent no request, so it caused no load in Octavia. The next comparison therefore starts
                 # without a delay.
                 self._next = 0.0
             return False
@@ -163,7 +164,8 @@ class OctaviaAuditor:
         found = self._library().get_loadbalancer(load_balancer_id)
         if found is None:
             unknown = (
-                "Octavia does not know load balancer %s; `amphoractl loadbalancer resync --remove-unknown` deletes it"
+                "the driver keeps load balancer %s, although Octavia does not know it; "
+                "`amphoractl loadbalancer resync --remove-unknown` deletes it in the driver"
             )
             LOG.warning(unknown, load_balancer_id)
             return False
@@ -241,8 +243,8 @@ def nodes_by_id(tree: LoadBalancer) -> Mapping[str, Node]:
 
 
 def _comparable_nodes(tree: LoadBalancer) -> Mapping[str, Node]:
-    # Only the order of L7 policies matters for the comparison. So `without_objects` renumbers the policies to hide
-    # different positions with the same order.
+    # The comparison ignores different position numbers of L7 policies if the order is the same. The function
+    # `without_objects` therefore renumbers the policies.
     return nodes_by_id(without_objects(tree, ()))
 
 

@@ -142,7 +142,8 @@ class OctaviaReader:
             if time.monotonic() - since > self._conf.amp_octavia.commit_timeout:
                 self._unknown.pop(row.load_balancer_id)
                 LOG.warning(
-                    "Octavia has not committed load balancer %s in time; the provider agent deletes it",
+                    "Octavia has not committed the creation of load balancer %s in time; the driver deletes the load "
+                    "balancer",
                     row.load_balancer_id,
                 )
                 self._database.write(lambda c: sync_transactions.delete_unknown(c, row.load_balancer_id))

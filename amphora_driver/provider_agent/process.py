@@ -31,8 +31,8 @@ LOG = logging.getLogger(__name__)
 # The supervisor waits 0.2 s before it restarts a child process. Without a delay, a child that always fails would use a
 # whole processor.
 _RESTART_DELAY = 0.2
-# A process that died while it waited for octavia-driver-agent's exit event would block octavia-driver-agent forever. So
-# all processes poll the event.
+# Seconds between two checks whether the provider agent must stop. The processes do not wait for octavia-driver-agent's
+# exit event: if a waiting process died, octavia-driver-agent would block forever.
 _POLL_INTERVAL = 0.5
 # The supervisor of the provider agent kills a child process that does not stop within 3 s.
 _STOP_TIMEOUT = 3.0
@@ -57,7 +57,7 @@ class _DriverAgent:
             self._poll.register(os.pidfd_open(os.getppid()), select.POLLIN)
         except OSError as error:
             LOG.info(
-                "the provider agent stops only on the exit event, because it cannot watch octavia-driver-agent: %s",
+                "the provider agent cannot detect a crash of octavia-driver-agent and would continue after a crash: %s",
                 error,
             )
 
@@ -108,8 +108,8 @@ def run(exit_event: Event, driver_agent: _DriverAgent | None = None) -> None:
     for child in running.values():
         child.join(_STOP_TIMEOUT)
         if child.is_alive():
-            # A child process that does not stop still waits for an answer from Octavia. The supervisor kills the child,
-            # because the next reporter repeats the work.
+            # A child process that does not stop still waits for an answer from Octavia. The supervisor may kill the
+            # child, because the next reporter repeats the work.
             child.kill()
             child.join()
 

@@ -189,7 +189,8 @@ class Resyncer:
         except Exception as error:
             if not isinstance(error, AmphoraDriverError):
                 LOG.exception(
-                    "the provider agent cannot use Octavia's answer for load balancer %s and keeps its desired state",
+                    "the provider agent cannot use Octavia's answer for load balancer %s and keeps the recorded "
+                    "configuration",
                     recorded.id,
                 )
             return None, f"Octavia's answer cannot be used: {error}"[:_MAX_DETAIL]

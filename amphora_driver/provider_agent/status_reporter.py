@@ -268,7 +268,8 @@ class Reporter:
             if error.status_object_id is None or len(barriers) == 1:
                 raise
             LOG.warning(
-                "Octavia refused the status updates (barriers) of several load balancers; they are sent one by one: %s",
+                "Octavia refused status updates (barriers) of several load balancers; the provider agent repeats the "
+                "updates one by one: %s",
                 error.fault_string,
             )
         else:
@@ -282,7 +283,8 @@ class Reporter:
                 self._update_octavia("barrier", {"loadbalancers": [barrier]})
             except octavia_errors.UpdateStatusError as error:
                 refused = (
-                    "Octavia refused the status update (barrier) of load balancer %s; the next round repeats it: %s"
+                    "Octavia refused the status update (barrier) of load balancer %s; the provider agent repeats the "
+                    "update in the next round: %s"
                 )
                 LOG.warning(refused, load_balancer_id, error.fault_string)
                 failed.add(load_balancer_id)
@@ -296,8 +298,8 @@ class Reporter:
         reports = _limit_deletions([one for one in found if self._is_due(one)])
         if not reports:
             return False
-        # The next call to Octavia starts with the load balancer after `_last_reported`. So many statuses of one load
-        # balancer do not delay the statuses of other load balancers.
+        # The next call to Octavia starts with the load balancer after `_last_reported`. A load balancer with many
+        # statuses therefore does not delay the statuses of other load balancers.
         self._last_reported = reports[-1].load_balancer_id
         # A reporter that has lost the reporting duty must not send statuses. Octavia would overwrite newer statuses
         # from another reporter with the old ones.
@@ -338,7 +340,7 @@ class Reporter:
             ends = report.kind is Kind.LOAD_BALANCER and report.provisioning is Provisioning.DELETED
             if ends and self.library.get_loadbalancer(report.object_id) is None:
                 # Octavia refuses the status DELETED for an unknown load balancer. In this case, Octavia has already
-                # deleted the load balancer, or has never committed its creation.
+                # deleted the load balancer, or has never committed the creation.
                 return True
             backoff = min(2 * self._refused.get(report.object_id, (0.0, 0.125))[1], 60.0)
             metrics.count_reports("refused")

@@ -90,8 +90,8 @@ class ControllerConsumer(_Consumer):
         for name in _VERBOSE_LOGGERS:
             logging.getLogger(name).setLevel(logging.WARNING)
 
-        # Celery registers only functions with a name as tasks. So a nested function calls `on_hint`, which may have no
-        # name.
+        # Celery registers only functions that have a name as tasks, and the function `on_hint` may have none. The
+        # nested function therefore calls `on_hint`.
         def handle_hint(load_balancer_id: str | None) -> None:
             on_hint(load_balancer_id)
 
@@ -113,7 +113,8 @@ class ControllerConsumer(_Consumer):
             # The consumer catches every exception and connects again. Errors of Celery, the broker and the network have
             # no common base class.
             LOG.exception(
-                "the controller failed to receive hints from the message broker and tries again in %g s", _RETRY_SECONDS
+                "the controller failed to receive hints about new work from the message broker and tries again in %g s",
+                _RETRY_SECONDS,
             )
 
 
@@ -129,7 +130,7 @@ class ReporterConsumer(_Consumer):
         limits = {"connect_timeout": rabbitmq.CONNECT_SECONDS, "heartbeat": rabbitmq.HEARTBEAT_SECONDS}
         connection = kombu.Connection(self._url, **limits)
         # RabbitMQ deletes the exclusive queue of a provider agent when the connection ends. A provider agent does not
-        # need hints from a time without a connection.
+        # need the hints that are sent while it has no connection.
         queue = kombu.Queue(exchange=rabbitmq.REPORTERS, exclusive=True, durable=False, auto_delete=True)
         try:
             with connection.Consumer(queue, callbacks=[self._handle], no_ack=True):
@@ -139,7 +140,9 @@ class ReporterConsumer(_Consumer):
                     except TimeoutError:
                         connection.heartbeat_check()
         except Exception as error:  # noqa: BLE001 - library, broker and network errors have no common base
-            text = "the provider agent failed to receive hints from the message broker and tries again in %g s: %s"
+            text = (
+                "the provider agent failed to receive hints about new work from the broker and tries again in %g s: %s"
+            )
             LOG.info(text, _RETRY_SECONDS, type(error).__name__)
         finally:
             connection.collect()

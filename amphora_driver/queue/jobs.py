@@ -27,10 +27,13 @@ from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import amphora, duty, job, request
 from amphora_driver.errors import LeaseLost
 
-# A lease that ends more than four lease times from now shows that the database clock was set back. For a duty, the
-# limit is ten lease times. Both limits are at least a minute. The limits are generous, because hosts may configure
-# different lease times.
-_LEASES, _DUTIES, _LEAST = 4, 10, 60.0
+# If a job's lease ends later than this number of lease times from now, the database clock was set back. The number is
+# high, because hosts may configure different lease times.
+_LEASES = 4
+# The corresponding number for the lease of a duty.
+_DUTIES = 10
+# Minimum of both limits in seconds.
+_LEAST = 60.0
 # After a crash of a controller, the job of the load balancer waits half a second for each earlier crash since the last
 # progress.
 _CRASH_BACKOFF = 0.5
@@ -84,8 +87,8 @@ class Jobs:
                 owner=self._owner,
                 epoch=row.epoch + 1,
                 attempts=row.attempts,
-                # If the `job` row still names an owner, the owner did not return the lease. So the claim counts a crash
-                # of the owner.
+                # If the `job` row still names an owner, the owner did not return the lease. The claim counts this as a
+                # crash of the owner.
                 crashes=row.crashes + (row.owner is not None),
             )
             # The claim of a lease resets `due_at` to zero. If `due_at` is URGENT at the end of the job, an urgent event
@@ -139,9 +142,10 @@ class Jobs:
 
         def write(connection: sa.Connection) -> None:
             if connection.dialect.name == "postgresql":
-                # A separate statement locks the `job` row first. In PostgreSQL, an UPDATE that waits for a row lock
-                # does not read other tables again. It could then mark the job as done although an amphora has just
-                # reported the loss of its configuration.
+                # In PostgreSQL, a separate statement locks the `job` row before the next statement updates the row.
+                # Without this lock, the UPDATE could wait for another transaction and would then not read other tables
+                # again. The UPDATE could mark the job as done although an amphora has just reported the loss of its
+                # configuration.
                 connection.execute(_LOCK_ROW, {"of": lease.load_balancer_id})
             # A single statement checks that the controller still owns the lease of the job, and returns the lease.
             if connection.execute(statement, bound).rowcount != 1:
@@ -258,8 +262,9 @@ class Jobs:
             soon = clock.now(connection) + self._seconds
             return due + connection.execute(job.update().where(leased).values(leased_until=soon)).rowcount
 
-        # A due time or a lease that is too far in the future is rare. So the controller first searches without locks,
-        # and writes only if the search finds one.
+        # After the database clock was set back, due times and lease ends may be too far in the future. Such rows are
+        # rare. The controller therefore first searches without locks, and starts a write transaction only if it finds
+        # such a row.
         return self._database.write(write) if self._database.read(look) else 0
 
 
@@ -296,8 +301,8 @@ _DUE_AGAIN = sa.or_(
     _URGENT,
     sa.and_(sa.or_(job.c.applied < job.c.generation, _IS_BEHIND), sa.not_(job.c.read_back)),
 )
-# A job is not finished while an amphora is retiring. The `due_at` value URGENT is no sufficient sign, because another
-# write may have replaced the value.
+# A job is not finished while an amphora is retiring. The value URGENT of `due_at` does not reliably show a retiring
+# amphora, because another write may have replaced the value.
 _NOT_OVER = sa.or_(_DUE_AGAIN, sa.and_(_IS_LEAVING, sa.not_(job.c.read_back)))
 _RETURNED = {"owner": None, "leased_until": None, "attempts": 0, "crashes": 0, "error": None}.items()
 _AGAIN = sa.bindparam("again", type_=sa.Double)
@@ -309,8 +314,8 @@ _COMPLETE_FOR_NOW = (
     .where(*_MINE)
     .ordered_values(("due_at", sa.case((_DUE_AGAIN, 0.0), else_=_AGAIN)), ("dirty", True), *_RETURNED)
 )
-# Every write under a lease increments `writes`. So Galera detects a collision if another node has granted the lease to
-# another controller. A write that proves progress also resets `crashes`.
+# Every write under a lease increments `writes`. If another node of a Galera cluster has granted the lease to another
+# controller, Galera therefore detects a collision. A write that proves progress also resets `crashes`.
 _GUARD_INTENT = job.update().where(*_MINE).values(writes=job.c.writes + 1)
 _GUARD = _GUARD_INTENT.values(crashes=0)
 _GUARD_APPLIED = _GUARD.values(applied=sa.bindparam("new_applied", type_=sa.BigInteger))

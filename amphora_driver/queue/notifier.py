@@ -29,8 +29,8 @@ LOG = logging.getLogger(__name__)
 CELERY = "celery"
 # At most 1000 hints about due load balancers wait for the message broker, and at most one hint for each load balancer.
 _MOST_WAITING = 1000
-# If the publisher cannot reach the message broker, the publisher waits 0.2 seconds. Later pauses grow to at most five
-# seconds.
+# Shortest and longest pause in seconds after the publisher could not reach the message broker. The pause grows with
+# each failure.
 _BACKOFF = (0.2, 5.0)
 _STOP_SECONDS = 5.0
 _Hint = tuple[str, str | None]
@@ -66,7 +66,7 @@ def _consume_hints(conf: ConfigOpts, name: str, on_hint: Callable[..., None]) ->
         yield
         return
     try:
-        from amphora_driver.queue import consumer  # noqa: PLC0415 - only with engine celery, as in `Publisher`
+        from amphora_driver.queue import consumer  # noqa: PLC0415 - only the engine `celery` needs it
     except ImportError as error:
         raise _not_installed(error) from error
     thread = getattr(consumer, name)(conf.amp_queue.broker_url, on_hint)
@@ -154,7 +154,7 @@ class Publisher:
             sender.send(*hint)
         except Exception as error:  # noqa: BLE001 - the library's, broker's and network's errors have no common base
             LOG.info(
-                "the publisher failed to send a hint and discards the connection to the message broker: %s",
+                "the publisher failed to send a hint about new work and drops its connection to the message broker: %s",
                 type(error).__name__,
             )
             sender.discard_connection()

@@ -24,17 +24,19 @@ from amphora_driver.errors import AmphoraDriverError
 LOG = logging.getLogger(__name__)
 # Shortest and longest pause in seconds between two attempts to connect to the port of a booting amphora.
 _MIN_PAUSE, _MAX_PAUSE = 0.01, 0.25
-# The shortest pause grows by these numbers of seconds: for each second of waiting, and for each awaited amphora.
-_PAUSE_PER_SECOND, _PAUSE_PER_ENTRY = 0.02, 0.0005
+# Minimum pause between two attempts, in seconds per second that the controller has waited for the amphora.
+_PAUSE_PER_SECOND = 0.02
+# Minimum pause between two attempts, in seconds per amphora for which the controller waits.
+_PAUSE_PER_ENTRY = 0.0005
 # Seconds after which the controller repeats an unanswered connection attempt. The kernel would repeat its SYN packet
-# only after one, three and seven seconds (RFC 6298). Most amphorae listen earlier.
+# only after one, three and seven seconds (RFC 6298). Most amphorae begin to listen earlier.
 _CONNECT_TIMEOUT = 0.5
-# Some booting amphorae accept connections although their agent does not answer yet. Shortest and longest delay in
-# seconds before the controller connects to such an amphora again. The delay doubles with each attempt.
+# Shortest and longest delay in seconds before the controller connects to a booting amphora again. The controller does
+# so if the amphora accepted a connection, but its agent did not answer. The delay doubles with each attempt.
 _REPEAT_DELAY, _MAX_REPEAT_DELAY = 0.05, 5.0
 _MAX_DOUBLINGS = 8
-# Seconds for which the controller remembers a successful connection to an amphora. A remembered connection delays the
-# next connection attempt.
+# Seconds for which the controller remembers a successful connection to an amphora. During this time, the next
+# connection attempt is delayed.
 _REMEMBER_SECONDS = 60.0
 # Seconds for which the thread of `BootWait` pauses after an unexpected error.
 _ERROR_BACKOFF = 0.5
@@ -113,7 +115,9 @@ class BootWait:
                 except Exception:
                     # If the thread of `BootWait` ended, no component would report that. A job would then continue only
                     # at the end of its planned pause, even if the agent answered earlier.
-                    LOG.exception("the controller's wait for booting amphorae failed unexpectedly and continues")
+                    LOG.exception(
+                        "the controller failed unexpectedly while it waited for booting amphorae, and continues"
+                    )
                     time.sleep(_ERROR_BACKOFF)
         finally:
             with self._lock:
@@ -149,8 +153,8 @@ class BootWait:
             self._on_listening(sorted({one.load_balancer_id for one in listening}))
         except (AmphoraDriverError, OSError) as error:
             LOG.warning(
-                "the controller could not start the jobs of load balancers with booted amphorae, the next "
-                "poll starts them: %s",
+                "the controller could not start the jobs of load balancers with booted amphorae; the next "
+                "poll of the database starts them: %s",
                 error,
             )
 

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from amphora_driver.agent.responses import Vrrp
 
 LOG = logging.getLogger(__name__)
-# After a handover, the new VIP holder forwards the connections of the draining amphora. It remains ready for this
-# number of seconds longer than the drain.
+# After a handover, the new VIP holder forwards the connections of the draining amphora. The new holder is ready to
+# forward for this number of seconds after the end of the drain.
 _DRAIN_MARGIN = 5.0
 # Time-out in seconds of a query to a retiring amphora.
 _QUERY_TIMEOUT = 5.0
@@ -67,12 +67,12 @@ class AmphoraRemoval:
         try:
             return self._agents.vrrp(amphora.id, str(amphora.management_address), deadline=deadline)
         except AgentError as error:
-            # If the job is preempted, the preemption may have caused the error, which then says nothing about the
-            # amphora. `ensure_may_act` ends a preempted job.
+            # The error may come from the preemption of this job and then says nothing about the amphora.
+            # `ensure_may_act` ends a preempted job.
             self._job.ensure_may_act()
             LOG.info(
-                "the controller could not query the VIPs and the drain of amphora %s and continues "
-                "without the answer: %s",
+                "the controller could not ask amphora %s whether it holds the VIPs or drains connections, and "
+                "continues without the answer: %s",
                 amphora.id,
                 error,
             )
@@ -100,9 +100,10 @@ class AmphoraRemoval:
                 address = str(partner.management_address)
                 self._agents.expect_vips(partner.id, address, drain + _DRAIN_MARGIN, deadline=self._job.deadline)
         except AgentError as error:
-            # If the job is preempted, `ensure_may_act` ends it here. A later job repeats the request to the partner.
+            # If the job is preempted, `ensure_may_act` ends the job here. A later job repeats the request to the
+            # partner.
             self._job.ensure_may_act()
-            message = "amphora %s cannot forward the connections of amphora %s, handing over without a drain: %s"
+            message = "amphora %s cannot forward open connections to amphora %s, so the VIP handover ends them: %s"
             LOG.warning(message, partner.id, amphora.id, error)
             drain = 0.0
         left = self._release_vips(amphora, drain, direct_answers=direct_answers)
@@ -131,8 +132,8 @@ class AmphoraRemoval:
             except AgentError as error:
                 self._job.ensure_may_act()
                 LOG.warning(
-                    "amphora %s did not confirm the release of the VIPs, so the controller queries "
-                    "whether it holds them: %s",
+                    "amphora %s did not confirm the release of the VIPs, so the controller asks the amphora "
+                    "whether it still holds the VIPs: %s",
                     amphora.id,
                     error,
                 )

@@ -318,7 +318,7 @@ class StepExecutor:
             self._check_boot_timeout(amphora, error)
             if not isinstance(error, AgentUnreachable):
                 # The agent refuses the request or is not trusted, so another machine may use the address. The job
-                # fails, so that its error is recorded.
+                # fails, so that the database records the error.
                 raise
             LOG.info(
                 "the agent of booting amphora %s does not answer yet, so the controller queries it again later: %s",

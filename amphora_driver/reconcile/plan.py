@@ -21,8 +21,8 @@ _DRAIN_CHECK_PAUSE = 2.0
 _VIP_CHECK_PAUSE = 0.1
 # Shortest and longest pause in seconds before the controller checks a booting amphora again.
 _BOOT_PAUSE, _MAX_BOOT_PAUSE = 1.0, 10.0
-# Order of the boot steps in a plan. All amphorae boot before the controller waits for the first agent, so the machines
-# boot in parallel.
+# Order of the boot steps in a plan. The controller starts the boots of all amphorae before it waits for the first
+# agent, so the machines boot in parallel.
 _STAGES = (steps.Boot, steps.Plug, steps.AwaitAgent)
 
 
@@ -212,8 +212,8 @@ class AmphoraSet:
     def push_step(self, arrived: Sequence[Amphora]) -> steps.Push:
         """Return the push to amphorae that are behind, and to a retiring VIP holder for its VRRP peers."""
         behind = self.behind(arrived)
-        # A retiring amphora that holds the VIPs needs the new VRRP peers. It gets the push even if it serves this
-        # generation already.
+        # A retiring amphora that still holds the VIPs must know the new VRRP peers. The controller therefore pushes to
+        # this amphora too, even if the amphora already serves this generation.
         holders = self._retiring_holder()
         return steps.Push(
             waves=vrrp_peers.order_waves([*behind, *holders], self._holder, self._silent)
@@ -231,8 +231,8 @@ class AmphoraSet:
         """Return the release of replaced amphorae, or the VIP handover before the next replacement."""
         roles = {one.role for one in self.live}
         # The controller hands VIPs over only between two amphorae. An amphora that still drains after an earlier
-        # fail-over is a third one, so it is released first. Dead amphorae do not count, because the deletion of their
-        # machines may take long.
+        # fail-over would be a third one, so the controller releases it first. Dead amphorae do not count, because the
+        # deletion of their machines may take long.
         replaced = [
             one for one in self.retiring if not one.dead and (one.role in roles or one.drains_until is not None)
         ]

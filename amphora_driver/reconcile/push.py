@@ -45,12 +45,13 @@ from amphora_driver.untrusted_text import printable
 Answers = dict[str, AgentError | None]
 
 LOG = logging.getLogger(__name__)
-# The controller repeats a push without the objects that HAProxy refuses. This is the maximum number of attempts.
+# Maximum number of attempts to push to one group of amphorae. After HAProxy refuses objects, the controller repeats the
+# push without these objects.
 _MAX_REJECTED_OBJECTS = 16
 _NO_UDP_SUPPORT = "its amphorae do not support UDP and SCTP: rotate them (amphoractl rotate)"
 # Time-out in seconds of a push to a retiring amphora.
 _RETIRING_TIMEOUT = 5.0
-# Time-out in seconds of the query whether the amphorae hold the VIPs.
+# Time-out in seconds of the query that asks the amphorae whether they hold the VIPs.
 _VIP_QUERY_TIMEOUT = 3.0
 
 
@@ -203,8 +204,8 @@ class BundlePush:
             # other amphorae.
             deadline = deadline.within(_RETIRING_TIMEOUT)
         applied = self._agents.put_bundle(amphora.id, str(amphora.management_address), body, deadline=deadline)
-        # Another controller may have pushed a newer generation meanwhile, which is no error. An older generation is an
-        # error.
+        # Another controller may have pushed a newer generation meanwhile. A newer generation is no error, but an older
+        # one is.
         if applied.generation < wave.recorded.generation:
             attempted = f"have amphora {amphora.id} serve generation {wave.recorded.generation}"
             raise AgentRefused(attempted, f"it serves {applied.generation}")
@@ -239,8 +240,8 @@ class BundlePush:
                 if view.replacing and one.state is not AmphoraState.RETIRING:
                     failovers.record_event(connection, view.load_balancer_id, Event.CONFIRMED, now, one.id)
             if all_serve:
-                # One transaction records both confirmations: of the last amphora, and of the load balancer. A crash
-                # cannot separate them.
+                # One transaction records two confirmations: that of the last amphora, and that of the load balancer. A
+                # crash cannot separate them.
                 self._record_confirmation(connection, view)
             elif served and self._omitted and view.applied < generation:
                 # A later job may confirm this generation. That job needs the list of omitted objects, so the list is
@@ -280,7 +281,7 @@ class BundlePush:
         for object_id, reason in rendered.without_secret.items():
             LOG.warning(
                 "load balancer %s: the controller omits object %s from the configuration, because a "
-                "secret of it is not usable: %s",
+                "secret that the object refers to is not usable: %s",
                 tree.id,
                 object_id,
                 reason,
@@ -321,7 +322,7 @@ def _rejected_objects(refusal: AgentRefused, served: Served) -> dict[str, str]:
     """Return the objects to omit, with the reasons by object id; empty if the refusal names no object."""
     if refusal.object_id is not None:
         return {refusal.object_id: refusal.happened}
-    # An agent without UDP support cannot parse a bundle with UDP listeners, so it answers HTTP status 400.
+    # An agent without UDP support cannot parse a bundle with UDP listeners, so the agent answers with HTTP status 400.
     if refusal.status == HTTPStatus.BAD_REQUEST:
         return {one.id: _NO_UDP_SUPPORT for one in served.virtual}
     return {}

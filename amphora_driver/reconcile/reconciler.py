@@ -54,9 +54,10 @@ _MAX_PAUSE = 25.0
 # Shortest pause before the next check of booting amphorae, in seconds per booting amphora. More frequent checks would
 # slow the boots down.
 _PAUSE_PER_BOOT = 0.05
-# An amphora of a new pair takes the VIPs after three to four VRRP advertisement intervals (RFC 9568, section 6.1). The
-# last value is an additional margin in seconds, because machines may be busy.
-_MIN_ADVERTS, _MAX_ADVERTS, _VIP_MARGIN = 3, 4, 3.0
+# An amphora of a new pair takes the VIPs after three to four VRRP advertisement intervals (RFC 9568, section 6.1).
+_MIN_ADVERTS, _MAX_ADVERTS = 3, 4
+# Additional seconds that a busy amphora may need to take the VIPs.
+_VIP_MARGIN = 3.0
 # An amphora counts as silent after this number of missed heartbeats. A silent amphora does not delay the push to its
 # partner.
 _MISSED_HEARTBEATS = 3
@@ -111,7 +112,7 @@ class Reconciler:
             self._handle_failure(job, error)
         except Exception as error:
             LOG.exception(
-                "load balancer %s: the job of the controller failed unexpectedly and is repeated",
+                "load balancer %s: the controller's job failed with an unexpected error, and the controller repeats it",
                 lease.load_balancer_id,
             )
             self._handle_failure(job, error)
@@ -154,8 +155,8 @@ class Reconciler:
         pause = max(until - self._database.now(), min(_MIN_PAUSE, until - view.now))
         if step.amphorae and self._boot_wait is not None:
             pause = max(pause, _PAUSE_PER_BOOT * len(self._boot_wait))
-        # `Jobs.clamp_due_times` ends pauses that are longer than any planned pause, because a clock jump may have
-        # caused them. The pause therefore has a maximum.
+        # The pause has a maximum, because `Jobs.clamp_due_times` ends longer pauses: a clock jump may have caused such
+        # a pause.
         pause = min(pause, max(self._context.conf.amp_controller.retry_most, _MAX_PAUSE))
         if view.applied >= view.generation:
             self._jobs.complete(job.lease, view.generation, self._database.now() + pause)
@@ -272,7 +273,7 @@ class Reconciler:
             if isinstance(error, Superseded) or job.is_preempted:
                 # The preemption may have caused this error, so the job returns its lease and records no failure.
                 LOG.info(
-                    "load balancer %s: the running job of the controller is preempted and starts again: %s",
+                    "load balancer %s: the controller interrupts its running job and starts the job again: %s",
                     of,
                     job.preemption_error(),
                 )
@@ -281,9 +282,7 @@ class Reconciler:
             final = isinstance(error, AmphoraDriverError) and error.final
             pause = conf.retry_most if final else min(conf.retry_first * 2**lease.attempts, conf.retry_most)
             pause *= random.uniform(0.8, 1.2)  # noqa: S311 - jitter, no secret
-            LOG.warning(
-                "load balancer %s: the job of the controller failed: %s; trying again in %.1f s", of, error, pause
-            )
+            LOG.warning("load balancer %s: the controller's job failed: %s; trying again in %.1f s", of, error, pause)
             if job.replacing:
                 self._write(job, lambda c: failovers.record_failure(c, of, now, str(error)))
             tried = lease.attempts + 1
@@ -326,7 +325,7 @@ def _perform_steps(
                 raise
             of = view.load_balancer_id
             LOG.warning(
-                "load balancer %s: a step for amphora %s failed, the controller continues with the other amphorae: %s",
+                "load balancer %s: a step for amphora %s failed; the controller continues with the other amphorae: %s",
                 of,
                 amphora_id,
                 error,

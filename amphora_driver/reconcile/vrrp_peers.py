@@ -17,8 +17,8 @@ from amphora_driver.render.bundle import BundlePartner, BundleVrrp
 # All pairs of amphorae use the same VRRP router id. RFC 9568 requires distinct ids because virtual routers share a
 # multicast group. Amphorae use unicast instead, so their ids may be equal.
 ROUTER_ID = 1
-# VRRP priority of an amphora after a handover of its VIPs. A higher priority shortens the wait before a takeover by up
-# to one advertisement interval (Skew_Time in RFC 9568, section 6.1).
+# VRRP priority of an amphora that has handed over its VIPs. The value is the lowest one. An amphora with a higher
+# priority takes over VIPs up to one advertisement interval earlier (Skew_Time in RFC 9568, section 6.1).
 LAST_PRIORITY = 1
 # Name of the interface on the VIP network inside an amphora. `render/bundle.py` always puts this interface first.
 _INTERFACE = "eth1"
@@ -38,8 +38,8 @@ def partners(amphora: Amphora, amphorae: Iterable[Amphora], vip: Vip) -> tuple[P
     found = []
     for other in amphorae:
         at = own_address(other, vip)
-        # A retiring amphora cannot hold the VIPs if it never served or is dead. It is therefore no VRRP peer of the
-        # others.
+        # A retiring amphora cannot hold the VIPs if it never served or is dead. Such an amphora is therefore no VRRP
+        # peer of the others.
         takes_part = other.state is not AmphoraState.RETIRING or (other.confirmed > 0 and not other.dead)
         if other.id != amphora.id and at is not None and takes_part:
             found.append(Partner(id=other.id, address=at))

@@ -44,8 +44,8 @@ MAX_AMPHORAE = 50_000
 MAX_ROWS = 200
 MAX_FAILOVERS = 12
 MAX_ROTATIONS = 3
-# A slow transaction may commit the end of a fail-over late. So two consecutive reads of ended fail-overs overlap by 60
-# s.
+# Seconds by which two consecutive reads of ended fail-overs overlap. A slow transaction may commit the end of a
+# fail-over late.
 _OVERLAP = 60.0
 T = TypeVar("T", bound=msgspec.Struct)
 

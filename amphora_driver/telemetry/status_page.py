@@ -35,7 +35,7 @@ _SCRIPT = (_HERE / "page.js").read_text(encoding="utf-8")
 # HTML comments mark the parts of the status page. No value can contain an HTML comment, because the template escapes
 # all values.
 _PART = re.compile(r"<!--(\w+)-->(.*?)<!--/\1-->", re.DOTALL)
-# The status page shows at most 40 notices and 100 load balancers, and tells the number of omitted ones.
+# The status page shows at most 40 notices and 100 load balancers, and the number of omitted ones.
 MAX_NOTICES = 40
 MAX_ROWS = 100
 MAX_QUERY = 200

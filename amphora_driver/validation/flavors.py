@@ -77,8 +77,9 @@ def _key_support(
 
 
 def _check_limits(flavor: Mapping[str, Any], deployment: Deployment) -> None:
-    # The check applies to a connection_limit of the flavor only. If the default of the option connection_limit exceeds
-    # the limit of the amphora, HAProxy applies the amphora's limit.
+    # A flavor must not set a connection_limit above the limit of the whole amphora (process_connection_limit). If only
+    # the configured default of connection_limit exceeds that limit, the driver accepts the flavor, and HAProxy applies
+    # the limit of the amphora.
     one = flavor.get("connection_limit")
     all_together = flavor.get("process_connection_limit", deployment.process_connection_limit)
     if one is not None and all_together is not None and all_together < one:
