@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contents of Octavia's certificate manager in tests: certificates, authorities, revocation lists, by reference.
+"""Certificates, authorities and revocation lists for Octavia's certificate manager in tests.
 
 Invariant: it contains every reference that `whole_model` uses; authorities of this module issued everything.
 """

@@ -59,7 +59,7 @@ def _base64(content, encode):
 
 
 class Search:
-    """All canaries at once."""
+    """Searches for all canaries at once."""
 
     def __init__(self, canaries):
         self._needles = [(one, sorted(one.needles())) for one in canaries]
