@@ -33,7 +33,7 @@ def cluster(name, nodes=2):
     with ExitStack() as stack:
         folder = Path(tempfile.mkdtemp(prefix="adg-"))
         stack.callback(shutil.rmtree, folder)
-        # A server that starts deletes all temporary tables in its temporary folder, also those of other servers.
+        # A server that starts deletes all temporary tables in its temporary folder, also of other servers.
         for number in range(nodes):
             (folder / f"tmp{number}").mkdir()
             shutil.chown(folder / f"tmp{number}", _USER)

@@ -50,7 +50,7 @@ class Server:
     def __init__(self, folder, databases, environment=None):
         self.urls = [_url(folder, name) for name in databases]
         self._folder = folder
-        # A server that starts deletes all temporary tables in its temporary folder, also those of other servers.
+        # A server that starts deletes all temporary tables in its temporary folder, also of other servers.
         (folder / "tmp").mkdir()
         # MariaDB accepts `--no-defaults` only as its first argument.
         self._common = ["--no-defaults", f"--datadir={folder}/data", f"--tmpdir={folder}/tmp", "--user=root"]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One process that imports the agent once, and forks the amphorae of the tests.
 
-A fork does what `setpriv`, `nsenter`, `unshare` and `python -m amphora_agent.services.supervisor` do together. Its
+A fork does the work of `setpriv`, `nsenter`, `unshare` and `python -m amphora_agent.services.supervisor`. Its
 supervisor forks the agent too. Both are the agent's own code, imported earlier: the import takes half a second of
 processor time.
 

@@ -11,8 +11,8 @@ fails the run too.
 Without `--all` the parts omit tests marked `extended`. Tests marked `quiet` measure time, and run in the second part.
 
 A test that fails in the first part gets a second attempt in the second part, if at most `MOST_REPEATED` tests failed.
-A test that fails in the second part for the first time gets a second attempt in a new process, as soon as the machine
-is idle, if at most `MOST_ASKED_AGAIN` tests failed. A test that fails twice has failed.
+A test that first fails in the second part gets a second attempt in a new process, if at most `MOST_ASKED_AGAIN` tests
+failed. That process waits until the machine is idle. A test that fails twice has failed.
 
 The end of a run names each test that passed at its second attempt, and DIR/second-attempts.txt keeps its failure.
 `tests/second-attempts.txt` lists the tests that have needed one in an earlier run. A test on the list gets no second
@@ -68,9 +68,9 @@ def known_second_attempts() -> set[str]:
 
 MOST_REPEATED, MOST_ASKED_AGAIN = 5, 3
 TOGETHER, ALONE, SECOND_ATTEMPTS = "together.json", "alone.json", "second-attempts.txt"
-# The maximum wait for an idle machine in seconds, and the limits that count as idle: the share (%) of the last ten
-# seconds in which a process waited for a processor (Documentation/accounting/psi.rst of the kernel); without that,
-# running processes per processor on average over the last minute (proc(5), /proc/loadavg).
+# The maximum wait for an idle machine in seconds, and the limits of an idle machine. The first limit is the share (%)
+# of the last ten seconds in which a process waited for a processor (Documentation/accounting/psi.rst of the kernel).
+# Without it, the limit is running processes per processor in the last minute (proc(5), /proc/loadavg).
 CALM_SECONDS, CALM_PRESSURE, CALM_LOAD = 120.0, 10.0, 0.5
 # The longest files, longest first, because a long file that starts last would run alone at the end. The rings follow
 # from the slowest on, for the same reason.

@@ -9,10 +9,14 @@ the outcomes of these strings in the field, and the field's own cases. Later lin
     {"every": "*", "after": "/", "outcome": …}           all strings, each after a prefix
     {"value": "200, 202", "outcome": {"reads": "200,202"}}
 
-Outcomes: `refused` (the refusal names the option, and all else is served), `as written` (the configuration equals that
-of a harmless value, with this value in its place), `nothing` (accepted, without a trace in the configuration), `absent`
-(the same as an unset field), `{"reads": ...}` (like `as written`, in another notation), `elsewhere` (accepted, with
-directives of another form: another file of the field has the value `as written`).
+Outcomes:
+
+    refused         the refusal names the option, and all else is served
+    as written      the configuration equals that of a harmless value, with this value in its place
+    nothing         accepted, without a trace in the configuration
+    absent          the same as an unset field
+    {"reads": ...}  like `as written`, in another notation
+    elsewhere       accepted, with directives of another form; another file of the field has the value `as written`
 
 A pair of text and number stands for the repeated text.
 """

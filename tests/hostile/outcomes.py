@@ -24,7 +24,7 @@ def base(field: Field) -> Counter:
 
 
 class Unexpected(AssertionError):
-    """The directives differ from those of the harmless value in more than the accepted value."""
+    """The directives differ from the harmless value's directives in more than the accepted value."""
 
     def __init__(self, value: str, found: Counter, wanted: Counter) -> None:
         super().__init__(f"{value!r} reads as {list(found - wanted)}")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Splits HAProxy's configuration into words.
 
-The code follows section 2.2 of HAProxy's manual and not the renderer, so an agreement of both is evidence.
+The code follows section 2.2 of HAProxy's manual and not the renderer, so an agreement of both is evidence. The test
 test_hostile_corpus.py compares it with the tokenizers of newer HAProxy versions.
 """
 

@@ -13,8 +13,8 @@ from texts import anything, printable
 
 CIPHERS = {"listener.tls_ciphers", "pool.tls_ciphers", "profile.tls_ciphers"}
 OTHER_FORMS = CIPHERS | {"l7rule.value"}
-"""Values of these fields may produce directives of another form: two kinds of ciphers, extensions with and without
-dots, regular expressions that match an empty text."""
+"""Values of these fields may produce other directives: two kinds of ciphers, extensions with and without dots,
+regular expressions that match an empty text."""
 
 
 @pytest.mark.parametrize("field", FIELDS, ids=str)

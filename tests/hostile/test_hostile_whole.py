@@ -63,7 +63,7 @@ SERVED = 80
 ROUNDS = 7
 """Runs of Hypothesis, each with as many examples as three quarters of the wanted trees.
 
-Hypothesis draws constants of the modules that a process has loaded, and mutates its earlier examples: of 100 trees of
+Hypothesis draws constants of the modules that a process has loaded, and mutates its earlier examples. Of 100 trees of
 one run, 50 to 93 were served. The share in all runs is practically never below a fifth.
 """
 

@@ -2,8 +2,8 @@
 """Makes a test disk from an image's tree: no partitions, no boot loader, and a remote shell.
 
 Invariant: only the changes listed here are made to the tree, without a mount or a loop device. The kernel is the
-tree's own. The initial RAM disk is replaced: it loads four drivers and mounts the disk, because the original one takes
-longer than the rest of the boot under emulation. `remote_shell` runs commands of tests.
+tree's own. The initial RAM disk is replaced by one that loads four drivers, because the original one takes longer than
+the rest of an emulated boot. `remote_shell` runs commands of tests.
 """
 
 from __future__ import annotations

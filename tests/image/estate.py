@@ -2,7 +2,7 @@
 """Virtual machines on their own switch, with clients and members beside them.
 
 Invariant: the product's own compute backend boots the guests from the product's own config drive. A controller in its
-own namespace calls their agents. Every name has a unique number, and `close` ends everything.
+own namespace calls their agents. Every name has a unique number, and `close` ends all parts.
 
     control ── management bridge ── guests ── the VIPs' bridge ── client, members
 """

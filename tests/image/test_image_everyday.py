@@ -74,7 +74,7 @@ def test_all_services_are_active(first):
 
 
 def test_units_are_confined(first):
-    """Checks the image's units and those that the agent writes."""
+    """Checks the units of the image, and the units that the agent writes."""
     ours = first.shell("ls /usr/lib/systemd/system/amphora-*.service /run/systemd/system/amphora-*.service").split()
     assert {"amphora-agent.service", "amphora-responder.service"} <= {name.rpartition("/")[2] for name in ours}
     for unit in ours:

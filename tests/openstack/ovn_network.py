@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The network of the pair tests with the VIPs' network on OVN: two amphorae on two chassis.
 
-Invariant: the northbound database has what Neutron's ML2/OVN driver writes. Port security of an amphora's port lists
-its addresses and the VIPs (allowed address pairs). Each VIP has a virtual port with both amphorae as parents. The
+Invariant: the northbound database has the rows that Neutron's ML2/OVN driver writes. Port security of an amphora's port
+lists its addresses and the VIPs (allowed address pairs). Each VIP has a virtual port with both amphorae as parents. The
 security groups are port groups with ACLs of priority 1002, above the ACLs of priority 1001 that drop all else.
 
     chassis 1: cl (a client), far (a client behind the router), amp          chassis 2: bmp, mem (members)

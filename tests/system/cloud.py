@@ -139,7 +139,7 @@ class Cloud:
         """Wait until the last request is reported to Octavia, or an attempt has failed.
 
         It reads the provider's database, because an answer of Octavia's API takes 20 times as much processor time.
-        It asserts nothing, because every caller polls Octavia's API afterwards.
+        It makes no assertion, because every caller polls Octavia's API afterwards.
         """
         mine = sa.select(tables.job).where(tables.job.c.load_balancer_id == load_balancer_id)
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Long connections: an endless download, and upgraded connections with an echo.
 
-Invariant: every byte is verified. The bytes that the client receives are compared with those that the member sent.
+Invariant: every byte is verified. The received bytes are compared with the sent bytes.
 """
 
 import hashlib

@@ -17,7 +17,7 @@ _SLEEP = """import select, time
 time.sleep = lambda seconds: select.select([], [], [], seconds) and None
 """
 # With glibc 2.30 and newer, libfaketime 0.9.10 gives each timed wait for a condition a deadline of decades ago. So a
-# thread that waits for Python's GIL takes a processor until it gets the GIL, and four threads do a tenth of the work
+# thread that waits for Python's GIL takes a processor until it gets the GIL. Four threads then do a tenth of the work
 # of one. With "0", libfaketime does not change the monotonic deadline (needs_forced_monotonic_fix).
 _DEADLINES = {"FAKETIME_FORCE_MONOTONIC_FIX": "0"}
 

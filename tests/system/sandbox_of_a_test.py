@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sandbox for one test or module, which leaves nothing on the machine."""
+"""A sandbox for one test or module, which leaves no remains on the machine."""
 
 import os
 import shutil

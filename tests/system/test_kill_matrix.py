@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes are killed at all failpoints: objects become ACTIVE or ERROR, without orphans.
 
-All tests use one sandbox. All failpoints of an operation are armed at once, so each kill comes one failpoint further.
+All tests use one sandbox. All failpoints of an operation are armed at once, so each kill is one failpoint further.
 A client of another load balancer sends requests, and none fails.
 """
 
@@ -122,7 +122,7 @@ def test_delete(lab, cloud, cascade):
     delete = lambda: cloud.balancers.delete_load_balancer(balancer.id, cascade=cascade)  # noqa: E731 - sent twice
     lab.refused(delete, API[:1])
     assert cloud.active(balancer.id)
-    # After the report to Octavia the rows are deleted: a process killed later leaves nothing to finish.
+    # After the report to Octavia the rows are deleted, so a process killed later leaves no unfinished work.
     lab.survive(delete, *LEASE[:2], *GOING, *TELLING)
     cloud.gone(balancer.id)
 

@@ -87,7 +87,7 @@ def test_an_operator_replaces_a_silent_amphora(lab, balancer):
     ctl.run("loadbalancer", "list")
     (dead,) = cloud.amphorae(balancer)
     lab.power_off(dead)
-    # What the operator sees.
+    # The operator's view.
     cloud.until(lambda: ctl.check()[0]["Silent amphorae"] == "Warning", "an amphora is silent")
     status, shown, _err = ctl.program("status", "check", "--problems")
     assert (status >= 1, dead in shown) == (True, True)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The qemu compute backend boots a machine once, finds it after a crash, and deletes it completely.
 
-The guest system does not matter here: the machines have empty disks, and their BIOS finds nothing to boot.
+The tests do not need a guest system: the machines have empty disks, and their BIOS finds no boot sector.
 """
 
 import os

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Invalid requests get the right status code and a clear message, and leave no partial objects.
 
-Requests that Octavia's API itself refuses are included if a user expects the provider to serve them: the user sees one
-message, from the driver or from Octavia.
+The cases include requests that Octavia's API itself refuses, if a user expects the provider to serve them. The user
+sees one message, from the driver or from Octavia.
 """
 
 import json

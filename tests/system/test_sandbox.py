@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sandbox on one machine: a second start changes nothing, and its network API is correct."""
+"""The sandbox on one machine: a second start has no effect, and its network API is correct."""
 
 import http.client
 

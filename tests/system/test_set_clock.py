@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A clock is set by an hour and later back: no amphora is replaced, and all work continues at once.
 
-The tests move the clocks of different hosts: of one machine that runs everything; of the controllers' hosts, which then
-differ from the amphorae and the database; of the database, which measures leases and pauses.
+The tests move the clock of one machine with all programs, of the controllers' hosts only, or of the database, which
+measures leases and pauses.
 """
 
 import os
