@@ -17,7 +17,7 @@ class BadLine:
         target: path of the server's socket.
 
     `at_commit` is the action at the next COMMIT: None, "before" (the connection ends and the server never receives
-    it) or "after" (the server commits, and its answer is lost). It happens once; `spared` COMMITs pass before.
+    it) or "after" (the server commits, and its answer is lost). It happens once, after `spared` other COMMITs.
     """
 
     def __init__(self, target):
@@ -53,14 +53,14 @@ class BadLine:
         Path(self._folder).rmdir()
 
     def freeze(self):
-        """No data passes, without an error."""
+        """Stop all data without an error."""
         self._open.clear()
 
     def thaw(self):
         self._open.set()
 
     def cut(self):
-        """Every connection ends."""
+        """End every connection."""
         with self._lock:
             for one in self._sockets:
                 with contextlib.suppress(OSError):

@@ -17,7 +17,7 @@ import pytest
 
 TESTS = Path(__file__).parent
 BENCHMARKS = TESTS.parent / "benchmarks"
-# New connections in each heartbeat, as many as in the harness: one would hide a wrong factor.
+# New connections in each heartbeat, as many as in the harness: a single one would hide a wrong factor.
 CONNECTIONS = 7
 
 
@@ -26,7 +26,7 @@ def identifier(*words):
 
 
 def spec(tag="0", *, tls=False, policy=False):
-    """A load balancer of size S: one listener, one pool, two members.
+    """Return a load balancer of size S: one listener, one pool, two members.
 
     Args:
         tls: the listener terminates TLS, as in the harness's size L.
@@ -118,7 +118,7 @@ def _policy(tag):
 
 
 def heartbeat(whole, sequence=0, down=()):
-    """The message of an amphora: statuses, and counters since the previous message."""
+    """Return the message of an amphora: statuses, and counters since the previous message."""
     (listener,), (pool,) = whole["listeners"], whole["pools"]
     stats = {"tx": 1460, "rx": 730, "conns": 3, "totconns": CONNECTIONS, "ereq": 0}
     members = {one["id"]: "DOWN" if one["id"] in down else "UP" for one in pool["members"]}
@@ -162,7 +162,7 @@ def importable(**modules):
 
 @contextmanager
 def imported_anew():
-    """Hide the folders and modules of tests and benchmarks, so that a program imports only its own modules."""
+    """Hide the modules of tests and benchmarks, so that a program imports only its own modules."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", [place for place in sys.path if not Path(place).is_relative_to(TESTS)])
         sys.path.insert(0, str(BENCHMARKS))
@@ -185,6 +185,6 @@ def _is_below(module, folder):
 
 @contextmanager
 def adapters():
-    """The module `adapter`, imported as the harness's worker imports it."""
+    """Yield the module `adapter`, imported as the harness's worker imports it."""
     with importable(adapters={}, adapters_api={"Adapter": Adapter}):
         yield importlib.import_module("adapter")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers that are unique among the running tests of this machine, for names too short for a process id.
+"""Numbers that are unique among the running tests of this machine.
 
-Invariant: a lock of the process holds the number and ends with the process. The files stay, so that no process locks
-a file that another has just removed.
+They are for names that are too short for a process id. Invariant: a lock of the process holds the number and ends with
+the process. The files stay, so that no process locks a file that another process has just removed.
 """
 
 import fcntl
@@ -16,10 +16,10 @@ _MOST = 1000
 
 @contextmanager
 def number(free=lambda _: True) -> Iterator[int]:
-    """A number below 1000, reserved while the block runs.
+    """Yield a number below 1000 that is reserved inside the block.
 
     Args:
-        free: returns whether nothing is left of the last holder of a number, which may have been killed.
+        free: returns whether the last holder of a number, which may have been killed, has left no remains.
     """
     _LOCKS.mkdir(parents=True, exist_ok=True)
     for candidate in range(_MOST):

@@ -18,7 +18,7 @@ settings.load_profile("calm")
 
 
 def pytest_report_header():
-    """The header names the tested versions."""
+    """Return the tested versions for the header of a run."""
     return haproxy_versions.header()
 
 
@@ -29,14 +29,14 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line(
-        "markers", "lasts(seconds): hangs only after more than that, where it is longer than faulthandler_timeout"
+        "markers", "lasts(seconds): the time limit of the test, if it is longer than faulthandler_timeout"
     )
     matrix = feature_matrix.FeatureMatrix(config)
     config.pluginmanager.register(matrix, "feature matrix")
     two_parts.register(config, matrix)
     if not hasattr(config, "workerinput"):
         # Workers inherit both variables: the folder of the preloaded processes (tests/forks.py), and the run that ends
-        # them.
+        # these processes.
         folder = tempfile.TemporaryDirectory(prefix="adp-")
         config.add_cleanup(folder.cleanup)
         os.environ["AMPHORA_TESTS_PRELOADED"], os.environ["AMPHORA_TESTS_RUN"] = folder.name, str(os.getpid())
@@ -44,7 +44,7 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
-    """Set the time limit of a long test again, because pytest has just set the common limit."""
+    """Set the time limit of a long test, because pytest has just set the common limit."""
     usual = float(item.config.getini("faulthandler_timeout"))
     marker = item.get_closest_marker("lasts")
     if usual and marker and marker.args[0] > usual:
@@ -53,6 +53,6 @@ def pytest_runtest_setup(item):
 
 
 def pytest_collection_modifyitems(items):
-    """Fast rings run first, so that simple errors are found before any boot."""
+    """Sort the tests: fast rings run first, so that they find simple errors before any boot."""
     rings = [*two_parts.RINGS, ""]
     items.sort(key=lambda item: rings.index(ring) if (ring := two_parts.ring(item.nodeid)) in rings else len(rings))

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Octavia's feature matrix, written from the tests that prove it.
 
-Invariant: a line says `complete` only where at least one test is marked with it and every test that is marked with it
-ran and passed. A marker that names a line the matrix does not have ends the collection.
+Invariant: a line is `complete` only if at least one test is marked with it, and every such test ran and passed. A
+marker with an unknown line ends the collection.
 
     @pytest.mark.feature("listener.protocol.HTTP", "listener.protocol_port")
-    @pytest.mark.feature_partly("listener.timeout-tcp-inspect")  # accepted and harmless, but not all it promises
+    @pytest.mark.feature_partly("listener.timeout-tcp-inspect")  # accepted, but without its full effect
 
 Lines are `<file>.<key>`: the files and keys of Octavia's doc/source/user/feature-classification/feature-matrix-*.ini.
-`--feature-matrix DIR` writes what `driver haproxy` has to say in each of these files, in the second part of a run of
-everything (`two_parts.py`: outcomes come from both parts, markers from the collection, which is always whole). The
-committed ones are in docs/feature-matrix; tests/unit/test_feature_matrix.py holds them against the markers.
+`--feature-matrix DIR` writes the values of `driver.haproxy` for each of these files, in the second part of a complete
+run (`two_parts.py`). Outcomes come from both parts, and markers from the collection, which is always complete. The
+committed files are in docs/feature-matrix; tests/unit/test_feature_matrix.py compares them with the markers.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def file_name(kind: str) -> str:
 
 
 def written(kind: str, verdicts: dict[str, str]) -> str:
-    """The section of the haproxy driver in Octavia's file of the same name."""
+    """Return the section of the haproxy driver in Octavia's file of the same name."""
     sections = [f"[operation.{key}]\ndriver.haproxy={verdicts.get(f'{kind}.{key}', MISSING)}\n" for key in LINES[kind]]
     return "\n".join(["# Written by the tests (tests/feature_matrix.py), not by hand.\n", *sections])
 
@@ -83,7 +83,7 @@ class FeatureMatrix:
 
     def __init__(self, config: pytest.Config) -> None:
         config.addinivalue_line("markers", "feature(*lines): lines of Octavia's feature matrix that the test proves")
-        config.addinivalue_line("markers", "feature_partly(*lines): the same for lines that no test proves whole")
+        config.addinivalue_line("markers", "feature_partly(*lines): the same for lines that no test proves completely")
         self._directory = config.getoption("--feature-matrix")
         if self._directory is not None and config.getoption("numprocesses", None):
             # Only the workers collect, and none of them has all outcomes.
@@ -101,7 +101,7 @@ class FeatureMatrix:
     # The wrapper sees items before any other plugin deselects some.
     @pytest.hookimpl(wrapper=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> Iterator[None]:
-        """Markers are collected before a deselection: a marked test that does not run proves nothing."""
+        """Collect markers before a deselection, because a marked test that does not run is no proof."""
         self._note(items)
         return (yield)
 
@@ -122,11 +122,11 @@ class FeatureMatrix:
             self._failed.add(report.nodeid)
 
     def verdicts(self) -> dict[str, str]:
-        """The status of every line that has tests."""
+        """Return the status of every line that has tests."""
         good = self._passed - self._failed
         found = {}
         for line, tests in self._marked.items():
-            whole = {each for each in tests if not _cannot_be_had(each)} <= good and line not in self._partly
+            whole = {each for each in tests if not _is_unavailable(each)} <= good and line not in self._partly
             found[line] = COMPLETE if whole else PARTIAL if tests & good else MISSING
         return found
 
@@ -140,12 +140,12 @@ class FeatureMatrix:
             (directory / file_name(kind)).write_text(written(kind, verdicts))
 
 
-def _cannot_be_had(nodeid: str) -> bool:
-    """Whether a test needs an HAProxy version that is not on this machine. The other versions are sufficient."""
+def _is_unavailable(nodeid: str) -> bool:
+    """Return whether a test needs a missing HAProxy version; the other versions are sufficient."""
     missing = {each.series for each in NEWER if each.program is None}
     return not missing.isdisjoint(nodeid.partition("[")[2].rstrip("]").split("-"))
 
 
 def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("feature matrix")
-    group.addoption("--feature-matrix", metavar="DIR", help="write Octavia's feature matrix, as these tests prove it")
+    group.addoption("--feature-matrix", metavar="DIR", help="write Octavia's feature matrix according to these tests")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes that import programs once for all workers of a run, and fork each program that a test starts.
+"""Processes that import programs once for all workers, and fork each program that a test starts.
 
-Importing is most of the processor time of a start. Such a process ends with the run and ends its remaining forks: a
-killed run leaves no program that restarts its workers for ever. `preloaded.py` forks the programs of a sandbox,
+The import takes most of the processor time of a start. Such a process ends with the run and ends its remaining forks,
+so that a killed run leaves no program that restarts its workers. `preloaded.py` forks the programs of a sandbox,
 `preloaded_agent.py` forks amphorae. This module imports only the standard library, because the interpreter of the
 agents has no test packages.
 """
@@ -30,13 +30,13 @@ _KEPT = (FOLDER, RUN, "AMPHORA_AGENT_PYTHON")
 CLONE_NEWNET = 0x40000000
 _MOST_BYTES = 1 << 20
 _START_SECONDS = 120
-# Room in the command line of the process, for the command line of a fork.
-_ROOM = 2048
+# Bytes in the command line of the process, reserved for the command line of a fork.
+_RESERVED = 2048
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def ask(program: Path, interpreter: str, environment: dict[str, str], request: dict, descriptors: list[int]) -> int:
-    """Let a process fork; the first worker that needs it starts the process.
+    """Let a process fork; the first worker that needs the process starts it.
 
     Args:
         program: the file of the process.
@@ -55,7 +55,7 @@ def ask(program: Path, interpreter: str, environment: dict[str, str], request: d
 
 
 def ensure(program: Path, interpreter: str, environment: dict[str, str]) -> Path:
-    """The socket of a process, which starts if it does not run yet."""
+    """Return the socket of a process; start the process if it does not run."""
     made_of = f"{program}\n{interpreter}\n{environment.get('PYTHONPATH')}"
     folder = Path(os.environ[FOLDER]) / hashlib.sha256(made_of.encode()).hexdigest()[:8]
     folder.mkdir(exist_ok=True)
@@ -63,7 +63,7 @@ def ensure(program: Path, interpreter: str, environment: dict[str, str]) -> Path
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not place.exists():
-            _start([interpreter, str(program), str(place), os.environ[RUN], "-" * _ROOM], environment, log)
+            _start([interpreter, str(program), str(place), os.environ[RUN], "-" * _RESERVED], environment, log)
     return place
 
 
@@ -130,7 +130,7 @@ def serve(become) -> None:
         # The fork may have ended, and no process waits for it.
         with suppress(ProcessLookupError):
             forks[pid] = os.pidfd_open(pid)
-        # A request that is interrupted has no reader any more.
+        # An interrupted request has no reader.
         with suppress(OSError):
             asking.send(str(pid).encode())
         asking.close()
@@ -181,7 +181,7 @@ def end_with(run) -> None:
         status = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
         if isinstance(end.code, str):
             sys.stderr.write(f"{end.code}\n")
-    except BaseException:  # noqa: BLE001 - the log of the program is the place for it
+    except BaseException:  # noqa: BLE001 - the log of the program gets the traceback
         traceback.print_exc()
     finally:
         with suppress(Exception):

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 
 def free_ports(number):
-    """This number of different ports without a listener."""
+    """Return this number of different ports without a listener."""
     with ExitStack() as stack:
         found = []
         for _ in range(number):

@@ -13,13 +13,13 @@ import sqlalchemy as sa
 from free_ports import free_ports
 
 _START_SECONDS = 90.0
-# As root, rsync creates files with another user's id, which it then may not write.
+# rsync as root creates files with another user's id, and then cannot write them.
 _USER = "nobody"
 _PROVIDERS = ("/usr/lib/galera/libgalera_smm.so", "/usr/lib64/galera-4/libgalera_smm.so")
 
 
 def missing():
-    """The missing programs, or an empty text."""
+    """Return the missing programs, or None."""
     return None if _provider() and shutil.which("rsync") else "needs galera-4 and rsync"
 
 
@@ -29,11 +29,11 @@ def _provider():
 
 @contextmanager
 def cluster(name, nodes=2):
-    """Runs while the block does; yields SQLAlchemy URLs of one new database, one for each node."""
+    """Run a cluster inside the block; yield the SQLAlchemy URL of one new database for each node."""
     with ExitStack() as stack:
         folder = Path(tempfile.mkdtemp(prefix="adg-"))
         stack.callback(shutil.rmtree, folder)
-        # A server that starts deletes all temporary tables in its temporary folder, also those of other servers.
+        # A server that starts deletes all temporary tables in its temporary folder, also of other servers.
         for number in range(nodes):
             (folder / f"tmp{number}").mkdir()
             shutil.chown(folder / f"tmp{number}", _USER)
@@ -115,7 +115,7 @@ def _url(folder, number, name):
 
 
 def _await(process, folder, number):
-    """The node runs and has joined the cluster."""
+    """Wait until the node has joined the cluster."""
     engine = sa.create_engine(_url(folder, number, ""), poolclass=sa.NullPool)
     deadline = time.monotonic() + _START_SECONDS
     log = folder / f"log{number}"

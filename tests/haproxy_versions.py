@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every HAProxy that tests can run: the system's, and newer ones that ./run-tests downloads where possible.
+"""Every HAProxy that tests can run: the system's, and newer versions.
 
-A missing version is skipped by name: see `VERSIONS` and `HAProxy.here`.
+./run-tests downloads newer versions where possible. Tests skip a missing version: see `VERSIONS` and `HAProxy.here`.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class HAProxy:
 
     @property
     def pcre2(self) -> bool:
-        """Whether its regular expressions use PCRE2, as in every distribution."""
+        """Return whether its regular expressions use PCRE2, as in every distribution."""
         return "+PCRE2 " in _output(self._started(), "-vv")
 
     def here(self) -> HAProxy:
-        """This HAProxy; skips the running test with a reason if it is not on this machine."""
+        """Return this HAProxy; skip the running test if this machine does not have it."""
         if self.program is None:
             log = f".sandbox/haproxy/{self.series}.log"
             pytest.skip(
@@ -55,16 +55,16 @@ class HAProxy:
         return self
 
     def complaint(self, *files: Path) -> str | None:
-        """The output of `haproxy -c` for these files, warnings included; None if HAProxy accepts them."""
+        """Return the output of `haproxy -c` with warnings; None if HAProxy accepts these files."""
         command = [self._started(), "-c", "-dW", *(word for file in files for word in ("-f", str(file)))]
         run = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
         return None if run.returncode == 0 else run.stderr or f"ended with {run.returncode}"
 
     def words(self, file: Path) -> list[str]:
-        """The file's lines after HAProxy's own tokenizer: no comments, no quotes, words with a space after each."""
+        """Return the file's lines after HAProxy's tokenizer: no comments, no quotes, a space after each word."""
         run = subprocess.run([self._started(), "-dC", "-f", str(file)], capture_output=True, check=True)
         found = [line.strip("\t") for line in run.stdout.decode().split("\n") if line.strip("\t")]
-        # From version 3.1 on, HAProxy reads and reports everything twice: for the master and for the worker.
+        # From version 3.1 on, HAProxy reads and reports each line twice: for the master and for the worker.
         half = len(found) // 2
         return found[:half] if found[:half] == found[half:] else found
 
@@ -88,7 +88,7 @@ every_version = pytest.mark.parametrize("version", VERSIONS, ids=str)
 
 
 def header() -> str:
-    """The versions of this run, for pytest's header."""
+    """Return the versions of this run, for pytest's header."""
     return "haproxy: " + ", ".join(f"{each.series} ({each.version or 'not here'})" for each in VERSIONS)
 
 
@@ -110,10 +110,10 @@ backend amphora:metrics
 
 
 def machine(folder: Path, files: Iterable[object] = ()) -> Path:
-    """The agent's part before a load balancer's text: the `global` section, and the names that the text may use.
+    """Write the agent's part before a load balancer's text; return its file.
 
-    HAProxy 2.6 opens the certificates of servers only after it has left the directory. As in the agent, a frontend
-    that is never bound opens them before.
+    It has the `global` section and the names that the text may use. HAProxy 2.6 opens the certificates of servers only
+    after it has left the directory. As in the agent, a frontend that is never bound opens them before.
     """
     folder.mkdir(exist_ok=True)
     (folder / "state").write_text("1\n")
@@ -125,7 +125,7 @@ def machine(folder: Path, files: Iterable[object] = ()) -> Path:
 
 
 def complaints(haproxy: HAProxy, rendered: Mapping[str, object], folder: Path) -> dict[str, str]:
-    """The output of `haproxy -c` for each of these rendered load balancers, by name; accepted ones are omitted."""
+    """Return the output of `haproxy -c` for rendered load balancers by name, without accepted ones."""
 
     def ask(item: tuple[str, object]) -> tuple[str, str | None]:
         name, result = item
@@ -142,7 +142,7 @@ def complaints(haproxy: HAProxy, rendered: Mapping[str, object], folder: Path) -
 
 
 def write_files(files: Iterable[object], folder: Path) -> None:
-    """The files of a rendered text: real content if the renderer has it, else a temporary secret."""
+    """Write the files of a rendered text: content of the renderer, or a temporary secret."""
     for file in files:
         path = folder / file.name
         assert path.resolve().is_relative_to(folder.resolve()), file.name
@@ -152,7 +152,7 @@ def write_files(files: Iterable[object], folder: Path) -> None:
 
 @lru_cache
 def secrets() -> Mapping[str, str]:
-    """One PEM for each purpose."""
+    """Return one PEM for each purpose."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "www.example.com")])
     now = datetime.now(timezone.utc)

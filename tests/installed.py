@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A package with backends on Python's path, with real entry points as in an operator's installation."""
+"""Installs a package with backends and real entry points, as in an operator's installation."""
 
 import textwrap
 from pathlib import Path
@@ -9,8 +9,8 @@ def package(folder, name, source, entry_points):
     """Install a module into a folder of sys.path.
 
     Args:
-        folder: where to; must be on sys.path before the first use.
-        name: of the module and of the distribution; of its own for each test, because a module is imported once.
+        folder: the destination, which must be on sys.path before the first use.
+        name: of the module and of the distribution; unique for each test, because a module is imported once.
         source: of the module.
         entry_points: names and targets (within the module) by group.
     """

@@ -17,14 +17,14 @@ _START_SECONDS = 60.0
 
 @contextmanager
 def server(*databases):
-    """Runs while the block does; yields SQLAlchemy URLs of new databases with these names."""
+    """Run a server inside the block; yield SQLAlchemy URLs of new databases with these names."""
     with mortal(*databases) as made:
         yield made.urls
 
 
 @contextmanager
 def mortal(*databases, environment=None):
-    """As above, as a `Server` that can be frozen, killed and restarted.
+    """Run a `Server` inside the block; a test can freeze, kill and restart it.
 
     `environment` extends the environment of the server.
     """
@@ -50,7 +50,7 @@ class Server:
     def __init__(self, folder, databases, environment=None):
         self.urls = [_url(folder, name) for name in databases]
         self._folder = folder
-        # A server that starts deletes all temporary tables in its temporary folder, also those of other servers.
+        # A server that starts deletes all temporary tables in its temporary folder, also of other servers.
         (folder / "tmp").mkdir()
         # MariaDB accepts `--no-defaults` only as its first argument.
         self._common = ["--no-defaults", f"--datadir={folder}/data", f"--tmpdir={folder}/tmp", "--user=root"]
@@ -66,7 +66,7 @@ class Server:
         )
 
     def start(self):
-        """Start the server; returns when it accepts queries."""
+        """Start the server; wait until it accepts queries."""
         daemon = shutil.which("mariadbd") or "/usr/sbin/mariadbd"
         folder = self._folder
         (folder / "socket").unlink(missing_ok=True)
@@ -75,7 +75,7 @@ class Server:
                 [
                     *(daemon, *self._common, "--skip-networking", f"--socket={folder}/socket"),
                     f"--pid-file={folder}/pid",
-                    # A commit survives a kill of the server, but no power cut.
+                    # A commit survives a kill of the server, but not a power cut.
                     "--innodb-flush-log-at-trx-commit=2",
                 ],
                 stdout=log,
@@ -85,12 +85,12 @@ class Server:
         _await(self._process, folder)
 
     def kill(self):
-        """kill -9: after a restart the server has exactly its commits."""
+        """Kill the server (SIGKILL): after a restart it has exactly its commits."""
         self._process.kill()
         self._process.wait(60)
 
     def freeze(self):
-        """The server does not answer, and its connections stay open: a hanging machine, or a network failure."""
+        """Suspend the server: it does not answer, and its connections stay open, as in a network failure."""
         self._process.send_signal(signal.SIGSTOP)
 
     def thaw(self):

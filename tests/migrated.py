@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SQLite databases with the newest schema: the migrations run once in a process, and every test gets a copy.
+"""SQLite databases with the newest schema: every test gets a copy of one migrated database.
 
-The migrations take half a second of processor time. Tests of the migrations themselves run them: unit/store.
+The migrations take half a second of processor time, and run once in a process. Tests of the migrations are in
+unit/store.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from amphora_driver.database import migrate
 
 
 def write(url: str) -> None:
-    """Write an empty database of the newest schema to the file of this URL; a file that exists stays as it is."""
+    """Write an empty database of the newest schema to this URL; an existing file is kept."""
     file = Path(str(sa.make_url(url).database))
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -16,18 +16,18 @@ _USER = "nobody"
 
 
 def missing():
-    """The missing programs, or an empty text."""
+    """Return the missing programs, or None."""
     return None if _folder() else "needs PostgreSQL"
 
 
 def _folder():
-    """Debian keeps the programs of each version apart, and not on PATH."""
+    """Return the folder of the programs, which Debian installs for each version and not on PATH."""
     return next(iter(sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)), None)
 
 
 @contextmanager
 def server(*databases):
-    """Runs while the block does; yields SQLAlchemy URLs of new databases with these names."""
+    """Run a server inside the block; yield SQLAlchemy URLs of new databases with these names."""
     programs = _folder()
     folder = Path(tempfile.mkdtemp(prefix="adp-"))
     shutil.chown(folder, _USER)

@@ -2,10 +2,10 @@
 """One process that imports the programs of a sandbox once, and forks each program that a test starts.
 
 The import takes 9 of the 10 seconds of processor time that a sandbox needs to start. All workers of a run share the
-process. It ends when the run ends, and its forks live on: `Supervision` ends them.
+process. `Supervision` ends the forks of a sandbox; the process ends the remaining forks at the end of the run.
 
-A program takes this way only if it is `python -m MODULE` of this interpreter, for a module of `_MODULES`. Everything
-else is started as an operator's sandbox starts it, and `test_sandbox.py` starts all programs that way.
+The process forks only `python -m MODULE` of this interpreter, for a module of `_MODULES`. All other programs start as
+in an operator's sandbox, and `test_sandbox.py` starts all programs in that way.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MODULES = {
     "amphora_driver.controller.service": "amphora_driver.controller.service",
     "amphora_driver.health.service": "amphora_driver.health.service",
 }
-# What these programs import while they run: drivers by name, databases by URL, gunicorn's workers.
+# Modules that these programs import while they run: drivers by name, databases by URL, gunicorn's workers.
 _LATER = (
     "octavia.api.app",
     "octavia.cmd.driver_agent",
@@ -51,7 +51,7 @@ _LATER = (
     "sqlalchemy.dialects.mysql.pymysql",
     "pymysql",
 )
-# The environment of this process, and so of the preloaded one: a test may set another one for its sandbox.
+# The PYTHONPATH of this process, and so of the preloaded one. A test may set a different one for its sandbox.
 _PYTHONPATH = os.environ.get("PYTHONPATH")
 _AGENT_PYTHON = os.environ.get("AMPHORA_AGENT_PYTHON", sys.executable)
 
@@ -79,7 +79,7 @@ def _found(pid, argv, log):
 
 
 def _request(argv, environment, log):
-    """The request for the process; None if it cannot start this program in this environment."""
+    """Return the request for the process; None if it cannot start this program in this environment."""
     namespace = None
     if argv[0] == "nsenter" and argv[1].startswith("--net=") and argv[2] == "--":
         namespace, argv = argv[1].removeprefix("--net="), argv[3:]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One process that imports the agent once, and forks the amphorae of the tests.
 
-A fork does what `setpriv`, `nsenter`, `unshare` and `python -m amphora_agent.services.supervisor` do together. Its
+A fork does the work of `setpriv`, `nsenter`, `unshare` and `python -m amphora_agent.services.supervisor`. Its
 supervisor forks the agent too. Both are the agent's own code, imported earlier: the import takes half a second of
 processor time.
 
@@ -24,7 +24,7 @@ import forks
 
 _SUPERVISOR = ["-m", "amphora_agent.services.supervisor"]
 _AGENT = ["-m", "amphora_agent.server"]
-# What the agent imports while it starts.
+# Modules that the agent imports at its start.
 _IMPORTED = (
     "amphora_agent.services.supervisor",
     "amphora_agent.server",
@@ -38,12 +38,12 @@ _NEWNS, _NEWUTS, _NEWIPC, _NEWPID = 0x00020000, 0x04000000, 0x08000000, 0x200000
 _PRIVATE, _PLAIN = 0x40000 | 0x4000, 2 | 4 | 8
 _PR_SET_PDEATHSIG = 1
 _END_SECONDS = 30.0
-# Of the environment, for the process itself.
+# Variables of the environment that the process keeps.
 _KEPT = ("PATH", "LANG", "PYTHONPYCACHEPREFIX", forks.FOLDER, forks.RUN, "AMPHORA_AGENT_PYTHON")
 
 
 def possible(interpreter: str, environment) -> bool:
-    """Whether amphorae of an interpreter with this environment can be forks."""
+    """Return whether amphorae of an interpreter with this environment can be forks."""
     known = (sys.executable, os.environ.get("AMPHORA_AGENT_PYTHON"))
     return forks.FOLDER in os.environ and interpreter in known
 
@@ -55,7 +55,7 @@ def boot(interpreter: str, spec: Path, namespace: str, environment, log: Path, *
         interpreter: the Python that the amphora's programs are started with.
         spec: the path of the supervisor's specification.
         namespace: the path of the management network namespace.
-        environment: all of it; nothing is inherited.
+        environment: the complete environment.
         log: file for standard output and error.
         ends_with: the amphora ends with the process of this id, if given.
 
@@ -75,14 +75,14 @@ def boot(interpreter: str, spec: Path, namespace: str, environment, log: Path, *
 def ready(interpreter: str, environment) -> None:
     """Start the process that forks these amphorae.
 
-    It must not be started by a program of a sandbox: it would be in a namespace of that sandbox, and end with it.
+    A program of a sandbox must not start it, because it would be in a namespace of that sandbox, and end with it.
     """
     if possible(interpreter, environment):
         forks.ensure(Path(__file__), interpreter, _imports(environment))
 
 
 def _imports(environment):
-    """The environment of the process, without the variables by which a sandbox finds its processes."""
+    """Return the environment of the process, without variables by which a sandbox finds its processes."""
     kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
     return {**kept, "PYTHONPATH": environment.get("PYTHONPATH", "")}
 
@@ -99,7 +99,7 @@ class Outermost:
             signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
 
     def wait(self, seconds: float = _END_SECONDS) -> None:
-        """Return when the process has ended."""
+        """Wait until the process has ended."""
         if self._descriptor is None:
             return
         ended, _, _ = select.select([self._descriptor], [], [], seconds)
@@ -132,7 +132,7 @@ def _become(request, _descriptors) -> None:
 
 
 def _await(child: int, ends_with: int | None) -> None:
-    """Return when the child has ended; end it when the other process has ended."""
+    """Wait until the child has ended; kill the child when the other process has ended."""
     ended = os.pidfd_open(child)
     watched = [ended]
     if ends_with is not None:

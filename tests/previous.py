@@ -2,7 +2,7 @@
 """An older version of the product, as code that can run beside this version.
 
 It comes from the git history. Without a history (a shallow clone, an archive) the tests use a copy of this version. A
-change of the wire format, of the schema or of module paths needs a new baseline commit.
+change of the wire format, the schema or a module path needs a new baseline commit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MIGRATIONS = Path("amphora_driver/database/migrations/versions")
 
 
 def unpacked(folder: Path, *packages: str) -> bool:
-    """Put packages of the baseline or of this version into a folder; returns whether it is the baseline."""
+    """Put packages of the baseline or of this version into a folder; return whether it is the baseline."""
     found = _from_history(folder, packages)
     if not found:
         _copied(folder, *packages)
@@ -34,7 +34,7 @@ def same_schema(folder: Path) -> None:
 
 
 def next_schema(folder: Path) -> str:
-    """Put the next version into a folder: the present one with one more migration; returns the migration's name."""
+    """Put this version with one more migration into a folder; return the migration's name."""
     _copied(folder, "amphora_driver", "amphora_agent")
     last = _revisions(folder)[-1]
     new = f"{int(last) + 1:04}"
@@ -61,12 +61,12 @@ def _revisions(folder: Path) -> list[str]:
 
 
 def interpreter(file: Path, python: str, folder: Path | None) -> Path:
-    """A Python that finds the packages of a folder before its own; None: its own packages only.
+    """Create a Python that finds the packages of a folder before its own; None: its own packages only.
 
     Args:
         file: the path of the new interpreter.
         python: the interpreter behind it.
-        folder: the folder of the packages. It may be changed later: `interpreter` may be called again.
+        folder: the folder of the packages. Another call of `interpreter` can change it later.
     """
     first = "" if folder is None else f"PYTHONPATH={folder}${{PYTHONPATH:+:$PYTHONPATH}} "
     fresh = file.with_name(f".{file.name}")

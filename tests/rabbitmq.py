@@ -19,13 +19,13 @@ _SERVER = "/usr/lib/rabbitmq/bin/rabbitmq-server"
 
 
 def missing():
-    """The missing programs, or an empty text."""
+    """Return the missing programs, or None."""
     return None if Path(_SERVER).exists() else "needs rabbitmq-server"
 
 
 @contextmanager
 def server():
-    """Runs while the block does; yields a `Broker`."""
+    """Run a broker inside the block; yield it as a `Broker`."""
     folder = Path(tempfile.mkdtemp(prefix="adr-"))
     broker = Broker(folder)
     try:
@@ -49,8 +49,7 @@ class Broker:
             "PATH": "/usr/lib/rabbitmq/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
             "HOME": str(folder),
             "LANG": "C.UTF-8",
-            # Erlang's processes find each other by a name service on a separate port, so the test uses and leaves no
-            # other one.
+            # Erlang's processes find each other by a name service. The separate port excludes every other name service.
             "ERL_EPMD_PORT": str(self._names_port),
             "ERL_EPMD_ADDRESS": "127.0.0.1",
             "RABBITMQ_NODENAME": f"amphora-{os.getpid()}-{self.port}@localhost",
@@ -86,14 +85,14 @@ class Broker:
         os.killpg(self._process.pid, signal.SIGCONT)
 
     def kill(self):
-        """kill -9, and delete the data on the disk."""
+        """Kill the server (SIGKILL)."""
         if self._process is not None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait(30)
             self._process = None
 
     def lose_everything(self):
-        """Delete the stored data; the server does not run."""
+        """Kill the server, and delete its stored data."""
         self.kill()
         shutil.rmtree(self._folder / "data", ignore_errors=True)
 

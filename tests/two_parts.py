@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run of all tests in two parts: most tests in parallel, then one at a time the tests that measure time.
+"""A run of all tests in two parts: most tests in parallel, then one at a time the quiet tests.
 
 Invariant: every selected test has an outcome in one of the parts, or the run fails. A ring in which no test passed
 fails the run too.
@@ -8,12 +8,11 @@ fails the run too.
     pytest --alone DIR tests
     pytest --again DIR tests          if the second part failed
 
-Without `--all` the parts leave out tests marked `extended`. Tests marked `quiet` measure time, and run in the second
-part.
+Without `--all` the parts omit tests marked `extended`. Tests marked `quiet` measure time, and run in the second part.
 
 A test that fails in the first part gets a second attempt in the second part, if at most `MOST_REPEATED` tests failed.
-A test that fails in the second part for the first time gets a second attempt in a new process, as soon as the machine
-is idle, if at most `MOST_ASKED_AGAIN` tests failed. A test that fails twice has failed.
+A test that first fails in the second part gets a second attempt in a new process, if at most `MOST_ASKED_AGAIN` tests
+failed. That process waits until the machine is idle. A test that fails twice has failed.
 
 The end of a run names each test that passed at its second attempt, and DIR/second-attempts.txt keeps its failure.
 `tests/second-attempts.txt` lists the tests that have needed one in an earlier run. A test on the list gets no second
@@ -34,12 +33,12 @@ import pytest
 from feature_matrix import FeatureMatrix
 
 IMAGE = "AMPHORA_IMAGE"
-"""The variable that says how much of the image's ring runs with `--all`: 0 nothing, `all` all, else its quick tests."""
+"""The variable that selects tests of the image's ring with `--all`: 0 none, `all` all, else the quick tests."""
 KNOWN_SECOND_ATTEMPTS = Path(__file__).parent / "second-attempts.txt"
 
 
 def image_asked() -> str:
-    """The number in this environment variable; empty without one."""
+    """Return the value of this environment variable, by default 1; empty for 0."""
     said = os.environ.get(IMAGE) or "1"
     return "" if said == "0" else said
 
@@ -48,17 +47,20 @@ RINGS = ("unit", "golden", "hostile", "dataplane", "compat", "system", "openstac
 
 
 def rings(config: pytest.Config) -> tuple[str, ...]:
-    """The rings of which a run must have passed at least one test."""
+    """Return the rings in which at least one test must pass."""
     return (*RINGS, "image") if config.getoption("all") and image_asked() else RINGS
 
 
 def selected(item: pytest.Item) -> bool:
-    """Whether the run includes a test: all tests with `--all`, otherwise those that are not marked `extended`."""
+    """Return whether the run includes a test: with `--all` any test, else a test not marked `extended`."""
     return bool(item.config.getoption("all")) or not item.get_closest_marker("extended")
 
 
 def known_second_attempts() -> set[str]:
-    """The test ids on the list. An entry is one line: the id, and after ` # ` the date and the known facts."""
+    """Return the test ids on the list.
+
+    An entry is one line: the id, and after ` # ` the date and the known facts.
+    """
     text = KNOWN_SECOND_ATTEMPTS.read_text(encoding="utf-8")
     lines = (line.partition("  # ")[0].strip() for line in text.splitlines())
     return {line for line in lines if line and not line.startswith("#")}
@@ -66,12 +68,12 @@ def known_second_attempts() -> set[str]:
 
 MOST_REPEATED, MOST_ASKED_AGAIN = 5, 3
 TOGETHER, ALONE, SECOND_ATTEMPTS = "together.json", "alone.json", "second-attempts.txt"
-# The maximum wait for an idle machine in seconds, and the limits that count as idle: the share (%) of the last ten
-# seconds in which a process waited for a processor (Documentation/accounting/psi.rst of the kernel); without that,
-# running processes per processor on average over the last minute (proc(5), /proc/loadavg).
+# The maximum wait for an idle machine in seconds, and the limits of an idle machine. The first limit is the share (%)
+# of the last ten seconds in which a process waited for a processor (Documentation/accounting/psi.rst of the kernel).
+# Without it, the limit is running processes per processor in the last minute (proc(5), /proc/loadavg).
 CALM_SECONDS, CALM_PRESSURE, CALM_LOAD = 120.0, 10.0, 0.5
-# The longest files, longest first: a long file started last would run alone at the end. Then the rings from the slowest
-# on, for the same reason.
+# The longest files, longest first, because a long file that starts last would run alone at the end. The rings follow
+# from the slowest on, for the same reason.
 LONGEST = (
     "system/test_set_clock.py",
     "system/test_kill_matrix_mariadb.py",
@@ -108,7 +110,7 @@ LONGEST = (
 
 
 def ring(nodeid: str) -> str:
-    """The folder below tests/ that contains a test."""
+    """Return the folder below tests/ that contains a test."""
     parts = nodeid.partition("::")[0].split("/")
     return parts[1] if parts[0] == "tests" and len(parts) > 2 else ""
 
@@ -135,14 +137,14 @@ class Outcomes:
         return self.passed | self.skipped | set(self.failed)
 
     def without(self, nodeids: set[str]) -> Outcomes:
-        """Replace all outcomes by these."""
+        """Return the outcomes of all other tests."""
         left = Outcomes()
         left.passed, left.skipped = self.passed - nodeids, self.skipped - nodeids
         left.failed = {nodeid: text for nodeid, text in self.failed.items() if nodeid not in nodeids}
         return left
 
     def and_those(self, others: Outcomes) -> Outcomes:
-        """Add these outcomes."""
+        """Return the union with other outcomes."""
         both = Outcomes()
         both.passed, both.skipped = self.passed | others.passed, self.skipped | others.skipped
         both.failed = {**others.failed, **self.failed}
@@ -170,7 +172,7 @@ class Together:
         (directory / ALONE).unlink(missing_ok=True)
 
     def pytest_sessionstart(self) -> None:
-        """On SIGTERM (for example after a job's time limit), end the workers as Ctrl-C does, with their output."""
+        """Let SIGTERM, for example after a job's time limit, end the workers as Ctrl-C does."""
         signal.signal(signal.SIGTERM, signal.default_int_handler)
 
     @pytest.hookimpl(trylast=True)
@@ -188,13 +190,13 @@ class Together:
 
 
 class _Repeating:
-    """A part that repeats the failed tests of the previous part, and judges all outcomes.
+    """A part that repeats the failed tests of the previous part, and evaluates all outcomes.
 
     Args:
         earlier: outcomes that remain valid.
         repeated: the tests to repeat, with their failures.
-        most: above this number no test is repeated.
-        how: the difference between the two attempts, in words.
+        most: the maximum number of repeated tests; above it, no test is repeated.
+        how: a description of the difference between the two attempts.
     """
 
     def __init__(
@@ -236,11 +238,11 @@ class _Repeating:
         self._outcomes.take(report)
 
     def second_attempts(self) -> list[str]:
-        """Tests that passed at their second attempt."""
+        """Return the tests that passed at their second attempt."""
         return sorted(self._repeated.keys() & self._outcomes.passed - set(self._outcomes.failed))
 
     def repeated_in_vain(self) -> list[str]:
-        """Tests that failed and did not pass at a second attempt."""
+        """Return the tests that failed and did not pass at a second attempt."""
         gone = sorted(self._repeated.keys() - self._collected)
         skipped = sorted(self._repeated.keys() & self._outcomes.skipped - self._outcomes.passed)
         return [
@@ -249,7 +251,7 @@ class _Repeating:
         ]
 
     def complaints(self) -> list[str]:
-        """The errors of a run in which every test of this part passed."""
+        """Return the errors of a run in which every test of this part passed."""
         passed = Counter(map(ring, self._earlier.passed | self._outcomes.passed))
         missing = [each for each in self._rings if not passed[each]]
         unjudged = sorted(self._collected - self._earlier.all - self._outcomes.all)
@@ -277,7 +279,7 @@ class _Repeating:
 
 
 class Alone(_Repeating):
-    """The second part: tests marked quiet, failed tests of the first part, and the verdict on both."""
+    """The second part: tests marked quiet, failed tests of the first part, and the result of both."""
 
     def __init__(self, directory: Path, matrix: FeatureMatrix) -> None:
         (directory / SECOND_ATTEMPTS).unlink(missing_ok=True)
@@ -315,12 +317,12 @@ class Again(_Repeating):
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self) -> None:
-        """Called before the first test runs."""
+        """Wait for an idle machine before the first test runs."""
         self._calm()
 
 
 def await_calm() -> bool:
-    """Wait a limited time until the machine is idle; returns whether it is."""
+    """Wait a limited time until the machine is idle; return whether it is."""
     deadline = time.monotonic() + CALM_SECONDS
     while not is_calm():
         if time.monotonic() > deadline:
@@ -330,7 +332,7 @@ def await_calm() -> bool:
 
 
 def is_calm(pressure: Path = Path("/proc/pressure/cpu"), load: Path = Path("/proc/loadavg")) -> bool:
-    """The load of the last seconds according to the kernel."""
+    """Return whether the load of the last seconds is low according to the kernel."""
     try:
         words = pressure.read_text().split()
     except OSError:  # a kernel without PSI; some report that only when the file is read
@@ -346,7 +348,7 @@ def _read(file: Path, which: str) -> Outcomes:
 
 
 def _turn(nodeid: str) -> tuple[int, int]:
-    """The rank of a test's file in the order of starts."""
+    """Return the rank of a test's file in the order of starts."""
     file, its_ring = nodeid.partition("::")[0].removeprefix("tests/"), ring(nodeid)
     first = LONGEST.index(file) if file in LONGEST else len(LONGEST)
     return first, -RINGS.index(its_ring) if its_ring in RINGS else -len(RINGS)
@@ -355,13 +357,13 @@ def _turn(nodeid: str) -> tuple[int, int]:
 def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("a run in two parts")
     group.addoption("--all", action="store_true", help="the parts include tests marked `extended`")
-    group.addoption("--together", metavar="DIR", type=Path, help="the first: everything that is not marked quiet")
-    group.addoption("--alone", metavar="DIR", type=Path, help="the second: quiet tests, and what failed in the first")
-    group.addoption("--again", metavar="DIR", type=Path, help="what failed in the second, if it may be asked again")
+    group.addoption("--together", metavar="DIR", type=Path, help="the first: all tests that are not marked quiet")
+    group.addoption("--alone", metavar="DIR", type=Path, help="the second: quiet tests, and failed tests of the first")
+    group.addoption("--again", metavar="DIR", type=Path, help="failed tests of the second, if they may be repeated")
 
 
 def register(config: pytest.Config, matrix: FeatureMatrix) -> None:
-    """The plugin of the requested part, if any."""
+    """Register the plugin of the requested part, if any."""
     parts = {name: config.getoption(f"--{name}") for name in ("together", "alone", "again")}
     asked = [name for name, directory in parts.items() if directory]
     if len(asked) > 1:

@@ -38,6 +38,6 @@ def balancer(*parts, **more):
 
 
 def plug(worker, mac: str = MAC) -> None:
-    """The state of an amphora after Octavia's flow for a new load balancer, before its listeners."""
+    """Run Octavia's flow for a new load balancer, without its listeners."""
     assert worker("check") == "1.0"
     worker("plug_vip", balancer(), {"mac": mac, "mtu": 1500}, SUBNET, ADDITIONAL)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-# The network, the amphora and the certificates are those of the data plane's tests.
+# The tests use the network, the amphora and the certificates of the data plane's tests.
 sys.path.insert(0, str(Path(__file__).parents[1] / "dataplane"))
 
 import pki

@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 
 
 def interpreter() -> str:
-    """A Python with Octavia: this one, or the sandbox's."""
+    """Return a Python with Octavia: this process's, or the sandbox's."""
     if importlib.util.find_spec("octavia") is not None:
         return sys.executable
     return str(HERE.parents[1] / ".sandbox/venv/bin/python")
@@ -65,7 +65,7 @@ class Worker:
         self("drive", {"id": amphora.id, "lb_network_ip": amphora.address, **vrrp})
 
     def __call__(self, do: str, *arguments, **options):
-        """Send a request to the worker; returns its answer."""
+        """Send a request to the worker; return its answer."""
         self.begin(do, *arguments, **options)
         return self.end()
 

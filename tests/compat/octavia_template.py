@@ -20,7 +20,7 @@ DETAILS = {
 
 
 class Amphora:
-    """A client of the agent that keeps its arguments."""
+    """A client of the agent that only records its arguments."""
 
     def __init__(self):
         self.texts, self.files = [], {}

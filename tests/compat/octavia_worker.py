@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A program with the parts of an Octavia worker: amphora driver, client, templates and health manager.
 
-It replaces only two parts of Octavia: the source of certificates, and the types of its API, which take five seconds
-to create and which no worker needs. There is no database. Standard input has one request a line, and standard output
-one answer a line, both JSON. The answer to a failed call has the name of the exception.
+It replaces only two parts of Octavia: the source of certificates, and the types of its API. No worker needs these
+types, and their creation takes five seconds. There is no database. Standard input has one request in each line, and
+standard output has one answer in each line, both JSON. The answer to a failed call has the name of the exception.
 
     python octavia_worker.py '{"options": {...}, "secrets": {...}}'
 """
@@ -199,7 +199,7 @@ class Worker:
         return {"status": answer.status_code, "body": answer.json()} if hasattr(answer, "status_code") else answer
 
     def fetch(self, path):
-        """Requests without a method of the client."""
+        """Send a request for which the client has no method."""
         answer = self.client.get(self.amphora, path)
         return {"status": answer.status_code, "text": answer.text, "etag": answer.headers.get("ETag")}
 
@@ -217,7 +217,10 @@ class Worker:
         self.driver.post_network_plug(self.amphora, made, {})
 
     def update(self, load_balancer):
-        """The whole update. Octavia's own answer does not contain the amphora's answer to the last reload."""
+        """Perform the whole update; return the amphora's answer to the last reload.
+
+        Octavia's own answer does not contain it.
+        """
         answers = []
         session = self.client.session
         put = session.put
@@ -270,7 +273,7 @@ class Worker:
             self.getters.append(getter)
 
     def heartbeats(self, count):
-        """The next decoded heartbeats, each with the number of the health manager that received it."""
+        """Return the next decoded heartbeats, each with the number of its receiving health manager."""
         found = []
         while len(found) < count:
             ready, _, _ = select.select([each.sock for each in self.getters], [], [], 15)
@@ -280,7 +283,7 @@ class Worker:
         return found
 
     def requests(self):
-        """Every call of the client, as method and path, without a peer."""
+        """Return every call of the client, as method and path, without sending it."""
         client = rest_api_driver.AmphoraAPIClient1_0()
         asked = []
         names = [name for name in vars(type(client)) if re.match(r"[a-z]", name)] + list(vars(client))
@@ -306,7 +309,7 @@ def main():
         request = json.loads(line)
         try:
             answer = {"answer": getattr(worker, request["do"])(*request["arguments"], **request["options"])}
-        except Exception as error:  # noqa: BLE001 (whatever it is, the test decides whether it is right)
+        except Exception as error:  # noqa: BLE001 (the test judges any exception)
             answer = {"error": type(error).__name__, "text": str(error)}
         answers.write(json.dumps(answer) + "\n")
         answers.flush()

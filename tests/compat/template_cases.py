@@ -44,7 +44,7 @@ def monitored(**more: Any) -> dict[str, Any]:
 
 
 def cases() -> dict[str, dict[str, Any]]:
-    """Every load balancer by its name."""
+    """Return every load balancer by its name."""
     return {**_listeners(), **_terminated(), **_policies(), **_pools(), **_monitors()}
 
 

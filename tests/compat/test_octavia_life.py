@@ -26,7 +26,7 @@ def test_a_reboot_restores_the_load_balancer(worker, booted, client, compat_netw
     worker("update", balancer(listener(), pool(member("m1"))))
     again(amphora, compat_network)
     # All of the configuration is on disk, so the amphora serves without a request.
-    eventually(lambda: served(client) == "m1", "the load balancer is served again")
+    eventually(lambda: served(client) == "m1", "member m1 answers")
 
     worker("update", balancer(listener(), SECURE, pool(member("m1"))))
     worker("listen", KEY, CONTROLLER, 5603)
@@ -37,7 +37,7 @@ def test_a_reboot_restores_the_load_balancer(worker, booted, client, compat_netw
     # Any update of the load balancer sends the complete configuration again.
     worker("update", balancer(listener(), SECURE, pool(member("m2"))))
     assert served(client) == "m2"
-    eventually(lambda: set(worker("heartbeats", 1)[0][1]["listeners"]) == {WEB, TLS}, "it reports all listeners")
+    eventually(lambda: set(worker("heartbeats", 1)[0][1]["listeners"]) == {WEB, TLS}, "heartbeats report all listeners")
 
 
 def again(amphora, network):

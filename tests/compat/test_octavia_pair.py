@@ -49,11 +49,11 @@ def test_a_pair_created_by_octavia_fails_over(worker, nodes, compat_network):
         worker("vrrp", "upload", wanted, SUBNET)
         worker("vrrp", "start", wanted, SUBNET)
     first, second = nodes
-    eventually(lambda: [node.holds() for node in nodes].count(True) == 1, "one has the VIPs", TAKEN_OVER_SECONDS)
+    eventually(lambda: [node.holds() for node in nodes].count(True) == 1, "one node holds the VIPs", TAKEN_OVER_SECONDS)
     holder, other = (first, second) if first.holds() else (second, first)
-    said = eventually(lambda: answer(client), "it serves")
+    said = eventually(lambda: answer(client), "the pair serves")
     # The stick-table entry must be at the partner before the holder fails.
-    eventually(lambda: "used:1" in other.ask_haproxy("show table"), "the partner knows whose session it is")
+    eventually(lambda: "used:1" in other.ask_haproxy("show table"), "the partner has the stick-table entry")
     holder.power_off()
     eventually(lambda: answer(client), "the partner serves", TAKEN_OVER_SECONDS)
     assert {answer(client) for _ in range(6)} == {said}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The agent accepts the output of Octavia 19's template and refuses injected directives.
 
-The test starts Octavia once, as a program: it renders every case and sends nothing.
+The test starts Octavia once, as a program, which renders every case and sends no request.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def rendered():
 
 
 def judge(text, files):
-    """The verdict of the agent on an upload."""
+    """Return the agent's translation of an upload, or raise its refusal."""
     found = translate(text, LB)
     refuse_directives(parse(found.text), uploads.collect(found.files, files.get, LB))
     return found

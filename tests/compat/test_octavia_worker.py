@@ -52,7 +52,7 @@ def answers(client, count=6, **where):
 
 
 def status(amphora, name):
-    """HAProxy's state of a member."""
+    """Return HAProxy's state of a member."""
     rows = amphora.ask_haproxy("show stat -1 4 -1").splitlines()
     found = next(row.split(",") for row in rows if row.split(",")[1:2] == [member(name)["id"]])
     return found[17]
@@ -67,7 +67,7 @@ def test_every_call_of_the_client_has_a_route(plugged):
     bound = app.url_map.bind("amphora")
     calls = plugged("requests")
     assert len(calls) == 22
-    # The client has a method for it, but no amphora has the route and Octavia never calls it.
+    # The client has a method for this call, but no amphora has the route, and Octavia never calls it.
     assert calls.pop("get_listener_status") == ["GET", "listeners/x"]
     for method, path in calls.values():
         bound.match(f"/1.0/{path}", method)
@@ -144,15 +144,15 @@ def test_members_change_without_a_reload(plugged, amphora, client):
 def test_no_request_fails_during_changes(plugged, amphora):
     one, two = member("m1"), member("m2")
     plugged("update", balancer(listener(), pool(one)))
-    with Client(amphora.network) as visitors:
-        visitors.hears("m1")
+    with Client(amphora.network) as clients:
+        clients.hears("m1")
         for served in ([one, two], [two], [two, member("m3")]):
             plugged("update", balancer(listener(), pool(*served)))
-            visitors.hears(next(name for name in ("m3", "m2") if member(name) in served))
+            clients.hears(next(name for name in ("m3", "m2") if member(name) in served))
         done = plugged("update", balancer(listener(), listener(id=TCP, protocol_port=8080), pool(one, two)))
         assert done["how"] == "reload"
-        visitors.hears("m1")
-    assert visitors.failures == []
+        clients.hears("m1")
+    assert clients.failures == []
 
 
 def test_a_configuration_that_haproxy_refuses_changes_nothing(plugged, amphora, client):
@@ -235,7 +235,7 @@ def test_client_certificates_are_verified(plugged, client, tenant_secrets, tmp_p
 
 
 def shown(name, trust, verified=True, certificate=None):
-    """The certificate that the VIP shows for a server name, and its answer."""
+    """Return the certificate that the VIP presents for a server name, and its answer."""
     context = ssl.create_default_context(cadata=trust)
     context.check_hostname = verified
     if certificate is not None:
@@ -430,7 +430,7 @@ def test_the_agents_certificate_is_rotated(plugged, amphora):
             return connection.sock.getpeercert(binary_form=True)
 
     plugged("rotate", pem)
-    eventually(lambda: amphora.network.thread("ctl").run(presented) == wanted, "the new certificate is shown")
+    eventually(lambda: amphora.network.thread("ctl").run(presented) == wanted, "the agent presents the new certificate")
     assert plugged("check") == "1.0"
 
 
@@ -439,8 +439,8 @@ def test_a_restarted_agent_continues_the_sums(plugged, amphora, client):
     before = pid(amphora)
     starts = amphora.status("amphora-agent")["starts"]
     amphora.supervisor(op="signal", name="amphora-agent", signal=9)
-    eventually(lambda: amphora.status("amphora-agent")["starts"] > starts, "another agent")
-    eventually(amphora.answers, "it answers")
+    eventually(lambda: amphora.status("amphora-agent")["starts"] > starts, "the agent restarts")
+    eventually(amphora.answers, "the agent answers")
     amphora.disconnect()
     assert plugged("update", balancer(listener(), pool(member("m1"), member("m2"))))["how"] == "runtime"
     assert answers(client) == {"m1", "m2"}
@@ -450,7 +450,7 @@ def test_a_restarted_agent_continues_the_sums(plugged, amphora, client):
     assert plugged("heartbeats", 1)[0][1]["id"] == amphora.id
 
 
-def test_only_the_reporter_changes_octavia(plugged, amphora, client):
+def test_a_push_of_this_provider_is_refused(plugged, amphora, client):
     plugged("update", balancer(listener(), pool(member("m1"))))
     found, body = amphora.push(1000, None)
     assert found == 409
@@ -474,7 +474,7 @@ def test_keepalived_takes_the_vip_of_a_pair(plugged, amphora, client):
     plugged("vrrp", "reload", pair, SUBNET)
     assert plugged("interface", VIP) == "eth1"
     plugged("vrrp", "stop", pair, SUBNET)
-    eventually(lambda: served_by(client) is None, "the VIP is the partner's")
+    eventually(lambda: served_by(client) is None, "the VIP does not answer")
 
 
 def served_by(client):

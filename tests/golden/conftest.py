@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`pytest tests/golden --update-golden` writes the expected files; review the difference before a commit."""
+"""`--update-golden` writes the expected files; review the difference before a commit."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--update-golden", action="store_true", help="write tests/golden/*.cfg anew")
+    parser.addoption("--update-golden", action="store_true", help="write tests/golden/*.cfg")
 
 
 @pytest.fixture

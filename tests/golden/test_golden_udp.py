@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The virtual servers of a bundle equal the expected ones byte for byte, and the agent parses them without a change."""
+"""The virtual servers of a bundle equal the golden file, and the agent parses them unchanged."""
 
 from __future__ import annotations
 

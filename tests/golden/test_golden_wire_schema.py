@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bundles of the controller have the wire format of the JSON schema, and its types have the schema's keys."""
+"""Bundles of the controller have the format of the JSON schema; all types have the schema's keys."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ ANSWERS = {
 
 
 def encoded(tree, *, paired=False):
-    """The bundle of a load balancer with one port on the network of its VIP."""
+    """Return the bundle of a load balancer with one port on the network of its VIP."""
     rendered = render(tree, shared_tickets=True)
     virtual = udp.virtual_servers(tree)
     files = tuple(driver.BundleFile(name=one.name, content=Secret(b"content")) for one in rendered.files)

@@ -1,20 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """The corpus: strings that an attacker puts into a field to change its meaning.
 
-`every_string.jsonl` holds what is tried in every field, one string with its kind a line. `<field>/cases.jsonl` says
-what becomes of them there, and holds the field's own cases. Later lines win over earlier ones:
+`every_string.jsonl` has the strings for every field: one string with its kind in each line. `<field>/cases.jsonl` has
+the outcomes of these strings in the field, and the field's own cases. Later lines override earlier ones:
 
-    {"every": "*", "outcome": "refused"}                 all of every_string.jsonl
-    {"every": "line break", "outcome": "refused"}        those of one kind
-    {"every": "*", "after": "/", "outcome": …}           all of them, each behind a prefix
+    {"every": "*", "outcome": "refused"}                 all strings of every_string.jsonl
+    {"every": "line break", "outcome": "refused"}        the strings of one kind
+    {"every": "*", "after": "/", "outcome": …}           all strings, each after a prefix
     {"value": "200, 202", "outcome": {"reads": "200,202"}}
 
-Outcomes: `refused` (by the name of the option, and everything else is served), `as written` (the configuration is that
-of a harmless value, with this one in its place), `nothing` (accepted, and the configuration says nothing of it),
-`absent` (as if the field had not been given), `{"reads": ...}` (as `as written`, with another way to say the same),
-`elsewhere` (accepted, with directives of another form: another file of the field has the value `as written`).
+Outcomes:
 
-A text may be a pair of text and number: it is repeated.
+    refused         the refusal names the option, and all else is served
+    as written      the configuration equals that of a harmless value, with this value in its place
+    nothing         accepted, without a trace in the configuration
+    absent          the same as an unset field
+    {"reads": ...}  like `as written`, in another notation
+    elsewhere       accepted, with directives of another form; another file of the field has the value `as written`
+
+A pair of text and number stands for the repeated text.
 """
 
 from __future__ import annotations
@@ -46,7 +50,7 @@ def _lines(file: Path) -> list[dict]:
 
 @lru_cache
 def every_string() -> tuple[tuple[str, str], ...]:
-    """Kind and text."""
+    """Return the kind and the text of each string."""
     return tuple((line["kind"], _text(line["text"])) for line in _lines(HERE / "every_string.jsonl"))
 
 
@@ -56,7 +60,7 @@ STRINGS = tuple(text for _, text in every_string())
 
 @lru_cache
 def cases(file: str) -> tuple[Case, ...]:
-    """The cases of a field by the name of its file without `.jsonl`."""
+    """Return the cases of a field by the name of its file without `.jsonl`."""
     found: dict[str, Case] = {}
     for line in _lines(HERE / f"{file}.jsonl"):
         outcome = line["outcome"]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every string field of the model: how a test sets it, and the expected value in the configuration.
 
-`test_every_field.py` fails for a field of the model that has no entry here.
+`test_hostile_corpus.py` fails for a field of the model that has no entry here.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ class Field:
 
     Attributes:
         name: the kind of object and the field.
-        make: the load balancer with this number and this value in the field.
-        owner: the letter of the object at fault; empty where the value is that object's id.
-        good: a harmless value; where it stands in the configuration, a hostile one may stand. `#` is the
-            load balancer's number.
-        option: what a refusal calls it; None where the driver's check does not look at the field, because a user
-            cannot write it (ids) or because the API knows better (objects it refers to).
-        file: the corpus, `<field>/<file>`; variants of one field may have one in common.
-        written: how a value reads back, where that is not the value itself; several words are all in its place.
-        alone: whether everything else is served if a value is refused.
+        make: returns the load balancer with this number and this value in the field.
+        owner: the first letter of the faulty object's id; empty if the value is that id.
+        good: a harmless value; a hostile value may be in its places of the configuration. `#` is the load
+            balancer's number.
+        option: its name in a refusal; None if the driver's check ignores the field, because a user cannot set it
+            (ids), or because the API checks it (references).
+        file: the corpus, `<field>/<file>`; variants of one field may share it.
+        written: returns the text of a value in the configuration, if that differs from the value; a tuple contains
+            several words.
+        alone: whether all other objects are served if a value is refused.
     """
 
     name: str
@@ -76,7 +77,7 @@ CHECKS = {
 
 
 def _on(part: str, field: str, many: bool, n: int, value: str | None) -> LoadBalancer:  # noqa: C901 - a table
-    """A load balancer with this value in one field of one part; None means an unset value."""
+    """Return a load balancer with this value in one field of one part; None means an unset value."""
     given = {field: (value,) if many and value is not None else value}
     match part:
         case "loadbalancer":
@@ -130,7 +131,7 @@ def _codes(value: str) -> str:
 
 
 def _percent(value: str) -> str:
-    """A percent sign is doubled where HAProxy expands `%`."""
+    """Return the value with doubled percent signs, because HAProxy expands `%` there."""
     return value.replace("%", "%%")
 
 
@@ -153,7 +154,7 @@ def _redirect_pool(n: int, value: str) -> LoadBalancer:
 
 
 def _prefix(value: str) -> str:
-    """The path of a request follows, with its own slash."""
+    """Return the written prefix; the path of a request follows it with its own slash."""
     return _percent(value if set("?#") & set(value) else value.rstrip("/") or "/")
 
 
@@ -166,7 +167,7 @@ def _cookie(n: int, value: str) -> LoadBalancer:
 
 
 def _logged(n: int, value: str) -> LoadBalancer:
-    """Octavia's own log-format names the project."""
+    """Return a load balancer with Octavia's default log-format, which contains the project."""
     return balancer(n, project_id=value, profile=Profile(connection_logging=True))
 
 
@@ -266,11 +267,11 @@ PLAIN: tuple[Field, ...] = (
 
 KEYED = {L7RuleType.HEADER: "X-Good", L7RuleType.COOKIE: "biscuit", L7RuleType.SSL_DN_FIELD: "CN"}
 ONE_WAY = {L7RuleType.SSL_CONN_HAS_CERT: "True", L7RuleType.SSL_VERIFY_RESULT: "23"}
-"""Types with values of their own, which can only be equal to them."""
+"""Types with fixed values, whose only comparison is EQUAL_TO."""
 
 
 def _spellings(value: str) -> tuple[str, ...]:
-    """A path in plain form and in the percent-encoded forms that clients send."""
+    """Return a path in plain form and in the percent-encoded forms that clients send."""
     encoded = (" #", ' #"<>\\^`{|}')
     return tuple(dict.fromkeys((value, *(_octets(value, some, form) for some in encoded for form in ("X", "x")))))
 
@@ -312,7 +313,7 @@ def _suffixes(value: str) -> tuple[str, ...]:
 
 
 def _argument(value: str) -> str:
-    """Inside double quotes of HAProxy's second parser."""
+    """Return the value as it is inside double quotes of HAProxy's second parser."""
     return value.replace("\\", "\\\\").replace('"', '\\"')
 
 

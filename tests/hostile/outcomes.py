@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The outcome of a value: refused by name with everything else served, or exactly one value in the configuration."""
+"""The outcome of a value: a refusal by name, or exactly one value in the configuration."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from amphora_driver.render.haproxy import Rendered, render
 
 @lru_cache
 def base(field: Field) -> Counter:
-    """The directives with a harmless value."""
+    """Return the directives with a harmless value."""
     rendered = render(field.make(0, field.harmless(0)))
     assert not rendered.refused, rendered.refused
     return counted(rendered.text)
 
 
 class Unexpected(AssertionError):
-    """The value was accepted, and the directives differ from those of the harmless value in more than this value."""
+    """The directives differ from the harmless value's directives in more than the accepted value."""
 
     def __init__(self, value: str, found: Counter, wanted: Counter) -> None:
         super().__init__(f"{value!r} reads as {list(found - wanted)}")
@@ -32,7 +32,7 @@ class Unexpected(AssertionError):
 
 
 def judge(field: Field, value: str, reads: str | None = None) -> tuple[str, Rendered]:
-    """The outcome of a value, as in `corpus`.
+    """Return the outcome of a value, as in `corpus`.
 
     Args:
         field: the tested field.
@@ -56,7 +56,7 @@ def judge(field: Field, value: str, reads: str | None = None) -> tuple[str, Rend
                 shown(error)
         left = counted(rendered.text)
         if field.alone:
-            assert left == counted(render(without(tree, fault)).text), "a refused value left a trace"
+            assert left == counted(render(without(tree, fault)).text), "a refused value changes other directives"
             assert any(head == ("frontend", "k0") for head, _ in left), "the neighbour is not served"
         else:
             assert not left
@@ -77,7 +77,7 @@ def judge(field: Field, value: str, reads: str | None = None) -> tuple[str, Rend
 
 
 def placing(field: Field, value: str | tuple[str, ...]) -> Counter:
-    """The directives with this value in place of the harmless one, and no other difference."""
+    """Return the directives with this value in place of the harmless one, and no other difference."""
     good = field.written(field.harmless(0))
     good, values = (good,) if isinstance(good, str) else good, (value,) if isinstance(value, str) else value
 
@@ -94,7 +94,7 @@ def placing(field: Field, value: str | tuple[str, ...]) -> Counter:
 
 
 def objection(field: Field, tree: LoadBalancer, value: str) -> UnsupportedOption | None:
-    """The refusal of the driver, or None."""
+    """Return the refusal of the driver, or None."""
     kind = field.owner
     if not kind:
         return None
@@ -111,14 +111,14 @@ def objection(field: Field, tree: LoadBalancer, value: str) -> UnsupportedOption
 
 
 def shown(error: AmphoraDriverError) -> None:
-    """The text of an error is in logs and API answers, so it must be one line for any value."""
+    """Assert that the text of an error is one short line, because logs and API answers contain it."""
     said = str(error)
     assert said.isprintable(), repr(said)
     assert len(said) < 1000, "the whole value is in the message"
 
 
 def node(tree: LoadBalancer, object_id: str) -> object:
-    """The object of a tree with this id."""
+    """Return the object of a tree with this id."""
     for each in nodes(tree):
         if each.id == object_id:
             return each
@@ -140,7 +140,7 @@ def nodes(tree: LoadBalancer):
 
 
 def without(tree: LoadBalancer, object_id: str) -> LoadBalancer:
-    """The load balancer without the parts that depend on this object.
+    """Return the load balancer without the parts that depend on this object.
 
     A refused policy or rule also removes its listener, because it may restrict access.
     """

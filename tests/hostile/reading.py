@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A reader of HAProxy's configuration that splits it into words, as section 2.2 of its manual describes.
+"""Splits HAProxy's configuration into words.
 
-The code follows the manual and not the renderer, so an agreement of both is evidence. test_hostile_corpus.py compares
-it with the tokenizers of newer HAProxy versions.
+The code follows section 2.2 of HAProxy's manual and not the renderer, so an agreement of both is evidence. The test
+test_hostile_corpus.py compares it with the tokenizers of newer HAProxy versions.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def directives(text: str | None) -> list[Words]:
 
 
 def placed(text: str | None) -> Iterator[tuple[Words, Words]]:
-    """Every line with the head of its section; a head has itself."""
+    """Yield every line with the head of its section; the head of a head is the head itself."""
     head: Words | None = None
     for found in directives(text):
         if found[0] in _HEADS:
@@ -68,5 +68,5 @@ def placed(text: str | None) -> Iterator[tuple[Words, Words]]:
 
 
 def counted(text: str | None) -> Counter[tuple[Words, Words]]:
-    """Lines by section, without an order."""
+    """Count the lines by section, without their order."""
     return Counter(placed(text))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agent's parser sees every section that HAProxy sees, and accepts only sections of a load balancer.
+"""The agent's parser finds each section that HAProxy finds, and accepts a load balancer's only.
 
 Newer versions of HAProxy print a file after their own tokenizer, which is the reference.
 """
@@ -45,7 +45,7 @@ def test_every_rendered_text_is_accepted():
 
 
 def body(text: str) -> bytes:
-    """A bundle with this text."""
+    """Return a bundle with this text."""
     own = {"format": 1, "amphora_id": str(uuid.UUID(int=1)), "load_balancer_id": str(uuid.UUID(int=2)), "generation": 1}
     limits = dict.fromkeys(("connections", "threads", "drain", "workers"))
     rest = {"files": [], "pings": {}, "limits": limits, "interfaces": [], "allowed": [], "vrrp": None}
@@ -67,7 +67,7 @@ blanks = st.text(alphabet=" \t\r\v\f", max_size=3)
 
 
 def disguised(head: str) -> st.SearchStrategy[str]:
-    """Spellings of a word that HAProxy may accept."""
+    """Return spellings of a word that HAProxy may accept."""
     word, _, rest = head.partition(" ")
     at = st.integers(0, len(word) - 1)
     return st.one_of(
@@ -97,7 +97,7 @@ def test_another_section_is_refused_in_every_position(place, line):
 
 @lru_cache
 def lines() -> tuple[str, ...]:
-    """Plain and disguised section heads, and other lines."""
+    """Return plain and disguised section heads, and other lines."""
     heads = st.sampled_from((*MACHINES, "frontend x", "backend x", "defaults", "defaults x"))
     found = dict.fromkeys(text for text in corpus.STRINGS if len(text) < 100)
 
@@ -107,7 +107,7 @@ def lines() -> tuple[str, ...]:
         found[line] = None
 
     collect()
-    # These two end a line or a text; after a dot HAProxy would hide lines from the comparison.
+    # A newline ends a line and NUL ends a text. A line with a leading dot can hide later lines from the comparison.
     readable = (line for line in found if line.isascii() or line.isprintable())
     return tuple(line for line in readable if not {"\n", "\0"} & set(line) and line.lstrip()[:1] != ".")
 

@@ -54,7 +54,7 @@ def test_the_corpus_contains_the_strings_of_other_tests():
 
 
 class Taken(NamedTuple):
-    """A load balancer that was not refused, with its own number."""
+    """A load balancer without a refusal, with its own number."""
 
     field: Field
     value: str
@@ -63,7 +63,7 @@ class Taken(NamedTuple):
 
 @lru_cache
 def taken() -> tuple[Taken, ...]:
-    """One load balancer for each value that changes the configuration, without its neighbour.
+    """Return one load balancer for each value that changes the configuration, without its neighbour.
 
     Of the variants of a field that share a corpus, the first has all values and the others have a part.
     """
@@ -118,7 +118,7 @@ def test_haproxy_and_the_reader_split_words_equally(version, tmp_path):
 
 
 def strings(shape: type) -> set[str]:
-    """The fields of a type that contain free text."""
+    """Return the fields of a type that contain free text."""
     free = (str, str | None, tuple[str, ...] | None, dict[str, object] | None)
     return {field.name for field in msgspec.structs.fields(shape) if field.type in free}
 

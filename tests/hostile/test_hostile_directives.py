@@ -134,7 +134,7 @@ def bases() -> tuple[str, ...]:
 
 @lru_cache
 def keywords() -> tuple[str, ...]:
-    """Every word that HAProxy knows, with its arguments' parentheses open."""
+    """Return every word that HAProxy knows; a word with arguments ends with a parenthesis."""
     program = VERSIONS[0].here().program
     assert program
     run = subprocess.run(
@@ -149,7 +149,7 @@ ANYWHERE = "/a-folder/outside"
 
 @lru_cache
 def accepted(number: int) -> tuple[str, ...]:
-    """The accepted lines among this number of random lines; the seed is fixed."""
+    """Return the accepted lines among this number of random lines; the seed is fixed."""
     chosen = random.Random(number)
     paths = [path.format(ANYWHERE, ANYWHERE[1:]) for path in PATHS]
     starts = ("path", "src", "req.hdr(x)", "str(a)")
@@ -208,8 +208,8 @@ SYSTEM = re.compile(
 
 @pytest.mark.extended
 def test_haproxy_opens_only_its_own_files_and_the_bundle(tmp_path):
-    """Every file that the process opens, every program it starts and every socket it connects to, from strace."""
-    strace = shutil.which("strace") or pytest.skip("strace is not on this machine; the other tests use inotify")
+    """Checks every opened file, started program and connected socket of the process with strace."""
+    strace = shutil.which("strace") or pytest.skip("strace is not installed; the other tests use inotify")
     lines = Lines(VERSIONS[0].here(), tmp_path)
     wanted = [line for line in rendered().splitlines() if line.startswith(" ")]
     tried = list(dict.fromkeys([*(f"    {line}" for line in OCTAVIAS), *wanted, *accepted(3_000)]))

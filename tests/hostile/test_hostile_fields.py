@@ -13,7 +13,7 @@ from texts import anything, printable
 
 CIPHERS = {"listener.tls_ciphers", "pool.tls_ciphers", "profile.tls_ciphers"}
 OTHER_FORMS = CIPHERS | {"l7rule.value"}
-"""Values of these may come to directives of another form: two kinds of ciphers, extensions with and without dots,
+"""Values of these fields may produce other directives: two kinds of ciphers, extensions with and without dots,
 regular expressions that match an empty text."""
 
 

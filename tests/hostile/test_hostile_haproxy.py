@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A running HAProxy reads every quoted value as exactly one word, and its answer contains that word.
 
-One process has hundreds of values. The output shows the shortest misread one first.
+One process reads hundreds of values. The output shows the shortest misread value first.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Connection(http.client.HTTPConnection):
 
 @contextmanager
 def serving(haproxy: HAProxy, rules: list[str], folder: Path):
-    """A connection to an HAProxy with these rules in an HTTP frontend."""
+    """Yield a connection to an HAProxy with these rules in an HTTP frontend."""
     sock = folder / "s"
     lines = ["defaults", "    mode http", "    timeout client 9s", "frontend f", f"    bind unix@{sock}", *rules, ""]
     (folder / "cfg").write_text("\n".join(lines))
@@ -66,7 +66,7 @@ def serving(haproxy: HAProxy, rules: list[str], folder: Path):
 
 
 def echoed(haproxy: HAProxy, returns: list[str], folder: Path) -> list[str]:
-    """HAProxy's answer for each of these ends of a `return` rule."""
+    """Return HAProxy's answer for each of these ends of a `return` rule."""
     rule = "    http-request return status 200 content-type text/plain"
     rules = []
     for number, end in enumerate(returns):
@@ -74,7 +74,7 @@ def echoed(haproxy: HAProxy, returns: list[str], folder: Path) -> list[str]:
         condition = f"if {{ path /{number} }}"
         if keyword == "sample":
             rules.append(f"    http-request set-var(txn.value) {word} {condition}")
-            end = "lf-string %[var(txn.value)]"  # noqa: PLW2901 - what is answered instead
+            end = "lf-string %[var(txn.value)]"  # noqa: PLW2901 - the answer is the variable
         rules.append(f"{rule} {end} {condition}")
     got = []
     with serving(haproxy, rules, folder) as connection:
@@ -86,7 +86,7 @@ def echoed(haproxy: HAProxy, returns: list[str], folder: Path) -> list[str]:
 
 @lru_cache
 def generated(way: str) -> tuple[str, ...]:
-    """The corpus, and the same number of texts from hypothesis."""
+    """Return the corpus, and the same number of texts from hypothesis."""
     found = dict.fromkeys(STRINGS)
     strategies = WAYS[way][2]
 
@@ -125,7 +125,7 @@ WAYS = {
         (anything, printable),
         str,
     ),
-    # The pattern is exactly the value; it is removed from the value followed by an x.
+    # The pattern is exactly the value; HAProxy removes it from the value followed by an x.
     "substituted": (
         lambda value, where: quoting.substituted(f'str("{_escaped(value)}x")', rf"\Q{value}\E", "", where),
         "sample",
@@ -161,6 +161,6 @@ def test_haproxy_reads_the_quoted_value(way, version, tmp_path):
 
 
 def test_a_misread_value_is_detected(tmp_path):
-    """The test is effective: without quotes HAProxy reads another value."""
+    """Without quotes HAProxy reads another value, so the test is effective."""
     assert echoed(HAProxy("system"), ["lf-string '%[method]'"], tmp_path) == ["GET"]
     assert echoed(HAProxy("system"), ["string x#y"], tmp_path) == ["x"]

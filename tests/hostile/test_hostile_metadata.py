@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metadata of flavors and availability zones: every key and value is refused by name or valid for its schema."""
+"""Each key and value of flavors and availability zones is refused by name or valid."""
 
 from __future__ import annotations
 
@@ -62,6 +62,6 @@ def test_an_invalid_value_is_refused_by_the_name_of_its_key(module, key, schema)
     if "enum" in schema or schema["type"] not in ("string", "array"):
         assert set(map(str, taken)) <= set(schema.get("enum", ()))
     if key in ("tls_ciphers", "log_format"):
-        # These two keys are in HAProxy's configuration: one line each, for any value.
+        # HAProxy's configuration contains these two keys: one line each, for any value.
         assert taken
         assert not any(unicodedata.category(letter) in ("Cc", "Cs", "Zl", "Zp") for text in taken for letter in text)

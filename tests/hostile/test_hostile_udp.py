@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hostile text in every string field of a UDP listener and its children: one value in its place, or refused by name.
+"""Hostile text in every string field of a UDP listener: one value in its place, or a refusal.
 
 The agent's own parser checks the resulting bundle. HAProxy's part does not depend on the values.
 """
@@ -34,7 +34,7 @@ LETTERS = {LB: "b", LISTENER: "l", POOL: "p", MEMBER: "m", MONITOR: "h"}
 
 
 def balancer(part: str = "", field: str = "", value: object = None) -> LoadBalancer:
-    """Two UDP listeners: one with a value in a field of one part, and its neighbour."""
+    """Return two UDP listeners: one with a value in a field of one part, and its neighbour."""
     given_ = {part: {field: value}} if part else {}
     own = partial(dict.get, given_)
     udp = {"protocol": PoolProtocol.UDP}
@@ -63,7 +63,7 @@ def balancer(part: str = "", field: str = "", value: object = None) -> LoadBalan
 
 @dataclass(frozen=True)
 class Field:
-    """One string field, the object at fault after a refusal, and the places of a virtual server that may contain it."""
+    """One string field, the faulty object, and the parts of a virtual server that may contain it."""
 
     part: str
     name: str
@@ -129,7 +129,7 @@ def plain() -> tuple[list[dict], str | None]:
 
 
 def document(tree: LoadBalancer, made: Made) -> dict:
-    """The bundle of an amphora, which its agent parses without an error."""
+    """Return the bundle of an amphora; assert that the agent parses it."""
     body = bundle(tree, 1, str(uuid.UUID(int=1)), (), Served(text=None, virtual=made.servers))
     assert len(parse(body).virtual_servers) == len(made.servers)
     found: dict = json.loads(body)
@@ -137,7 +137,7 @@ def document(tree: LoadBalancer, made: Made) -> dict:
 
 
 def objects(tree: LoadBalancer, owner: str) -> bool:
-    """Whether the driver refuses this object."""
+    """Return whether the driver refuses this object."""
     node = next(one for one in nodes(tree) if one.id == owner)
     try:
         CHECKS[LETTERS[owner]](node)

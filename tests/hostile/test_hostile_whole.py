@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hostile text in every string field of a whole load balancer: the directives are exactly those of the model.
+"""Hostile text in every string field of a whole load balancer: the directives match the model.
 
 One `haproxy -c` reads all rendered texts. Bisection finds the load balancer at fault.
 """
@@ -23,7 +23,7 @@ from amphora_driver.render.haproxy import render
 
 
 def unserved(tree) -> set[str]:
-    """The objects that the driver refuses; for a policy or rule with a matching condition it is the listener."""
+    """Return the objects that the driver refuses; a refused policy or rule counts as its listener."""
     found = {node.id for node in nodes(tree) if node.id[0] not in "yr" and objects(node)}
     for listener in tree.listeners:
         for policy in listener.l7policies:
@@ -63,14 +63,14 @@ SERVED = 80
 ROUNDS = 7
 """Runs of Hypothesis, each with as many examples as three quarters of the wanted trees.
 
-Hypothesis draws constants of the modules that a process has loaded, and mutates what it has drawn before: of 100 trees
-of one run, 50 to 93 were served. Chance does not bring the share of all runs below a fifth.
+Hypothesis draws constants of the modules that a process has loaded, and mutates its earlier examples. Of 100 trees of
+one run, 50 to 93 were served. The share in all runs is practically never below a fifth.
 """
 
 
 @lru_cache
 def generated() -> tuple[Taken, ...]:
-    """This number of trees with at least one served object, from as many runs as necessary."""
+    """Return trees with at least one served object, from as many runs as necessary."""
     wanted = max(SERVED, settings.default.max_examples)
     found: list[Taken] = []
 

@@ -15,7 +15,7 @@ from re import _parser as parser
 import pytest
 
 DRIVER = Path(__file__).parents[2] / "amphora_driver"
-FILES = sorted(file for room in ("capabilities", "model", "render") for file in (DRIVER / room).glob("*.py"))
+FILES = sorted(file for folder in ("capabilities", "model", "render") for file in (DRIVER / folder).glob("*.py"))
 UNICODE = {"isdigit", "isdecimal", "isnumeric", "isalnum", "isalpha", "isidentifier", "isspace"}
 
 
@@ -26,7 +26,10 @@ def calls(tree: ast.AST):
 
 
 def partial_matches(tree: ast.AST) -> list[str]:
-    """`match` on a whole value. With a start position the call belongs to a parser, which continues to the end."""
+    """Return the calls of `match` on a whole value.
+
+    A call with a start position belongs to a parser, which continues to the end.
+    """
     return [
         f"line {node.lineno}: {name}"
         for node, name, of_re in calls(tree)
@@ -35,7 +38,7 @@ def partial_matches(tree: ast.AST) -> list[str]:
 
 
 def written(node: ast.AST) -> str | None:
-    """The constant part of a pattern; a letter replaces each value of an f-string."""
+    """Return the constant part of a pattern; a letter replaces each value of an f-string."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
@@ -44,7 +47,7 @@ def written(node: ast.AST) -> str | None:
 
 
 def loose(pattern: str, flags: int = 0) -> list[str]:
-    """The elements of a pattern that match more than intended."""
+    """Return the elements of a pattern that match more than intended."""
     found = []
 
     def walk(item) -> None:
@@ -62,7 +65,7 @@ def loose(pattern: str, flags: int = 0) -> list[str]:
 
 
 def read_with(tree: ast.AST) -> set[int]:
-    """The lines of patterns that only split a text."""
+    """Return the lines of patterns that only split a text."""
     used: dict[str, set[str]] = {}
     for node, name, _ in calls(tree):
         if isinstance(node.func.value, ast.Name):
@@ -98,7 +101,7 @@ def unicode_questions(tree: ast.AST) -> list[str]:
 
 
 MAKERS = {(unicode_questions, "validation/regex.py")}
-"""What makes texts to try a user's pattern with; it judges none."""
+"""This module generates texts to test a user's pattern, and validates none."""
 
 
 @pytest.mark.parametrize("rule", [partial_matches, loose_patterns, unicode_questions])

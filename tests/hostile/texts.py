@@ -15,7 +15,7 @@ anything = st.one_of(
     st.text(alphabet=SPECIAL, max_size=40),
     st.lists(st.sampled_from(PIECES), min_size=1, max_size=4).map("".join),
 )
-"""Most of it is refused by most fields."""
+"""Most fields refuse most of these texts."""
 
 printable = st.one_of(
     st.text(alphabet=PRINTABLE, min_size=1, max_size=40),
@@ -24,4 +24,4 @@ printable = st.one_of(
         "".join
     ),
 )
-"""Most of it is taken where any text is."""
+"""Fields with free text accept most of these texts."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load balancers for hostile values; numbers allow a thousand of them in one configuration.
+"""Load balancers for hostile values; their numbers allow a thousand in one configuration.
 
 Each has a neighbour: a listener and a pool that never change and must always be served.
 """
@@ -102,7 +102,10 @@ def balancer(n: int, *, front: Listener | None = None, back: Pool | None = None,
 
 
 def with_rule(n: int, kind: L7RuleType, compare: L7Compare, **more) -> LoadBalancer:
-    """Regular expressions are in redirects, where they are rendered without a change; see `render.l7`."""
+    """Return a load balancer with one L7 rule.
+
+    Regular expressions are in redirects, where they are rendered unchanged; see `render.l7`.
+    """
     certificate = kind.value.startswith("SSL_")
     plain = L7Action.REDIRECT_TO_URL if compare is L7Compare.REGEX else L7Action.REJECT
     action = more.pop("action", plain)

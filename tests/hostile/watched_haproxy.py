@@ -16,7 +16,7 @@ _END = "the-last-line-of-all"
 
 
 class Watch:
-    """A folder that records each opened file, by any process and name."""
+    """Records each opening of a file in a folder, by any process and name."""
 
     def __init__(self, folder: Path) -> None:
         libc = ctypes.CDLL(None, use_errno=True)
@@ -25,7 +25,7 @@ class Watch:
             raise OSError(ctypes.get_errno(), f"inotify does not watch {folder}")
 
     def saw(self) -> bool:
-        """Whether a file was opened since the previous call."""
+        """Return whether a file was opened since the previous call."""
         try:
             return bool(os.read(self._descriptor, 65536))
         except BlockingIOError:
@@ -36,7 +36,7 @@ class Watch:
 
 
 class Lines:
-    """HAProxy reads lines, each in its own sections, beside a folder without any file of the bundle."""
+    """Lets HAProxy read lines, each in its own sections, beside a folder without files of the bundle."""
 
     def __init__(self, version: HAProxy, place: Path) -> None:
         self.version, self.place = version, place
@@ -48,7 +48,7 @@ class Lines:
         self.watch = Watch(self.outside)
 
     def command(self, lines: Sequence[str]) -> list[str]:
-        """The HAProxy that reads these lines."""
+        """Return the command of the HAProxy that reads these lines."""
         sections = [f"frontend f{n}\n{line}\nbackend b{n}\n{line}\n" for n, line in enumerate(lines)]
         file = self.place / "lines.cfg"
         file.write_bytes("".join(["defaults\n    mode http\n", *sections, f"backend end\n    {_END}\n"]).encode())
@@ -56,7 +56,7 @@ class Lines:
         return [self.version.program, "-c", "-f", str(machine(self.place / "bundle")), "-f", str(file)]
 
     def culprits(self, lines: Sequence[str]) -> list[str]:
-        """The lines for which HAProxy opened a file outside."""
+        """Return the lines for which HAProxy opened a file outside."""
         if not lines:
             return []
         self.watch.saw()

@@ -38,7 +38,7 @@ HEADERS = ("X-Forwarded-For", "X-Forwarded-Port", "X-Forwarded-Proto", "X-Real-I
 # Hypothesis takes longer to build a strategy than to draw from it.
 @lru_cache
 def value(*good: str) -> st.SearchStrategy[str]:
-    """Mostly valid text, so that the renderer serves most of a load balancer."""
+    """Return mostly valid text, so that the renderer serves most of a load balancer."""
     usual = st.sampled_from(good)
     return st.integers(0, 15).flatmap(lambda n: usual if n < 14 else anything if n == 14 else printable)
 
@@ -192,7 +192,7 @@ def wholes(draw, n: str = "0"):
 
 
 def expected(tree: LoadBalancer, refused: set[str]) -> dict[Words, Counter]:
-    """For each section by its head: the number of lines that begin with these words."""
+    """Return, for each section by its head, the number of lines that begin with these words."""
     sections: dict[Words, Counter] = {}
     addresses = [vip.address for vip in tree.vips if _is_address(vip.address)]
     served = {pool.id: pool for pool in tree.pools if pool.id not in refused}
@@ -238,7 +238,7 @@ def _policy(policy: L7Policy, *, last: bool, served: dict[str, Pool]) -> Counter
 
 
 def _alternatives(rule: L7Rule) -> int:
-    """The number of lines of a rule: with and without a port, a header's line and its values."""
+    """Return the number of lines of a rule: with and without a port, a header's line and its values."""
     if rule.type is L7RuleType.HOST_NAME:
         return 2
     return 2 if rule.type is L7RuleType.HEADER and rule.compare_type is not L7Compare.CONTAINS else 1
@@ -279,7 +279,7 @@ ONE_WORD += ("stick-table", "load-server-state-from-file")
 
 
 def counted(lines: list[tuple[Words, Words]]) -> dict[Words, Counter]:
-    """The same numbers for parsed directives."""
+    """Return the same numbers for parsed directives."""
     sections: dict[Words, Counter] = {}
     for head, words in lines:
         if head == words:

@@ -58,7 +58,7 @@ class Balanced:
     def udp(self, name: str, address: str, port: int = 53) -> UdpEcho:
         return self.start(UdpEcho(self.members, name, address, port))
 
-    # -- pushing -----------------------------------------------------------------------------------------------
+    # -- pushes ------------------------------------------------------------------------------------------------
 
     def push(self, tree, secrets: dict[str, str] | None = None) -> list[dict]:
         """Push a load balancer; return the answer of each agent."""
@@ -89,7 +89,7 @@ class Balanced:
             peers=tuple(_partner(one) for one in self.guests if one is not guest),
         )
 
-    # -- what clients see --------------------------------------------------------------------------------------
+    # -- client requests ---------------------------------------------------------------------------------------
 
     def fetch(self, **more):
         """Return an HTTP answer, or None without one."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import claimed
 import pytest
 
-# Members, clients, builders of the model and certificates are those of the data plane's tests.
+# The tests use members, clients, builders of the model and certificates of the data plane's tests.
 sys.path.insert(0, str(Path(__file__).parents[1] / "dataplane"))
 
 import frozen
@@ -32,7 +32,7 @@ def pytest_configure(config):
 
 def pytest_runtest_setup(item):
     if not ASKED:
-        pytest.skip(f"{two_parts.IMAGE}=0 leaves the image out")
+        pytest.skip(f"{two_parts.IMAGE}=0 omits the image")
     if item.get_closest_marker("everything") and ASKED != "all":
         pytest.skip(f"{two_parts.IMAGE}=all runs this")
 
@@ -52,7 +52,7 @@ def images():
 
 @pytest.fixture(scope="session")
 def why_cold(images):
-    """Return why all guests boot cold; empty if they resume from a saved one."""
+    """Return the reason for cold boots of all guests; empty if they resume from a saved one."""
     return frozen.ensure(images)
 
 
@@ -72,9 +72,9 @@ def estate(images):
 
 @pytest.fixture(scope="session")
 def first(estate):
-    """The guest of most tests, from a cold boot."""
+    """The guest of most tests, after a cold boot."""
     guest = estate.boot()
-    # The port is plugged before the kernel runs, because the controller does not wait either.
+    # The port is plugged before the kernel runs, because the controller does not wait for the kernel.
     guest.plug()
     guest.booted_after = guest.await_agent()
     return guest

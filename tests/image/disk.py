@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes a test disk from an image's tree: no partitions, no boot loader, and a remote shell for tests (`door`).
+"""Makes a test disk from an image's tree: no partitions, no boot loader, and a remote shell.
 
 Invariant: only the changes listed here are made to the tree, without a mount or a loop device. The kernel is the
-tree's own. The initial RAM disk is replaced: it loads four drivers and mounts the disk, because the original one takes
-longer than the rest of the boot under emulation.
+tree's own. The initial RAM disk is replaced by one that loads four drivers, because the original one takes longer than
+the rest of an emulated boot. `remote_shell` runs commands of tests.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _UNUSED = (
     "ata_piix,ata_generic,psmouse,floppy,i2c_piix4,pcspkr,parport_pc,mousedev,evdev,button,drm,bochs,"
     "rapl,intel_rapl_msr,intel_rapl_common,serio_raw,qemu_fw_cfg,joydev,input_leds"
 )
-# Optional units and modules, left out for a faster boot. Guests of `USUAL` have everything.
+# Optional units and modules, omitted for a faster boot. Guests of `USUAL` have all of them.
 _MASKED = (
     "systemd-hwdb-update.service",
     "chrony.service",
@@ -34,11 +34,11 @@ _MASKED = (
 USUAL = f"root=/dev/vda rw console=ttyS0 panic=10 quiet systemd.show_status=1 net.ifnames=0 module_blacklist={_UNUSED}"
 # An emulated processor does not speculate, and the kernel's mitigations cost a quarter of the boot time.
 QUICK = f"{USUAL} mitigations=off" + "".join(f" systemd.mask={unit}" for unit in _MASKED)
-_DOOR = """[Unit]
-Description=A door for tests
+_UNIT = """[Unit]
+Description=Remote shell for tests
 After=systemd-networkd.service
 [Service]
-ExecStart=/usr/bin/python3 -I -S /usr/local/sbin/door.py
+ExecStart=/usr/bin/python3 -I -S /usr/local/sbin/remote_shell.py
 Restart=always
 [Install]
 WantedBy=multi-user.target
@@ -62,7 +62,7 @@ def make(tree: Path, place: Path) -> None:
         tree: the image's tree; the remote shell is added to it.
         place: an existing folder.
     """
-    _open(tree)
+    _add_remote_shell(tree)
     raw = place / "disk.raw"
     subprocess.run(["truncate", "-s", SIZE, raw], check=True)
     subprocess.run(["mke2fs", "-q", "-t", "ext4", "-L", LABEL, "-d", tree, raw], check=True)
@@ -74,15 +74,15 @@ def make(tree: Path, place: Path) -> None:
     (place / f"{TAG}.arguments").write_text(QUICK)
 
 
-def _open(tree: Path) -> None:
-    shutil.copyfile(HERE / "door.py", tree / "usr/local/sbin/door.py")
+def _add_remote_shell(tree: Path) -> None:
+    shutil.copyfile(HERE / "remote_shell.py", tree / "usr/local/sbin/remote_shell.py")
     units = tree / "etc/systemd/system"
-    (units / "door.service").write_text(_DOOR)
+    (units / "remote-shell.service").write_text(_UNIT)
     wants = units / "multi-user.target.wants"
     wants.mkdir(parents=True, exist_ok=True)
-    link = wants / "door.service"
+    link = wants / "remote-shell.service"
     link.unlink(missing_ok=True)
-    link.symlink_to("/etc/systemd/system/door.service")
+    link.symlink_to("/etc/systemd/system/remote-shell.service")
 
 
 def initrd(tree: Path, version: str) -> bytes:

@@ -2,7 +2,7 @@
 """Virtual machines on their own switch, with clients and members beside them.
 
 Invariant: the product's own compute backend boots the guests from the product's own config drive. A controller in its
-own namespace calls their agents. Every name has a unique number, and `close` ends everything.
+own namespace calls their agents. Every name has a unique number, and `close` ends all parts.
 
     control ── management bridge ── guests ── the VIPs' bridge ── client, members
 """
@@ -20,9 +20,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from amphora_lab import eventually
-from door import PORT as DOOR
 from frozen import Thawing
 from peers import Room
+from remote_shell import PORT as SHELL_PORT
 from throwaway_authority import CLIENT, SERVER, Authority
 from wanted import NETWORK, SUBNET, SUBNET6
 
@@ -42,7 +42,7 @@ from amphora_driver.secret import Secret
 
 MANAGEMENT, AGENT, HEARTBEATS = "management", 9443, 5555
 CONTROLLER = "203.0.113.2"
-# An emulated boot takes 30 s on an idle machine, and took 400 s beside seven others on two processors.
+# An emulated boot takes 30 s on an idle machine, and took 400 s beside seven other boots on two processors.
 BOOT_SECONDS = 900.0
 # The time-out of every other wait for a guest.
 PATIENCE = 300.0
@@ -165,7 +165,7 @@ class Estate:
 
 
 class Guest:
-    """One virtual machine, accessed by its controller and through the remote shell (`door`)."""
+    """One virtual machine, accessed by its controller and through `remote_shell`."""
 
     def __init__(self, estate: Estate, tag: str | None) -> None:
         self.estate = estate
@@ -230,24 +230,24 @@ class Guest:
             eventually(lambda: self._lives() and self.answers(), f"the agent of {self} answers", seconds)
         except AssertionError as error:
             said = self.console()[-6000:]
-            raise AssertionError(f"{error}; its console:\n{said}") from error
+            raise AssertionError(f"{error}; the console:\n{said}") from error
         return time.monotonic() - self.began
 
     def rebooting(self):
-        """From now on it is waited for again; says how many seconds have passed since."""
+        """Restart the time of `await_agent`; return a function that returns the seconds since then."""
         self.disconnect()
         self.began = began = time.monotonic()
         return lambda: round(time.monotonic() - began, 1)
 
     def _lives(self) -> bool:
-        assert self.process().alive(), f"its qemu has ended: {self.console()[-2000:]}"
+        assert self.process().alive(), f"qemu has ended: {self.console()[-2000:]}"
         return True
 
-    # -- through the door --------------------------------------------------------------------------------------
+    # -- the remote shell --------------------------------------------------------------------------------------
 
     def run(self, *argv: str, seconds: float = PATIENCE, check: bool = True) -> str:
         """Run a command in the guest; return its output."""
-        answer = self.estate.thread("control").run(self._ask_door, argv, seconds)
+        answer = self.estate.thread("control").run(self._ask_shell, argv, seconds)
         assert not check or answer["code"] == 0, f"{argv}: {answer}"
         return answer["said"]
 
@@ -270,8 +270,8 @@ class Guest:
         """Kill all processes of a service."""
         self.run("systemctl", "kill", "--signal=KILL", f"{unit}.service")
 
-    def _ask_door(self, argv, seconds: float):
-        with socket.create_connection((self.address, DOOR), 20) as connection:
+    def _ask_shell(self, argv, seconds: float):
+        with socket.create_connection((self.address, SHELL_PORT), 20) as connection:
             connection.settimeout(seconds + 20)
             connection.sendall(json.dumps({"argv": argv, "seconds": seconds}).encode() + b"\n")
             with connection.makefile("rb") as lines:
@@ -280,7 +280,7 @@ class Guest:
     # -- the controller's side ---------------------------------------------------------------------------------
 
     def call(self, method: str, path: str, body=None):
-        """Send a request over the kept connection; return status and document."""
+        """Send a request over the persistent connection; return status and document."""
         return self.estate.thread("control").run(self._call, method, path, body)
 
     def _call(self, method: str, path: str, body):

@@ -3,7 +3,7 @@
 
 Invariant: a guest is saved before it has an identity. It waits for its config drive, has no interface, and its agent
 has not started. A resumed copy gets its identity from a drive and an interface that are plugged in, like a guest that
-boots cold. The saved state names its qemu, hardware and image; a guest with other ones does not use it.
+boots cold. The saved state names its qemu, hardware and image; a guest with different ones does not use it.
 
 STATE contains the memory of the waiting guest; the image TAG contains its disk. Each guest gets a new generation id
 (device vmgenid), from which its kernel seeds its random numbers, and takes its clock from the machine.
@@ -59,7 +59,7 @@ class Thawing(QemuCompute):
         # qemu opens the config drive after its start, and only root can read it.
         self._spawn(folder, _waiting(replace(hardware, user=None), folder, "-incoming", "defer"))
         with open_monitor(folder, f"thaw amphora {amphora_id}") as monitor, self._state.open("rb") as state:
-            _hand(monitor, state)
+            _pass_file(monitor, state)
             monitor.execute("migrate-incoming", uri=f"fd:{STATE}")
             _await_migration(monitor)
             for port in ports:
@@ -72,14 +72,14 @@ class Thawing(QemuCompute):
 
 
 def ensure(images: Path) -> str:
-    """Ensure a saved guest of the image in this folder; return an empty text, or the reason for its absence."""
+    """Ensure a saved guest of the image; return an empty text, or the reason for its absence."""
     with (images / "frozen.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with tempfile.TemporaryDirectory(prefix="freezing-", dir=images) as name:
             folder = Path(name)
             hardware = _hardware(images, folder)
             if hardware.accelerated:
-                return "KVM boots a guest as quickly as a frozen one goes on"
+                return "KVM boots a guest as fast as it resumes a saved one"
             made_by = _made_by(images, hardware)
             with suppress(FileNotFoundError):
                 if (images / _MADE_BY).read_text() == made_by:
@@ -88,12 +88,12 @@ def ensure(images: Path) -> str:
             try:
                 _freeze(images, folder, hardware)
             except (ComputeError, OSError, subprocess.SubprocessError) as error:
-                return f"no guest could be frozen: {error}"
+                return f"no guest is saved: {error}"
             (images / _MADE_BY).write_text(made_by)
             return ""
 
 
-# --- what it is of -----------------------------------------------------------------------------------------
+# --- the identity of the saved state -----------------------------------------------------------------------
 
 
 def _hardware(images: Path, folder: Path) -> Hardware:
@@ -138,8 +138,8 @@ def _freeze(images: Path, folder: Path, hardware: Hardware) -> None:
         _await_waiting(qemu, folder / CONSOLE)
         with open_monitor(folder, "freeze a guest") as monitor, (folder / STATE).open("wb") as state:
             monitor.execute("stop")
-            _hand(monitor, state)
-            # A guest's memory is half a gigabyte; qemu's own limit would make that four seconds.
+            _pass_file(monitor, state)
+            # A guest's memory is half a gigabyte, which takes four seconds with qemu's default limit.
             monitor.execute("migrate-set-parameters", **{"max-bandwidth": 2**32})
             monitor.execute("migrate", uri=f"fd:{STATE}")
             _await_migration(monitor)
@@ -164,17 +164,15 @@ def _await_waiting(qemu: subprocess.Popen, console: Path) -> None:
     while not (said and idle):
         before, began = _wanted(qemu.pid), time.monotonic()
         with suppress(subprocess.TimeoutExpired):
-            raise ComputeError(
-                "freeze a guest", f"its qemu ended ({qemu.wait(_IDLE_SECONDS)}): {console_tail(console)}"
-            )
+            raise ComputeError("freeze a guest", f"qemu ended ({qemu.wait(_IDLE_SECONDS)}): {console_tail(console)}")
         if time.monotonic() > deadline:
-            raise ComputeError("freeze a guest", f"it does not wait for a drive: {console_tail(console)}")
+            raise ComputeError("freeze a guest", f"the guest does not wait for a drive: {console_tail(console)}")
         idle = _wanted(qemu.pid) - before < _IDLE_SHARE * (time.monotonic() - began)
         said = _WAITS in console.read_text(errors="replace")
 
 
 def _wanted(pid: int) -> float:
-    """Seconds that a process has run or waited for a processor (Documentation/scheduler/sched-stats.rst)."""
+    """Return the seconds that a process has run or waited for a processor (scheduler/sched-stats.rst)."""
     total = 0
     for thread in Path(f"/proc/{pid}/task").iterdir():
         with suppress(FileNotFoundError, ProcessLookupError):
@@ -183,21 +181,21 @@ def _wanted(pid: int) -> float:
     return total / 1e9
 
 
-# --- what is said to qemu ----------------------------------------------------------------------------------
+# --- qemu's monitor ----------------------------------------------------------------------------------------
 
 
-def _hand(monitor: Monitor, file) -> None:
+def _pass_file(monitor: Monitor, file) -> None:
     """Pass an open file to qemu as STATE, because the confined qemu cannot start a helper program."""
     line = json.dumps({"execute": "getfd", "arguments": {"fdname": STATE}}).encode() + b"\n"
     socket.send_fds(monitor._connection, [line], [file.fileno()])
     while "return" not in (answer := monitor._read_message()):
         if "error" in answer:
-            raise ComputeError(monitor._wanted, f"qemu takes no file: {answer['error']}")
+            raise ComputeError(monitor._wanted, f"qemu refuses the file: {answer['error']}")
 
 
 def _await_migration(monitor: Monitor) -> None:
     deadline = time.monotonic() + _SAVE_SECONDS
     while (found := monitor.execute("query-migrate")).get("status") != "completed":
         if found.get("status") in {"failed", "cancelled"} or time.monotonic() > deadline:
-            raise ComputeError(monitor._wanted, f"its memory is not moved: {found}")
+            raise ComputeError(monitor._wanted, f"the memory is not transferred: {found}")
         time.sleep(0.05)

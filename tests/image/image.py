@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The image that test guests boot from: built from these sources once, and kept until they change.
+"""Builds the image of the test guests once, and keeps it until its sources change.
 
-It is the default image, of the newest release that is available here.
+It is the default image, of the newest available release.
 
 Invariant: a kept image is complete and named after a digest of all its inputs; it gets its name as the last step.
 An interrupted build unmounts its file systems.
@@ -28,7 +28,7 @@ import frozen
 ROOT = Path(__file__).parents[2]
 HOME = ROOT / ".sandbox/image"
 _SOURCES = (
-    *("amphora_agent", "diskimage", "setup.cfg", "tests/image/disk.py", "tests/image/door.py"),
+    *("amphora_agent", "diskimage", "setup.cfg", "tests/image/disk.py", "tests/image/remote_shell.py"),
     *(f"requirements/{name}.txt" for name in ("agent-venv", "build", "diskimage-venv", "image")),
 )
 # A build takes two minutes on an idle machine, and took 15 minutes beside six guests.
@@ -104,7 +104,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     place = images()
     why = frozen.ensure(place)
-    sys.stdout.write(f"{place}: {why or 'with a frozen guest'}\n")
+    sys.stdout.write(f"{place}: {why or 'with a saved guest'}\n")
 
 
 if __name__ == "__main__":

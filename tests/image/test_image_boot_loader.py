@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The finished, unmodified disk boots through its own boot loader, as in a cloud. AMPHORA_IMAGE_SLOW=1 runs it.
+"""The finished, unmodified disk boots through its own boot loader, as in a cloud.
 
-AMPHORA_IMAGE_FILE names the disk; without it, diskimage/build makes one, which takes minutes.
+AMPHORA_IMAGE_SLOW=1 runs this test. AMPHORA_IMAGE_FILE names the disk; without it, diskimage/build makes one, which
+takes minutes.
 """
 
 import os

@@ -74,7 +74,7 @@ def test_all_services_are_active(first):
 
 
 def test_units_are_confined(first):
-    """Checks the image's units and those that the agent writes."""
+    """Checks the units of the image, and the units that the agent writes."""
     ours = first.shell("ls /usr/lib/systemd/system/amphora-*.service /run/systemd/system/amphora-*.service").split()
     assert {"amphora-agent.service", "amphora-responder.service"} <= {name.rpartition("/")[2] for name in ours}
     for unit in ours:
@@ -101,7 +101,7 @@ def test_an_idle_guest_uses_little_memory(first, record_property):
         int(first.shell(f"awk '/{word}:/ {{print $2}}' /proc/meminfo")) for word in ("MemTotal", "MemAvailable")
     )
     record_property("idle memory in use, MiB", (total - available) // 1024)
-    # Of 512 MiB. 103 were measured before the agent was told anything.
+    # Of 512 MiB; 103 MiB were measured before the first push.
     assert (total - available) // 1024 < 160
 
 
@@ -114,7 +114,7 @@ def certificate(tenant):
 
 
 def everything(**more):
-    """A listener of each kind except SCTP, which needs an SCTP member."""
+    """Return a load balancer with a listener of each kind; its SCTP pool has no member."""
     web = [member(one) for one in more["web"]]
     datagrams = [member(one) for one in more["udp"]]
     quick = {"delay": 1, "timeout": 1, "max_retries": 1, "max_retries_down": 1}
@@ -136,32 +136,37 @@ def test_a_push_of_all_protocols_serves_both_families(first, balanced, certifica
     began = time.monotonic()
     balanced.push(everything(web=web, udp=udp), {"certificate": certificate.pem})
     pushed = time.monotonic() - began
-    balanced.until(balanced.serves, "HTTP")
+    balanced.until(balanced.serves, "the VIP answers")
     served = time.monotonic() - began
     record_property("push, seconds", round(pushed, 1))
     record_property("push to serving, seconds", round(served, 1))
     # The controller pushes as soon as the agent answers.
     record_property("power-on to serving, seconds", round(first.booted_after + served, 1))
-    balanced.until(lambda: balanced.answers_of(4) == {"one", "two"}, "both members")
+    balanced.until(lambda: balanced.answers_of(4) == {"one", "two"}, "both members answer")
     for vip in (VIP, VIP6):
-        balanced.until(lambda at=vip: balanced.answers_of(4, address=at) == {"one", "two"}, f"HTTP on {vip}")
-        balanced.until(lambda at=vip: balanced.answers_of(4, address=at, **secure) == {"one", "two"}, f"TLS on {vip}")
+        balanced.until(
+            lambda at=vip: balanced.answers_of(4, address=at) == {"one", "two"}, f"members answer HTTP on {vip}"
+        )
+        balanced.until(
+            lambda at=vip: balanced.answers_of(4, address=at, **secure) == {"one", "two"},
+            f"members answer TLS on {vip}",
+        )
     # A member serves clients of its own family.
     for vip, names in ((VIP, {"first", "second"}), (VIP6, {"third"})):
-        balanced.until(lambda at=vip, known=names: balanced.datagram(at) in known, f"a datagram to {vip}")
+        balanced.until(
+            lambda at=vip, known=names: balanced.datagram(at) in known, f"a member answers a datagram to {vip}"
+        )
 
     udp[0].close()
-    balanced.until(
-        lambda: {balanced.datagram() for _ in range(8)} == {"second"}, "the member that is gone gets nothing"
-    )
+    balanced.until(lambda: {balanced.datagram() for _ in range(8)} == {"second"}, "the second UDP member answers alone")
     web[0].stop()
-    balanced.until(lambda: balanced.answers_of(6) == {"two"}, "nor does this one")
+    balanced.until(lambda: balanced.answers_of(6) == {"two"}, "the second web member answers alone")
     assert balanced.answers_of(2, **secure) == {"two"}
 
     balanced.udp("first", ONE)
     web[0].start()
-    balanced.until(lambda: {balanced.datagram() for _ in range(12)} == {"first", "second"}, "it is back")
-    balanced.until(lambda: balanced.answers_of(6) == {"one", "two"}, "and so is this one")
+    balanced.until(lambda: {balanced.datagram() for _ in range(12)} == {"first", "second"}, "both UDP members answer")
+    balanced.until(lambda: balanced.answers_of(6) == {"one", "two"}, "both web members answer")
 
 
 def test_heartbeats_report_the_served_objects(first, estate, balanced):
@@ -182,6 +187,6 @@ def test_the_drift_check_finds_no_difference(first, balanced):
     """The programs of the image may print configuration in a different format than this machine's."""
     drift = lambda: first.call("GET", "/v2/info")[1]["drift"]  # noqa: E731
     checks = drift()["checks"]
-    balanced.until(lambda: drift()["checks"] >= checks + 2, "it has looked at itself twice")
+    balanced.until(lambda: drift()["checks"] >= checks + 2, "the agent has checked for drift twice")
     found = drift()
     assert (found["counts"], found["unrepaired"]) == ({}, []), found["last"]

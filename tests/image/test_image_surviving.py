@@ -29,7 +29,7 @@ def serving(balanced):
     )
     balanced.push(tree)
     balanced.tree, balanced.udp_members = tree, udp
-    balanced.until(lambda: serves_all(balanced), "it serves")
+    balanced.until(lambda: serves_all(balanced), "both protocols serve")
     return balanced
 
 
@@ -47,9 +47,9 @@ def test_a_killed_daemon_restarts_alone(first, serving, unit):
     assert all(main[one] in before[one] for one in UNITS), (main, before)
     first.kill(unit)
     serving.until(lambda: (now := first.pids(unit)) and not now & before[unit], f"{unit} runs again")
-    serving.until(lambda: serves_all(serving), "it serves")
+    serving.until(lambda: serves_all(serving), "both protocols serve")
     serving.until(first.answers, "the agent answers")
-    # A short connection may exist besides.
+    # Other processes of a unit may be short-lived.
     assert {one: first.main_pid(one) for one in UNITS if one != unit} == {k: v for k, v in main.items() if k != unit}
     if unit != "amphora-haproxy":
         assert first.pids("amphora-haproxy") == before["amphora-haproxy"]
@@ -68,7 +68,7 @@ def test_a_member_that_fails_without_the_agent_gets_no_traffic(first, serving):
     first.run("systemctl", "stop", "amphora-agent.service")
     try:
         serving.udp_members[0].close()
-        serving.until(lambda: {serving.datagram() for _ in range(8)} == {"two"}, "the other member gets everything")
+        serving.until(lambda: {serving.datagram() for _ in range(8)} == {"two"}, "the second member gets all datagrams")
     finally:
         first.run("systemctl", "start", "amphora-agent.service")
     serving.until(first.answers, "the agent answers")
@@ -79,10 +79,10 @@ def test_a_rebooted_guest_serves_again(first, serving, record_property):
     before = first.run("cat", "/proc/sys/kernel/random/boot_id")
     process = first.process()
     first.run("systemctl", "--no-block", "reboot", check=False)
-    serving.until(lambda: not first.answers(), "it goes down")
+    serving.until(lambda: not first.answers(), "the guest stops")
     began = first.rebooting()
     first.await_agent(BOOT_SECONDS)
-    serving.until(lambda: serves_all(serving), "it serves again")
+    serving.until(lambda: serves_all(serving), "both protocols serve")
     record_property("reboot to serving, seconds", began())
     assert first.run("cat", "/proc/sys/kernel/random/boot_id") != before
     assert first.process() == process
@@ -95,4 +95,4 @@ def test_a_guest_serves_again_after_a_power_cut(first, serving, estate):
     assert not estate.compute.power_on(first.id)
     first.rebooting()
     first.await_agent(BOOT_SECONDS)
-    serving.until(lambda: serves_all(serving), "it serves again")
+    serving.until(lambda: serves_all(serving), "both protocols serve")

@@ -12,7 +12,7 @@ from amphora_driver.model.loadbalancer import Member
 
 pytestmark = [pytest.mark.root, pytest.mark.extended, pytest.mark.quiet, pytest.mark.lasts(2400)]
 WEB, UDP = "198.51.100.115", "198.51.100.116"
-# Unused addresses: members have others, and ports get addresses below 200.
+# Addresses that no member uses. Ports get addresses below 200.
 SCTP_MEMBERS, SCTP_PORT = {"red": "198.51.100.218", "blue": "198.51.100.219"}, 3868
 # Linux's socket(7) with IPPROTO_SCTP: one association, one message each way.
 _SERVER = (
@@ -34,7 +34,7 @@ _CLIENT = (
 )
 
 
-# --- a guest that was frozen -------------------------------------------------------------------------------
+# --- a resumed guest ---------------------------------------------------------------------------------------
 
 
 def test_resumed_guest_has_its_own_identity(second, why_cold, record_property):
@@ -66,7 +66,7 @@ def test_two_guests_resumed_from_one_state_share_no_secret(estate, second, anoth
 
 
 class Neighbour:
-    """The second guest as SCTP members, because the machine's own kernel may lack SCTP."""
+    """SCTP members in the second guest, because the machine's own kernel may lack SCTP."""
 
     def __init__(self, guest) -> None:
         self.guest = guest
@@ -115,11 +115,11 @@ def test_sctp_associations_reach_healthy_members_only(first, neighbour, balanced
         pool("sctp", *members, protocol="SCTP", monitor=monitor("SCTP", **quick)),
     )
     balanced.push(tree)
-    balanced.until(lambda: neighbour.hears() == {"red", "blue"}, "both members")
+    balanced.until(lambda: neighbour.hears() == {"red", "blue"}, "both members answer")
     neighbour.stop("red")
-    balanced.until(lambda: neighbour.hears() == {"blue"}, "the one that is left gets everything")
+    balanced.until(lambda: neighbour.hears() == {"blue"}, "the blue member answers alone")
     neighbour.start("red")
-    balanced.until(lambda: neighbour.hears() == {"red", "blue"}, "it is back")
+    balanced.until(lambda: neighbour.hears() == {"red", "blue"}, "both members answer")
 
 
 # --- a pair ------------------------------------------------------------------------------------------------
@@ -139,14 +139,14 @@ def test_the_partner_of_a_powered_off_guest_takes_the_vips(pair, estate, record_
     )
     pair.push(tree)
     pair.until(lambda: len(holders(pair)) == 1, "one guest has the VIPs")
-    pair.until(lambda: pair.serves() and pair.datagram() == "udp", "it serves")
+    pair.until(lambda: pair.serves() and pair.datagram() == "udp", "the pair serves")
     (master,) = holders(pair)
     (standby,) = (guest for guest in pair.guests if guest is not master)
 
     before = standby.pids("amphora-keepalived")
     assert before
     standby.kill("amphora-keepalived")
-    pair.until(lambda: (now := standby.pids("amphora-keepalived")) and not now & before, "keepalived is back")
+    pair.until(lambda: (now := standby.pids("amphora-keepalived")) and not now & before, "keepalived runs again")
     assert holders(pair) == [master]
 
     master.disconnect()
@@ -157,12 +157,12 @@ def test_the_partner_of_a_powered_off_guest_takes_the_vips(pair, estate, record_
     record_property("power cut to served by the partner, seconds", taken)
     # RFC 9568 6.1: three advertisements and the skew; the rest is for a machine that emulates both.
     assert taken < 4 * ADVERT + 30
-    pair.until(lambda: pair.serves(address=VIP6), "by IPv6 too")
+    pair.until(lambda: pair.serves(address=VIP6), "the partner serves IPv6")
     assert json.loads(standby.inner("ip", "-j", "addr", "show", "to", VIP))
 
 
 @pytest.mark.everything
-def test_a_guest_that_comes_back_is_a_partner_again(first, second, pair, estate):
+def test_a_restarted_guest_rejoins_the_pair(first, second, pair, estate):
     """The powered-off guest boots cold from its own disk and rejoins the pair without a push."""
     gone = [guest for guest in pair.guests if guest.process() is None]
     for guest in gone:
@@ -173,4 +173,4 @@ def test_a_guest_that_comes_back_is_a_partner_again(first, second, pair, estate)
     assert gone
     pair.until(lambda: len(holders(pair)) == 1, "one guest has the VIPs")
     pair.web("web", WEB, 8080)
-    pair.until(pair.serves, "it serves")
+    pair.until(pair.serves, "the pair serves")

@@ -34,7 +34,10 @@ _THREADS = {"keystone": 4, "neutron": 8}
 
 
 class Cloud:
-    """Two API servers and the users `admin`, `octavia` (role admin, project service) and `demo` (role member)."""
+    """Two API servers, and the users `admin`, `octavia` and `demo`.
+
+    `octavia` has the role admin in the project service, `demo` has the role member.
+    """
 
     def __init__(self, folder, urls):
         self.folder = folder
@@ -49,7 +52,7 @@ class Cloud:
     # --- start and stop ---------------------------------------------------------------------------------------------
 
     def start(self):
-        """Prepare both databases side by side, start both servers, make the users."""
+        """Prepare both databases in parallel, start both servers, and create the users."""
         self._write_configuration()
         with ThreadPoolExecutor(2) as threads:
             tables = threads.submit(self._run, "prepare_neutron.py", "--config-file", self._file("neutron"))
@@ -57,7 +60,7 @@ class Cloud:
             self.serve("keystone")
             self.await_answer("keystone")
             tables.result()
-            # Neutron loads its plug-ins while the users are made.
+            # Neutron loads its plug-ins during the creation of the users.
             self.serve("neutron")
             self._make_users()
         self.await_answer("neutron")
@@ -125,14 +128,14 @@ class Cloud:
         assert done.returncode == 0, f"{program}: {done.stderr[-4000:]}"
 
     def _environment(self, more):
-        # Not this test's environment: PYTHONPATH and the variables of OpenStack's clients belong to another one.
+        # PYTHONPATH and the variables of OpenStack's clients belong to the environment of the test.
         kept = {name: os.environ[name] for name in ("PATH", "PYTHONPYCACHEPREFIX") if name in os.environ}
         return {**kept, "HOME": str(self.folder), "LANG": "C.UTF-8", "PYTHONPATH": str(HERE / "plugins"), **more}
 
     # --- configuration ----------------------------------------------------------------------------------------------
 
     def auth(self, user="octavia", project="service"):
-        """Options of keystoneauth for a user."""
+        """Return the options of keystoneauth for a user."""
         return {
             "auth_type": "password",
             "auth_url": self.auth_url,
@@ -153,7 +156,7 @@ class Cloud:
             {
                 "fernet_tokens": {"key_repository": keys["fernet"]},
                 "credential": {"key_repository": keys["credential"]},
-                # The least of bcrypt: each authentication computes one digest.
+                # The minimum of bcrypt, because each authentication computes one digest.
                 "identity": {"password_hash_rounds": 4},
             },
         )
@@ -176,7 +179,7 @@ class Cloud:
                     "extension_drivers": "port_security,qos",
                 },
                 "ml2_type_vxlan": {"vni_ranges": "1:10000"},
-                # The tests leave their objects: the cloud ends with the run.
+                # Tests do not delete their objects, because the cloud ends with the run.
                 "quotas": {
                     "quota_network": -1,
                     "quota_subnet": -1,
@@ -232,7 +235,7 @@ class Cloud:
             )
 
     def connect(self, user="octavia", project="service"):
-        """A client of a user that is independent of the code under test."""
+        """Return a user's client that is independent of the code under test."""
         names = {"username": user, "project_name": project, "user_domain_id": "default", "project_domain_id": "default"}
         auth = v3.Password(self.auth_url, password=self.password, **names)
         http = requests.Session()
@@ -242,7 +245,7 @@ class Cloud:
 
 @contextmanager
 def cloud():
-    """Run a cloud while the block does."""
+    """Run a cloud inside the block."""
     folder = Path(tempfile.mkdtemp(prefix="adc-"))
     try:
         with mariadb.server("keystone", "neutron") as urls:

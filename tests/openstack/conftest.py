@@ -19,7 +19,7 @@ def cloud():
 
 @pytest.fixture(scope="session")
 def admin(cloud):
-    """The SDK's network client with the rights of the service account: what the tests see."""
+    """The SDK's network client with the rights of the service account, for checks of the tests."""
     return cloud.connect().network
 
 
@@ -31,7 +31,7 @@ def user(cloud):
 
 @pytest.fixture
 def make_backend(cloud, tmp_path):
-    """Makes backends as their processes would: each with its own connection and cache."""
+    """Creates backends, each with its own connection and cache, as in separate processes."""
     backends = []
 
     def make(deployment="one", account="octavia", openstack=None, **options):
@@ -41,7 +41,7 @@ def make_backend(cloud, tmp_path):
                 **({"deployment_id": deployment} if deployment else {}),
                 **(openstack or cloud.auth(account)),
             },
-            # A busy machine must not decide between an answer and a delayed allocation.
+            # On a busy machine, an answer must not become a delayed allocation.
             "amp_network_neutron": {"allocation_timeout": 300, **options},
         }
         lines = [
@@ -56,7 +56,7 @@ def make_backend(cloud, tmp_path):
     for one in backends:
         adapter = one._neutron._service._adapter
         if adapter is not None:
-            # An unclosed socket would fail a later test of this process with a ResourceWarning.
+            # An open socket would fail a later test of this process with a ResourceWarning.
             adapter.session.session.close()
 
 
@@ -93,7 +93,7 @@ def tenant(cloud, admin):
 
 
 class Crash(BaseException):
-    """The process ends here; no handler of the code under test catches it."""
+    """Simulates the end of the process; no handler of the code under test catches it."""
 
 
 class Requests:
@@ -114,7 +114,7 @@ class Requests:
         return answer
 
     def counted(self):
-        """The requests since the last call, by method and collection."""
+        """Return the requests since the last call, by method and collection."""
         found, self.made = Counter(self.made), []
         return found
 

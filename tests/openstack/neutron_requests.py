@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests to the network backend `neutron`, and what they have made."""
+"""Requests to the network backend `neutron`, and the objects that they create."""
 
 import uuid
 from concurrent.futures import ThreadPoolExecutor

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures of the tests on OVN: a pytest plugin that the test modules name. One pair serves the tests of a module.
+"""A pytest plugin with the fixtures of the tests on OVN; one pair serves the tests of a module.
 
-Invariant: both ovs-vswitchd run before and after each test. A chassis whose ovs-vswitchd has ended forwards nothing
-while the databases look healthy, and a test on it could pass for the wrong reason.
+Invariant: both ovs-vswitchd run before and after each test. A chassis whose ovs-vswitchd has ended forwards no packet,
+although the databases look healthy, and a test on it could pass for the wrong reason.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def ovn_booted(tmp_path_factory) -> Iterator[OvnPair]:
 
 @pytest.fixture
 def ovn_pair(ovn_booted) -> Iterator[OvnPair]:
-    """Two amphorae that serve, without connections. The security group is that of the last test, at first stateless."""
+    """Two amphorae that serve, without connections; the security group is that of the previous test."""
     pair = ovn_booted
     pair.ovn.restart_switches()  # after the failure of another test
     before = pair.ovn.switches()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connection tracking of the Linux kernel between an amphora and its chassis, as a stateful security group has it.
+"""Puts the connection tracking of the Linux kernel between an amphora and its chassis.
 
-Invariant: the port has its usual connection again after the with block. Each chassis has a table of connections of its
-own, because it is a network namespace.
+A stateful security group has the same tracking. Invariant: the port has its usual connection again after the with
+block. Each chassis has its own table of connections, because it is a network namespace.
 
     amphora ── veth ── bridge (br_netfilter, nftables: invalid packets are dropped) ── veth ── br-int
 
@@ -69,5 +69,5 @@ def tracked_by_kernel(ovn: Ovn, chassis: int, port: str) -> Iterator[None]:
 
 
 def invalid_in_kernel(ovn: Ovn, chassis: int) -> int:
-    """The packets that the kernel took as invalid."""
+    """Return the number of packets that the kernel took as invalid."""
     return int(re.search(r"invalid counter packets (\d+)", _run(ovn.namespace(chassis), "nft", "list", "ruleset"))[1])

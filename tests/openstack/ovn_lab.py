@@ -26,7 +26,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-# The amphorae, members and clients are those of the data plane's tests.
+# The tests use amphorae, members and clients of the data plane's tests.
 sys.path.insert(0, str(Path(__file__).parents[1] / "dataplane"))
 
 from amphora_lab import alive, eventually, ip
@@ -40,7 +40,7 @@ _SWITCH_SCHEMA = Path("/usr/share/openvswitch/vswitch.ovsschema")
 _END_SECONDS = 5.0
 # The first OpenFlow table of the egress pipeline (ovn/controller/lflow.h).
 _TO_PORTS = 42
-# AF_PACKET delivers packets without a checksum, or larger than the MTU, if the sender may leave that to its device.
+# With offloads, AF_PACKET delivers packets without a checksum, or larger than the MTU.
 _OFFLOADS = ("tx", "tso", "gso", "gro")
 
 
@@ -52,7 +52,10 @@ def disable_offloads(namespace: str, device: str) -> None:
 
 
 def remove_orphans(kind: str) -> None:
-    """Remove the namespaces of killed runs. A name is the kind, the process id of the run, and a short name."""
+    """Remove the namespaces of killed runs.
+
+    A name consists of the kind, the process id of the run, and a short name.
+    """
     listed = subprocess.run(["ip", "-j", "netns"], check=True, capture_output=True, text=True).stdout
     for name in (each["name"] for each in json.loads(listed or "[]")):
         match = re.fullmatch(rf"{kind}(\d+)-\w+", name)
@@ -106,12 +109,12 @@ class Claims:
         self._process.stdout.close()
 
     def parent(self, port: str) -> str:
-        """The present parent of a virtual port."""
+        """Return the present parent of a virtual port."""
         with self._changed:
             return next((each.parent for each in reversed(self._found) if each.port == port), "")
 
     def await_parent(self, port: str, parent: str, since: float, seconds: float = 10.0) -> float:
-        """Wait until the port has this parent; returns the seconds from `since` to the change."""
+        """Wait until the port has this parent; return the seconds from `since` to the change."""
 
         def found() -> list[Claim]:
             return [each for each in self._found if (each.port, each.parent) == (port, parent) and each.at >= since]
@@ -125,7 +128,7 @@ class Ovn:
     """The databases, northd, and two chassis.
 
     Args:
-        prefix: begin of the names of the namespaces.
+        prefix: of the names of the namespaces.
         directory: databases, sockets and logs; a short path, because of the limit for sockets.
     """
 
@@ -149,15 +152,15 @@ class Ovn:
     # -- commands --------------------------------------------------------------------------------------------------
 
     def nb(self, *words: str) -> str:
-        """ovn-nbctl; `--wait=hv` as the first word returns when both chassis have applied the change."""
+        """Run ovn-nbctl; with `--wait=hv` first, wait until both chassis have applied the change."""
         return self._ask("ovn-nbctl", "--no-leader-only", f"--db=unix:{self._directory}/nb.sock", *words)
 
     def vs(self, chassis: int, *words: str) -> str:
-        """ovs-vsctl; returns when ovs-vswitchd has applied the change."""
+        """Run ovs-vsctl; wait until ovs-vswitchd has applied the change."""
         return self._ask("ovs-vsctl", "--timeout=20", f"--db=unix:{self._directory}/ch{chassis}/db.sock", *words)
 
     def flows(self, chassis: int) -> str:
-        """The flows of the integration bridge with their counters."""
+        """Return the flows of the integration bridge with their counters."""
         target = f"unix:{self._directory}/ch{chassis}/br-int.mgmt"
         return self._ask("ovs-ofctl", "--protocols=OpenFlow15", "dump-flows", target)
 
@@ -249,7 +252,7 @@ class Ovn:
         self._start(f"controller{chassis}", "ovn-controller", database, log, "-vconsole:off", chassis=chassis)
 
     def _start_switch(self, chassis: int) -> None:
-        """Start ovs-vswitchd. It creates the interfaces of the bridges, and they end with it."""
+        """Start ovs-vswitchd, which creates the interfaces of the bridges; they end with it."""
         place, name = self._directory / f"ch{chassis}", self.namespace(chassis)
         control = (f"--unixctl={place}/ovs-vswitchd.ctl", f"--log-file={place}/vswitchd.log", "-vconsole:off")
         self._start(f"vswitchd{chassis}", "ovs-vswitchd", f"unix:{place}/db.sock", *control, chassis=chassis)
@@ -257,7 +260,10 @@ class Ovn:
         ip(f"-n {name} addr replace {_UNDERLAY.format(chassis)}/24 dev br-phy", f"-n {name} link set br-phy up")
 
     def restart_switches(self) -> None:
-        """Start each ovs-vswitchd that has ended. Version 3.1.0 aborts sometimes (conntrack.c, conn_update_state)."""
+        """Start each ovs-vswitchd that has ended.
+
+        Version 3.1.0 aborts sometimes (conntrack.c, conn_update_state).
+        """
         ended = set(CHASSIS) - set(self.switches())
         for chassis in ended:
             self._start_switch(chassis)
@@ -265,18 +271,21 @@ class Ovn:
             self.nb("--wait=hv", "sync")
 
     def switches(self) -> dict[int, int]:
-        """The process ids of the running ovs-vswitchd by chassis. Without one, a chassis forwards nothing."""
+        """Return the process ids of the running ovs-vswitchd by chassis."""
         found = {chassis: self._processes[f"vswitchd{chassis}"] for chassis in CHASSIS}
         return {chassis: process.pid for chassis, process in found.items() if process.poll() is None}
 
     def complaints(self) -> str:
-        """The errors in the logs of both ovs-vswitchd."""
+        """Return the errors in the logs of both ovs-vswitchd."""
         logs = [self._directory / f"ch{chassis}/vswitchd.log" for chassis in CHASSIS]
         lines = [line for log in logs if log.exists() for line in log.read_text().splitlines()]
         return "\n".join(line for line in lines if re.search(r"\|(EMER|ERR)\|", line))
 
     def invalid(self, chassis: int) -> int:
-        """Packets from ports of a chassis that security groups dropped, because they match no tracked connection."""
+        """Return the number of packets from a chassis's ports that match no tracked connection.
+
+        Security groups drop these packets.
+        """
         pattern = r"table=(\d+),[^\n]*n_packets=(\d+)[^\n]*priority=65532,ct_state=\+inv\+trk"
         return sum(
             int(packets) for table, packets in re.findall(pattern, self.flows(chassis)) if int(table) < _TO_PORTS
@@ -301,14 +310,14 @@ class Ovn:
         )
 
     def unplug(self, chassis: int, port: str) -> None:
-        # Without ovs-vswitchd the change would never be applied.
+        # Without ovs-vswitchd, ovs-vsctl would wait forever.
         waiting = () if chassis in self.switches() else ("--no-wait",)
         self.vs(chassis, *waiting, "--if-exists", "del-port", "br-int", port)
         command = ["ip", "-n", self.namespace(chassis), "link", "del", port]
         subprocess.run(command, check=False, capture_output=True)
 
     def close(self) -> None:
-        """End the processes that were started here, the last one first."""
+        """End the processes of this object, the last one first."""
         for process in reversed(self._processes.values()):
             if process.poll() is None:
                 process.terminate()

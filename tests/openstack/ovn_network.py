@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The network of the pair tests with the VIPs' network on OVN: two amphorae on two chassis, as Neutron configures them.
+"""The network of the pair tests with the VIPs' network on OVN: two amphorae on two chassis.
 
-Invariant: the northbound database has what Neutron's ML2/OVN driver writes. Port security of an amphora's port lists
-its addresses and the VIPs (allowed address pairs). Each VIP has a virtual port with both amphorae as parents. The
+Invariant: the northbound database has the rows that Neutron's ML2/OVN driver writes. Port security of an amphora's port
+lists its addresses and the VIPs (allowed address pairs). Each VIP has a virtual port with both amphorae as parents. The
 security groups are port groups with ACLs of priority 1002, above the ACLs of priority 1001 that drop all else.
 
     chassis 1: cl (a client), far (a client behind the router), amp          chassis 2: bmp, mem (members)
@@ -58,7 +58,7 @@ class _LogicalPort:
 
 
 def _mac(name: str) -> str:
-    """A locally administered address."""
+    """Return a locally administered MAC address."""
     return "0a:00:00:" + zlib.crc32(name.encode()).to_bytes(4, "big").hex(":", 1)[:8]
 
 
@@ -77,7 +77,7 @@ def _ports() -> list[_LogicalPort]:
 
 
 class OvnNetwork(PairNetwork):
-    """The management network is a bridge as before. All other cables end on OVN."""
+    """The management network is a bridge as in `PairNetwork`; all other cables end on OVN."""
 
     def __init__(self, prefix: str, directory: Path) -> None:
         self._directory = directory
@@ -95,7 +95,7 @@ class OvnNetwork(PairNetwork):
 
     def _write_topology(self) -> None:
         words = ["ls-add", NEAR, "--", "ls-add", BEHIND, "--", "lr-add", "router"]
-        # As Neutron sets them.
+        # Neutron sets these options.
         words += ["--", "set", "logical_router", "router", "options:always_learn_from_arp_request=false"]
         words += ["options:dynamic_neigh_routers=true"]
         for switch, addresses in ((NEAR, _ROUTER), (BEHIND, _ROUTER_FAR)):
@@ -132,7 +132,7 @@ class OvnNetwork(PairNetwork):
                 self._add_rule(group, direction, _PRIORITY_ALLOW, f"{end} == @{group} && {family}", action)
 
     def set_group(self, *, stateful: bool) -> None:
-        """Make the security group of the amphorae stateful or stateless. It allows everything, in both cases."""
+        """Make the amphorae's security group stateful or stateless; it allows all packets."""
         action = "allow-related" if stateful else "allow-stateless"
         if action == self._action:
             return
@@ -157,7 +157,7 @@ class OvnNetwork(PairNetwork):
             ip(f"-n {namespace} addr add {address} dev eth0" + (" nodad" if ":" in address else ""))
 
     def _route(self) -> None:
-        """A client behind OVN's router."""
+        """Create a client behind OVN's router."""
         ip(f"netns add {self.name('far')}")
         self._made.append("far")
         ip(f"-n {self.name('far')} link set lo up")
@@ -185,5 +185,5 @@ class OvnNetwork(PairNetwork):
 
 
 def chassis_of(place: Place) -> int:
-    """The chassis of an amphora."""
+    """Return the chassis of an amphora."""
     return _CHASSIS[place.namespace]

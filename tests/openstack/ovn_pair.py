@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two amphorae on OVN with their requests of a hand-over, and the connections of a test.
 
-Invariant: what a test opens or begins ends with `tidy`.
+Invariant: `tidy` ends the connections and redirects of a test.
 """
 
 from __future__ import annotations
@@ -53,21 +53,21 @@ class OvnPair(Pair):
         assert status == 200, answer
 
     def move(self, drain: float = _DRAIN_SECONDS) -> Node:
-        """Move the VIPs to the standby; returns it when it has them."""
+        """Move the VIPs to the standby; return the standby when it holds them."""
         holder, standby = self.holder, self.standby
         if drain:
             self.expect(standby)
         self.release(holder, drain)
-        eventually(lambda: standby.holds(self.vip), "the partner has the VIPs", 5.0)
+        eventually(lambda: standby.holds(self.vip), "the partner holds the VIPs", 5.0)
         return standby
 
     def release(self, node: Node, drain: float = _DRAIN_SECONDS) -> None:
-        """Let a node give up the VIPs."""
+        """Let a node release the VIPs."""
         status, answer = node.call("POST", "/v2/vrrp/release", {"drain": drain})
         assert (status, answer["holds_vip"]) == (200, False), answer
 
     def open(self, *vips: str, place: str = "cl", kinds: Sequence[type[Stream]] = KINDS) -> list[Stream]:
-        """Open connections of each kind to each VIP, and wait until data flow on all."""
+        """Open connections of each kind to each VIP, and wait until data flow on each."""
         room = Room(self.network.thread(place))
         made = [kind(room, vip, STREAM_PORT, self.streams) for kind in kinds for vip in vips]
         self.opened += made
@@ -93,6 +93,6 @@ def _is_idle(node: Node) -> bool:
 
 
 def tunnelled(node: Node) -> int:
-    """Packets that a node has sent into the tunnel."""
+    """Return the number of packets that a node has sent into the tunnel."""
     listed = json.loads(node.inside("ip", "-s", "-j", "link", "show", "handover0"))
     return listed[0]["stats64"]["tx"]["packets"] if listed else 0

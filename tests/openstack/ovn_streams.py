@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connections that last, with the time of each progress: echoes, downloads and uploads.
+"""Long connections with the times of their progress: echoes, downloads and uploads.
 
-Invariant: every byte is compared. The receiving end records when it has received more, so that a gap is the time in
-which an application waits for data. A rate is below that of the virtual switch: its queues stay short.
+Invariant: every byte is compared. The receiver records the times of new data, so that a gap is the time in which an
+application waits for data. The rate is below that of the virtual switch, so that its queues stay short.
 
     client ── VIP ── HAProxy (TCP) ── StreamServer
 """
@@ -28,7 +28,7 @@ _SECONDS = 30.0
 
 
 class Progress:
-    """Times at which a receiver has received more."""
+    """Records the times at which a receiver has received more data."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -36,7 +36,7 @@ class Progress:
         self.received = 0
         self.error: Exception | None = None
         self.ended: float | None = None
-        """The monotonic time of the end, in order or by an error, whichever end of the connection reported it first."""
+        """The monotonic time of the first report of an end, in order or by an error."""
 
     def add(self, count: int) -> None:
         with self._changed:
@@ -51,10 +51,10 @@ class Progress:
             self._changed.notify_all()
 
     def await_more(self, count: int, seconds: float = _SECONDS) -> None:
-        """Wait until so many more bytes have been received.
+        """Wait until this number of further bytes has been received.
 
         Raises:
-            AssertionError: the connection ended, or time is over.
+            AssertionError: the connection ended, or the time-out expired.
         """
         with self._changed:
             wanted = self.received + count
@@ -62,13 +62,13 @@ class Progress:
             assert self.received >= wanted, f"{self.received} of {wanted} bytes after {seconds} s, error {self.error!r}"
 
     def await_end(self, seconds: float) -> float:
-        """Wait for the end of the connection; returns its time."""
+        """Wait for the end of the connection; return its time."""
         with self._changed:
             assert self._changed.wait_for(lambda: self.ended is not None, seconds), "the connection has not ended"
             return self.ended
 
     def await_stall(self, silent: float, seconds: float = _SECONDS) -> float:
-        """Wait until nothing has been received for some seconds; returns the time of the last progress."""
+        """Wait until no data have arrived for some seconds; return the time of the last progress."""
         deadline = time.monotonic() + seconds
         with self._changed:
             while (left := self.times[-1] + silent - time.monotonic()) > 0:
@@ -79,13 +79,13 @@ class Progress:
             return self.times[-1]
 
     def gap(self, since: float) -> float:
-        """The longest time without progress that ended after a moment."""
+        """Return the longest time without progress that ended after `since`."""
         with self._changed:
             return max((b - a for a, b in itertools.pairwise(self.times) if b > since), default=float("inf"))
 
 
 def _pattern(number: int) -> bytes:
-    """The bytes of a chunk, different in each chunk."""
+    """Return the bytes of a chunk, which differ in each chunk."""
     return _NUMBER.pack(number) * (_CHUNK // _NUMBER.size)
 
 
@@ -103,7 +103,7 @@ class _Reader:
 
 
 class StreamServer(Peer):
-    """The member. It knows the uploads by the numbers that the clients send."""
+    """The member; it identifies uploads by the numbers that clients send."""
 
     def __init__(self, *arguments, **more) -> None:
         self.uploads: dict[int, Progress] = {}
@@ -117,7 +117,7 @@ class StreamServer(Peer):
         self._ending.set()
 
     def again(self) -> None:
-        """Later downloads last until the next `finish`."""
+        """Let later downloads last until the next `finish`."""
         self._ending.clear()
 
     def serve(self, connection, peer, number, proxied) -> None:
@@ -195,7 +195,7 @@ class Stream:
         raise NotImplementedError
 
     def finish(self) -> None:
-        """End the connection in order, and assert that nothing is lost."""
+        """End the connection in order, and assert that no data are lost."""
         self.ending.set()
         self._thread.join(_SECONDS)
         assert self.progress.error is None, f"{self}: {self.progress.error!r}"
@@ -210,7 +210,7 @@ class Stream:
 
 
 class Echo(Stream):
-    """A line each 10 ms, when the line before has come back."""
+    """Sends a line each 10 ms, after the echo of the previous line."""
 
     kind = _ECHO
     flowing = 10 * _LINE
@@ -229,7 +229,7 @@ class Echo(Stream):
 
 
 class Download(Stream):
-    """Received from the member until it ends."""
+    """Receives data from the member until the member ends the connection."""
 
     kind = _DOWNLOAD
 
@@ -247,7 +247,7 @@ class Download(Stream):
 
 
 class Upload(Stream):
-    """Sent to the member, whose progress counts."""
+    """Sends data to the member, whose progress is measured."""
 
     kind = _UPLOAD
 

@@ -52,7 +52,7 @@ class PortSwitch:
         self._inside("ip", "link", "add", link.name, "type", "veth", *far)
         self._inside("ip", "link", "set", link.name, "master", "br0", "up")
         for address in addresses:
-            # Nodes answer at once, without duplicate address detection.
+            # Without duplicate address detection, nodes answer at once.
             _run("ip", "-n", link.namespace, "addr", "add", address, "dev", "eth0", *(("nodad",) * (":" in address)))
         _run("ip", "-n", link.namespace, "link", "set", "eth0", "up")
         return link.namespace
@@ -105,7 +105,7 @@ def serving(namespace):
 
 
 def answers(namespace, address):
-    """Whether an address accepts a connection from a namespace; nothing is remembered of earlier ones."""
+    """Return whether an address accepts a connection from a namespace with empty neighbour caches."""
     _run("ip", "-n", namespace, "neigh", "flush", "all")
     words = ["ip", "netns", "exec", namespace, sys.executable, "-c", _CLIENT, address]
     return subprocess.run(words, capture_output=True, check=False).returncode == 0

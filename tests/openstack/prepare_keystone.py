@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prepare Keystone's database: prepare_keystone.py FILE PASSWORD URL. Runs in .sandbox/openstack-venv.
+"""Prepare Keystone's database: prepare_keystone.py FILE PASSWORD URL, in .sandbox/openstack-venv.
 
-One process runs all commands of keystone-manage: each process of its own needs seconds of processor time to start.
+One process runs all commands of keystone-manage, because each process needs seconds of processor time to start.
 """
 
 import sys

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Create Neutron's tables from its models: prepare_neutron.py --config-file FILE. Runs in .sandbox/openstack-venv.
+"""Create Neutron's tables from its models.
 
-The migrations create the same tables in a minute instead of seconds.
+Usage: prepare_neutron.py --config-file FILE, in .sandbox/openstack-venv. The migrations create the same tables in a
+minute instead of seconds.
 """
 
 import sys

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serve one OpenStack API with waitress: serve_wsgi.py PORT THREADS MODULE. Runs in .sandbox/openstack-venv."""
+"""Serve one OpenStack API with waitress.
+
+Usage: serve_wsgi.py PORT THREADS MODULE, in .sandbox/openstack-venv.
+"""
 
 import importlib
 import sys

@@ -17,9 +17,7 @@ MOST_RACERS = 4
 
 
 class TestVips:
-    def test_a_vip_port_is_that_of_the_incumbent_with_the_mark_of_the_deployment(
-        self, backend, tenant, admin, deployment
-    ):
+    def test_a_vip_port_has_octavias_fields_and_the_deployments_tags(self, backend, tenant, admin, deployment):
         one = new_id()
         (vip,) = take(backend, tenant, load_balancer_id=one)
         (port,) = ports_on(admin, tenant)
@@ -29,7 +27,7 @@ class TestVips:
         assert port.description == f"octavia-amphora-driver deployment {deployment}"
         assert set(port.tags) == {f"octavia-deployment={deployment}", f"octavia-load-balancer={one}"}
 
-    def test_both_families_and_further_vips_in_the_order_asked_and_again_the_same(self, backend, tenant, admin):
+    def test_additional_vips_keep_their_order_over_repeated_calls(self, backend, tenant, admin):
         one = new_id()
         wanted = (
             {"subnet_id": tenant.v6.id, "address": "2001:DB8:0::00F0"},
@@ -72,7 +70,7 @@ class TestVips:
             with pytest.raises(UnsupportedOption, match="does not exist"):
                 take(backend, tenant, {kind: new_id()})
 
-    def test_a_port_of_the_user_is_used_once_and_given_back(self, backend, tenant, user):
+    def test_a_users_port_is_used_once_and_released(self, backend, tenant, user):
         port = user.create_port(network_id=tenant.network.id, name="mine", fixed_ips=[{"subnet_id": tenant.v4.id}])
         one = new_id()
         (vip,) = take(backend, tenant, {"port_id": port.id}, load_balancer_id=one)
@@ -85,7 +83,7 @@ class TestVips:
         after = user.get_port(port.id)
         assert (after.device_id, after.device_owner, after.name, after.tags) == ("", "", "mine", [])
 
-    def test_release_removes_the_port_and_also_one_that_octavia_has_deleted_already(self, backend, tenant, admin):
+    def test_release_is_idempotent_also_after_a_deletion_by_octavia(self, backend, tenant, admin):
         for octavia_was_first in (False, True):
             one = new_id()
             (vip,) = take(backend, tenant, load_balancer_id=one)
@@ -105,7 +103,7 @@ class TestVips:
 
 
 def cloud_is_slow():
-    """Take time until the deadline of the operation."""
+    """Wait until the deadline of the operation."""
     while limit_wait(1.0):
         time.sleep(0.02)
 
@@ -168,7 +166,7 @@ class TestProjects:
         for options in (VipOptions(qos_policy_id=policy.id), VipOptions(security_group_ids=(group.id,))):
             with pytest.raises(UnsupportedOption, match="must not use it"):
                 backend.apply_vip_options(new_id(), tenant.project_id, options, [port.id])
-        # The operator is not limited.
+        # A call without a project has no such limit.
         assert backend.subnet(tenant.v4.id).network_id == tenant.network.id
 
     def test_a_policy_and_a_group_that_do_not_exist(self, backend, tenant):
@@ -178,9 +176,7 @@ class TestProjects:
 
 
 class TestPorts:
-    def test_a_vip_port_of_an_amphora_has_everything_from_its_creation_on(
-        self, backend, tenant, admin, deployment, watch
-    ):
+    def test_an_amphoras_vip_port_is_complete_at_its_creation(self, backend, tenant, admin, deployment, watch):
         policy = admin.create_qos_policy(name="slow", project_id=tenant.project_id)
         request = vip_port_request(tenant, options=VipOptions(qos_policy_id=policy.id))
         sent = watch(backend)
@@ -196,7 +192,7 @@ class TestPorts:
         assert (port.mac, port.mtu) == (made.mac_address, admin.get_network(tenant.network.id).mtu)
         assert [one.address for one in port.addresses] == [one["ip_address"] for one in made.fixed_ips]
 
-    def test_again_is_the_same_and_what_lacks_is_added(self, backend, tenant, admin):
+    def test_a_repeated_call_only_adds_missing_addresses(self, backend, tenant, admin):
         request = vip_port_request(tenant, vips=("198.51.100.200",))
         first = backend.ensure_port(request)
         assert backend.ensure_port(request) == first
@@ -327,7 +323,7 @@ class TestOptions:
 
 
 class TestRaces:
-    def test_of_all_processes_that_create_the_same_objects(self, make_backend, tenant, admin, deployment):
+    def test_racing_processes_create_each_object_once(self, make_backend, tenant, admin, deployment):
         backends = [make_backend(deployment) for _ in range(MOST_RACERS)]
         for backend in backends:
             backend._neutron.project_id()
@@ -339,7 +335,7 @@ class TestRaces:
         (group,) = groups_of(admin, deployment)
         assert len(group.security_group_rules) == 4
 
-    def test_two_load_balancers_want_the_same_port(self, make_backend, tenant, user, deployment):
+    def test_racing_load_balancers_do_not_share_a_port(self, make_backend, tenant, user, deployment):
         port = user.create_port(network_id=tenant.network.id)
         wanted = {"subnet_id": None, "port_id": port.id}
 
@@ -352,7 +348,7 @@ class TestRaces:
         backends = [make_backend(deployment) for _ in range(MOST_RACERS)]
         for backend in backends:
             backend._neutron.project_id()
-        # All of them may give way; then the user repeats the request.
+        # All of them may get a conflict; then the user repeats the request.
         answers = race(use, backends)
         assert len([one for one in answers if one is not None]) <= 1
         if not any(answers):
@@ -401,7 +397,7 @@ class TestForeignObjects:
         after = {port.id: port.to_dict() for port in ports_on(admin, tenant)}
         assert after == before
         assert groups <= {found.id for found in admin.security_groups()}
-        # And each deployment still finds its own objects.
+        # Each deployment still finds its own objects.
         assert theirs.owners().load_balancers == {their_lb}
         assert take(theirs, tenant, load_balancer_id=their_lb) == their_vips
 
@@ -415,10 +411,10 @@ class TestForeignObjects:
 
 
 class TestCrashes:
-    """The process ends after each request in turn; the repeated call finds what was made."""
+    """The process ends after each request in turn; the repeated call finds the existing objects."""
 
     def crashed(self, make_backend, deployment, watch, crash, call):
-        """Repeat the call in new processes, each of which gets one request further; return the last one."""
+        """Repeat the call with new backends, each of which crashes one request later; return the last."""
         for number in range(1, 40):
             backend = make_backend(deployment)
             watch(backend).crash_after = number
@@ -428,9 +424,11 @@ class TestCrashes:
                 continue
             assert number > 3
             return backend
-        raise AssertionError("the call does not end")
+        raise AssertionError("the call needs more than 39 requests")
 
-    def test_nothing_is_left_and_nothing_is_there_twice(self, make_backend, deployment, tenant, admin, watch, crash):
+    def test_repeated_calls_leave_no_orphan_and_no_duplicate(
+        self, make_backend, deployment, tenant, admin, watch, crash
+    ):
         one = new_id()
         request = vip_port_request(tenant, one)
 

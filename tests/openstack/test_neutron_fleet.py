@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The network backend `neutron`: number of requests, many ports, and a Neutron that is away for a minute."""
+"""The network backend `neutron`: number of requests, many ports, and a minute without Neutron."""
 
 import time
 
@@ -31,7 +31,7 @@ class Balancer:
         self.vips = take(backend, tenant, load_balancer_id=self.id)
 
     def boot(self):
-        """Ports and subnets of one amphora; returns its id."""
+        """Create the ports of one amphora, and read its subnets; return its id."""
         one = new_id()
         network, subnet = self._management
         self._backend.ensure_port(management_port(one, network.id, [subnet.id]))
@@ -41,7 +41,7 @@ class Balancer:
         return one
 
     def add_member(self, amphora_id, subnet):
-        """A member on a network of its own."""
+        """Add a member on a separate network."""
         self._backend.subnet(subnet.id, self._tenant.project_id)
         more = {"network_id": subnet.network_id, "subnet_ids": (subnet.id,), "purpose": PortPurpose.MEMBER, "vips": ()}
         self._backend.ensure_port(vip_port_request(self._tenant, self.id, amphora_id, **more))
@@ -53,7 +53,7 @@ class Balancer:
 
 
 class TestNumberOfRequests:
-    """docs/reference/figures.md has these numbers. Groups of the deployment and its networks are known already."""
+    """docs/reference/figures.md has these numbers; security groups and networks are cached."""
 
     def test_of_each_topology_and_change(self, backend, tenant, management, admin, watch):
         Balancer(backend, tenant, management).boot()
@@ -87,7 +87,7 @@ class TestNumberOfRequests:
         assert found == NUMBERS
 
 
-# Requests, and how many of them change something.
+# Requests, and the number of writing requests.
 NUMBERS = {
     "create SINGLE": (9, 6),
     "create ACTIVE_STANDBY": (15, 10),
@@ -139,7 +139,7 @@ class TestOutage:
                     with pytest.raises(NetworkError) as caught:
                         call()
                     assert not caught.value.final
-                # Controllers repeat their steps in this way, with a back-off.
+                # Controllers retry their steps with a back-off.
                 time.sleep(2)
         finally:
             cloud.serve("neutron")

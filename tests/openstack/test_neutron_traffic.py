@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Traffic through the ports of the network backend `neutron`, with a switch that enforces their state in Neutron."""
+"""Traffic through ports of the network backend `neutron`; a switch enforces their state."""
 
 import pytest
 from neutron_requests import new_id, take, vip_port_request
@@ -19,7 +19,7 @@ class Node:
         client = admin.create_port(network_id=tenant.network.id, fixed_ips=[{"subnet_id": tenant.v4.id}])
         self.ports = (port.id, client.id)
         for port_id in self.ports:
-            # As Nova does.
+            # Nova writes these fields.
             admin.update_port(port_id, device_id=new_id(), device_owner="compute:nova", binding_host_id="host")
         node, client = self.read()
         self.address = node.fixed_ips[0]["ip_address"]
@@ -30,7 +30,7 @@ class Node:
         return [self._admin.get_port(port_id) for port_id in self.ports]
 
     def answers(self):
-        """Whether the amphora's own address and the VIP answer, in the present state of the ports."""
+        """Return whether the amphora's own address and the VIP answer."""
         self._switch.apply(self.read())
         return answers(self.client, self.address), answers(self.client, self.vip.address)
 

@@ -2,8 +2,8 @@
 """Planned hand-over of the VIPs on OVN in user space, with stateless and stateful security groups.
 
 The answers of the former holder go back through the tunnel, and leave from the port of the new holder. So the
-connection tracking of a stateful group sees both directions there. The amphora whose kernel cannot do that answers from
-its own port: a stateful group drops these answers, because its connection tracking sees no packet of the client.
+connection tracking of a stateful group sees both directions there. An amphora whose kernel does not support this
+answers from its own port. A stateful group drops these answers, because it tracks no packet of the client there.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _invalid(pair):
 
 
 def _hand_over(pair, streams, record_property):
-    """Hand the VIPs over; assert that data continue to arrive, by way of the new holder's tunnel, and none is lost."""
+    """Hand the VIPs over; assert that data continue through the new holder's tunnel without a loss."""
     holder, standby = pair.holder, pair.standby
     before, dropped, began = tunnelled(standby), _invalid(pair), time.monotonic()
     pair.move()
@@ -54,7 +54,9 @@ def _hand_over(pair, streams, record_property):
         assert gap < _LONGEST_GAP, each
     eventually(lambda: tunnelled(standby) > before + _LEAST_TUNNELLED, "the new holder forwards packets")
     count = "connections"
-    eventually(lambda: holder.call("GET", "/v2/vrrp")[1][count] == len(streams), "its connections are counted")
+    eventually(
+        lambda: holder.call("GET", "/v2/vrrp")[1][count] == len(streams), "the former holder counts its connections"
+    )
     assert pair.holder is standby
     assert _invalid(pair) == dropped, "connection tracking knows all packets"
     for each in streams:
@@ -74,7 +76,7 @@ def test_open_connections_lose_nothing(ovn_pair, record_property, stateful, plac
 
 @pytest.mark.extended
 def test_open_connections_lose_nothing_with_connection_tracking_of_the_kernel(ovn_pair, record_property):
-    """It is stricter than that of user space, and nodes of real clouds use it."""
+    """The kernel's tracking is stricter than that of user space, and real compute nodes use it."""
     pair = ovn_pair
     with ExitStack() as tracking:
         for node in pair.nodes:
@@ -118,7 +120,7 @@ def test_open_connections_lose_nothing_with_a_tunnel_over_ipv6(ovn_pair, record_
 
 
 @pytest.mark.extended
-def test_stateful_group_ordinary_move_resets_at_once(ovn_pair, record_property):
+def test_an_ordinary_move_with_a_stateful_group_resets_at_once(ovn_pair, record_property):
     """Clients know at once that their connection has ended, and connect again."""
     pair = ovn_pair
     pair.network.set_group(stateful=True)
@@ -137,9 +139,9 @@ def test_stateful_group_ordinary_move_resets_at_once(ovn_pair, record_property):
 
 @pytest.mark.extended
 def test_stateful_group_drops_answers_that_leave_directly(ovn_pair, record_property):
-    """The reason for answers through the tunnel: without them downloads and uploads stall, and clients notice nothing.
+    """Without answers through the tunnel, downloads and uploads stall, and clients get no error.
 
-    If it fails, data continue to arrive. Then compare `docs/explanation/decisions/0019-answers-through-tunnel.md`.
+    If the test fails, data continue to arrive: compare `docs/explanation/decisions/0019-answers-through-tunnel.md`.
     """
     pair = ovn_pair
     pair.network.set_group(stateful=True)
@@ -150,5 +152,5 @@ def test_stateful_group_drops_answers_that_leave_directly(ovn_pair, record_prope
     holder.inside("nft", "delete", "table", "netdev", "amphora_answers")  # as if the kernel had no egress hook
     for each in streams:
         record_property(f"seconds until the stall: {each}", round(each.progress.await_stall(_SILENT) - began, 3))
-    assert pair.ovn.invalid(chassis_of(holder.where)) > before, "the switch drops what the former holder sends"
-    holder.inside("ss", "-K", "src", VIP, "or", "src", f"[{VIP6}]")  # nothing else would end them before the drain ends
+    assert pair.ovn.invalid(chassis_of(holder.where)) > before, "the switch drops the former holder's packets"
+    holder.inside("ss", "-K", "src", VIP, "or", "src", f"[{VIP6}]")  # they would last until the drain ends

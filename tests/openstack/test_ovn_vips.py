@@ -21,7 +21,7 @@ _CLAIM_SECONDS = 3.0
 
 
 def test_announcements_claim_the_virtual_ports(ovn_pair, record_property):
-    """Gratuitous ARP and unsolicited neighbour advertisements suffice: no client sends a packet before the claim."""
+    """Gratuitous ARP and unsolicited neighbour advertisements suffice, without packets of clients."""
     pair = ovn_pair
     for port in VIRTUAL.values():
         assert pair.ovn.claims.parent(port) == pair.holder.where.cable
@@ -40,7 +40,7 @@ def test_announcements_claim_the_virtual_ports(ovn_pair, record_property):
 @pytest.mark.extended
 @pytest.mark.parametrize(("advert", "bound"), [(FAST, 1.5), (USUAL, 4.5)])
 def test_time_of_an_unplanned_failover(ovn_pair, record_property, advert, bound):
-    """The standby takes over after three advertisements and a fraction; clients on both sides of the router follow."""
+    """The standby takes over after three advertisements; clients on both sides of the router follow."""
     pair = ovn_pair
     pair.advert = advert
     pair.push(pair.tree)
@@ -52,11 +52,11 @@ def test_time_of_an_unplanned_failover(ovn_pair, record_property, advert, bound)
         began = time.monotonic()
         holder.everything(signal.SIGKILL)
         pair.network.cut(holder.where)
-        eventually(lambda: standby.holds(pair.vip), "the standby has the VIPs", 10 * advert + 5)
+        eventually(lambda: standby.holds(pair.vip), "the standby holds the VIPs", 10 * advert + 5)
         for vip, port in VIRTUAL.items():
             claimed = pair.ovn.claims.await_parent(port, standby.where.cable, began)
             record_property(f"seconds until {vip} is claimed", round(claimed, 3))
-        eventually(pair.serves, "it serves")
+        eventually(pair.serves, "the pair serves")
     pair.reboot(holder)
     pair.advert = USUAL
     eventually(holder.answers, "the agent answers")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares the provider's record of a load balancer with Octavia's, object by object and field by field.
+"""Compares each field of the provider's record of a load balancer with Octavia's record.
 
 Invariant: this module does not use the code that turns calls into rows. It reads Octavia's API as a user does, and the
 provider's rows, and compares every field of the model that the API shows. An absent field equals None, "", [] and {}.
@@ -46,7 +46,7 @@ def assert_object_agreed(cloud, balancer, source, parent_id):
 
 
 def differences(ours, octavias):
-    """Return fields that differ, with both values; an object that only one side has is included."""
+    """Return fields that differ, with both values, and objects that exist on one side only."""
     found = {}
     for key in ours.keys() | octavias.keys():
         mine, theirs = ours.get(key), octavias.get(key)
@@ -121,7 +121,7 @@ def _octavias(kind, source):
         fields |= {name: source[name] for name in ("vip_address", "vip_subnet_id", "vip_network_id", "vip_port_id")}
         fields["additional_vips"] = [f"{one['subnet_id']} {one['ip_address']}" for one in source["additional_vips"]]
     if kind is Kind.LISTENER:
-        # Words there, a list of those that are on here.
+        # Octavia maps each header to "true" or "false"; the provider lists the enabled headers.
         fields["insert_headers"] = sorted(name for name, on in source["insert_headers"].items() if on == "true")
     return _canonical(fields)
 

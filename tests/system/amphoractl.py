@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs amphoractl as an operator does, with the sandbox's configuration.
 
-It runs in this process: a separate program takes a second or two to start, and ten on a busy machine.
+It runs in this process, because a separate program takes one to ten seconds to start.
 """
 
 import io
@@ -25,7 +25,7 @@ class Amphoractl:
         self._settings = settings
 
     def run(self, *words):
-        """Exit status, standard output and standard error."""
+        """Run a command; return exit status, standard output and standard error."""
         out, err = io.StringIO(), io.StringIO()
         root = logging.getLogger()
         handlers, level = root.handlers[:], root.level
@@ -41,7 +41,7 @@ class Amphoractl:
         return status, out.getvalue(), err.getvalue()
 
     def program(self, *words):
-        """Run it as a program, in the environment that the sandbox gives to a shell."""
+        """Run amphoractl as a program, in the environment of a shell in the sandbox."""
         program = str(Path(sys.executable).with_name("amphoractl"))
         done = subprocess.run(
             [program, *words],

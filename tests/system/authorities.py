@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contents of Octavia's certificate manager in tests: certificates, authorities, revocation lists, by reference.
+"""Certificates, authorities and revocation lists for Octavia's certificate manager in tests.
 
-Invariant: it contains every reference that `whole_model` uses; authorities of this module issued everything.
+Invariant: it contains every reference that `whole_model` uses; authorities of this module issued all certificates.
 """
 
 from pathlib import Path
@@ -19,7 +19,7 @@ AUTHORITIES = MIDDLE.pem + ROOT.pem
 
 
 def keep_all(settings):
-    """Write everything into Octavia's certificate manager."""
+    """Write all references into Octavia's certificate manager."""
     folder = Path(settings.tls)
     for ref, certificate in (("one", ONE), ("two", TWO), ("three", THREE)):
         (folder / f"{ref}.key").write_text(certificate.key_pem)

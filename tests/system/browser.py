@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A headless Chromium, driven over two pipes by its own protocol, with its recorded requests and console errors."""
+"""A headless Chromium, controlled over two pipes; requests and console errors are recorded."""
 
 import base64
 import fcntl
@@ -28,7 +28,7 @@ def browsing(namespace=None, *, password=None):
     """Open one page in a new browser.
 
     Args:
-        namespace: path of the network namespace it runs in; the machine's own without.
+        namespace: path of the browser's network namespace; by default, the machine's own.
         password: the password for an authentication request.
     """
     folder = tempfile.mkdtemp(prefix="browser-")
@@ -82,8 +82,8 @@ class Page:
     def open(self):
         target = self._ask("Target.createTarget", url="about:blank")["targetId"]
         self._session = self._ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        for room in ("Page", "Runtime", "Log", "Network"):
-            self._ask(f"{room}.enable")
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self._ask(f"{domain}.enable")
         if self._password is not None:
             self._ask("Fetch.enable", handleAuthRequests=True)
 
@@ -93,7 +93,7 @@ class Page:
         told = self._ask("Page.navigate", url=address)
         # Without a password the browser shows the body of the authentication request.
         assert told.get("errorText") in {None, "net::ERR_INVALID_AUTH_CREDENTIALS"}, told
-        assert self._loaded.wait(PATIENCE), f"{address} was not loaded in {PATIENCE:.0f} s"
+        assert self._loaded.wait(PATIENCE), f"the browser did not load {address} in {PATIENCE:.0f} s"
 
     def says(self, expression):
         """Return the value of a JavaScript expression in the page."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Searches files, tables, command lines and environments for secrets.
 
-Invariant: a whole or partial secret is found in each of these encodings: bytes, hexadecimal, Python's notation of
-bytes, and base64 at every alignment (so also inside DER inside PEM), with or without line breaks.
+Invariant: a search finds whole and partial secrets in these encodings: bytes, hexadecimal, Python's notation of bytes,
+and base64. It finds base64 at every alignment (so also inside DER inside PEM), with or without line breaks.
 """
 
 import base64
@@ -59,7 +59,7 @@ def _base64(content, encode):
 
 
 class Search:
-    """All canaries at once."""
+    """Searches for all canaries at once."""
 
     def __init__(self, canaries):
         self._needles = [(one, sorted(one.needles())) for one in canaries]

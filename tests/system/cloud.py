@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A user of the sandbox: creates load balancers through Octavia's API, waits for them, and sends client requests."""
+"""Creates load balancers through Octavia's API, waits for them, and sends client requests."""
 
 import http.client
 import time
@@ -33,14 +33,14 @@ class Cloud:
         self.connection = connection
         self.balancers = connection.load_balancer
 
-    # --- making things ------------------------------------------------------------------------------------------------
+    # --- creation -----------------------------------------------------------------------------------------------------
 
     def load_balancer(self, name, **more):
         made = self.balancers.create_load_balancer(name=name, **{"vip_subnet_id": topology.VIP_SUBNET, **more})
         return self.active(made.id)
 
     def served(self, name, members=("member1", "member2"), *, monitor=None, listener=None, **more):
-        """A load balancer with one listener and pool, made in one request, ACTIVE."""
+        """Create a load balancer with one listener and pool in one request; wait for ACTIVE."""
         pool = {
             "name": f"{name}-pool",
             "protocol": "HTTP",
@@ -105,7 +105,7 @@ class Cloud:
                 self.balancers.delete_load_balancer(balancer.id, cascade=True)
         for balancer in there:
             self.await_report(balancer.id)
-        self.until(lambda: not list(self.balancers.load_balancers()), "all deleted")
+        self.until(lambda: not list(self.balancers.load_balancers()), "all load balancers are deleted")
 
     @contextmanager
     def without_automatic_failover(self):
@@ -136,10 +136,10 @@ class Cloud:
             time.sleep(min(max(0.1, waited / 5), 0.3))
 
     def await_report(self, load_balancer_id):
-        """Wait until the last request is reported to Octavia, or an attempt has failed, before its API is polled.
+        """Wait until the last request is reported to Octavia, or an attempt has failed.
 
-        The provider's own database is asked, because an answer of Octavia's API takes 20 times as much processor time.
-        Nothing is asserted here: the caller polls Octavia's API afterwards in every case.
+        It reads the provider's database, because an answer of Octavia's API takes 20 times as much processor time.
+        It makes no assertion, because every caller polls Octavia's API afterwards.
         """
         mine = sa.select(tables.job).where(tables.job.c.load_balancer_id == load_balancer_id)
 
@@ -169,22 +169,22 @@ class Cloud:
             assert found.provisioning_status != "ERROR", "the load balancer is in ERROR"
             return found if found.provisioning_status == "ACTIVE" else None
 
-        return self.until(ask, "ACTIVE")
+        return self.until(ask, "the load balancer is ACTIVE")
 
     def online(self, load_balancer_id):
         return self.operating(lambda: self.balancers.get_load_balancer(load_balancer_id), "ONLINE")
 
     def operating(self, fetch, status):
-        return self.until(lambda: (found := fetch()).operating_status == status and found, f"operating status {status}")
+        return self.until(lambda: (found := fetch()).operating_status == status and found, f"the status is {status}")
 
     def gone(self, load_balancer_id):
         self.await_report(load_balancer_id)
         self.until(
             lambda: all(one.id != load_balancer_id for one in self.balancers.load_balancers()),
-            "deleted",
+            "the load balancer is deleted",
         )
 
-    # --- being a client -----------------------------------------------------------------------------------------------
+    # --- client requests ----------------------------------------------------------------------------------------------
 
     def get(self, address, path="/", port=80, host=topology.CLIENT):
         return demo.get(self.settings, address, path, port, host)
@@ -201,7 +201,7 @@ class Cloud:
         """Assert that requests follow these weights exactly after HAProxy's first round."""
         rounds = 4
         wanted = {name: weight * rounds for name, weight in weights.items()}
-        self.until(lambda: self.answers(address, sum(wanted.values())) == wanted, f"spread as {weights}", 30)
+        self.until(lambda: self.answers(address, sum(wanted.values())) == wanted, f"the weights are {weights}", 30)
 
 
 def _answer(address, port):

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One sandbox for all modules of a pytest worker; modules with other settings use `sandbox_of_a_test.running`.
+"""One sandbox for all modules of a pytest worker.
 
-A worker has one sandbox at a time: `running` ends the common one, and the next module that needs it starts another.
+Modules with other settings use `sandbox_of_a_test.running`. A worker has one sandbox at a time: `running` ends the
+common sandbox, and the next module that needs it starts a new one.
 """
 
 import json

@@ -26,7 +26,7 @@ PATIENCE = 2.0
 
 @contextmanager
 def answering(settings, host, port=PORT):
-    """A member that answers each datagram with its name and the address the datagram came from."""
+    """Run a member that answers each datagram with its name and the datagram's source address."""
     place = namespaces.path(settings.host(host))
     server = namespaces.run_inside(place, lambda: _bound(port))
     stop, told = socket.socketpair()
@@ -64,7 +64,7 @@ def _answer(server, told, name):
 
 
 def answers(settings, address, number=12, port=53, *, source=None):
-    """Count answers of this number of datagrams by member; a missing one counts as the error or as `nothing`."""
+    """Count answers by member; a missing answer counts as `nothing`, an ICMP error as `refused`."""
     return Counter(one.split()[0] for one in said(settings, address, number, port, source=source))
 
 

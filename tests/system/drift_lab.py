@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sandbox that checks its amphorae for drift continuously, and an operator's commands on the controller's host."""
+"""A sandbox with a continuous drift audit, and operator's commands on the controller's host."""
 
 import configparser
 import json
@@ -30,7 +30,7 @@ from sandbox import demo
 PAUSE = 2.0
 AUDIT = {
     "amp_drift": {"interval": "1", "agent_interval": "0.5", "renderer_pause": f"{PAUSE}"},
-    # A test that powers off an amphora needs the same one afterwards.
+    # A test that powers off an amphora needs the same amphora afterwards.
     "amp_failover": {"silent_after": "600"},
 }
 
@@ -44,10 +44,10 @@ class DriftLab(Cloud):
         conf = config.load([str(settings.driver_configuration)])
         self.compute = NetnsCompute(conf, LocalNetwork(conf, database))
 
-    # --- what is recorded ---------------------------------------------------------------------------------------------
+    # --- records ------------------------------------------------------------------------------------------------------
 
     def of(self, balancer):
-        """Return its amphorae that are not being replaced, oldest first."""
+        """Return the load balancer's amphorae that are not being replaced, oldest first."""
         found = self.database.read(lambda c: amphorae.load_amphorae(c, balancer.id))
         return [one for one in found if one.state is not AmphoraState.RETIRING]
 
@@ -65,13 +65,13 @@ class DriftLab(Cloud):
             served = all(one.confirmed == row.generation for one in self.of(balancer))
             return row.generation if served and not row.dirty and row.applied == row.generation else None
 
-        return self.until(ask, "settled")
+        return self.until(ask, "every amphora confirms the newest generation")
 
     def drifted(self, amphora_id, words, seconds=60.0):
         """Wait until this drift of an amphora is recorded."""
-        return self.until(lambda: words in (self.row(amphora_id).drift or ""), f"{words} is noted", seconds)
+        return self.until(lambda: words in (self.row(amphora_id).drift or ""), f"{words} is recorded", seconds)
 
-    # --- manual ------------------------------------------------------------------------------------------------------
+    # --- manual changes ----------------------------------------------------------------------------------------------
 
     def agents(self, ask):
         """Call an agent as a controller does."""
@@ -115,9 +115,9 @@ class DriftLab(Cloud):
             connection.sendall(json.dumps({"op": "status", "name": name}).encode() + b"\n")
             with connection.makefile("rb") as lines:
                 inner = json.loads(lines.readline())["services"][name]["pid"]
-        # `init` may be the one outside, whose own numbers are the machine's: those of its children are the amphora's.
+        # `init` may be the outer process, which is in the machine's PID namespace. Its children are in the amphora's.
         wanted = Path(f"/proc/{init}/ns/pid_for_children").stat().st_ino
-        assert wanted != Path("/proc/self/ns/pid").stat().st_ino, "an amphora has processes of its own"
+        assert wanted != Path("/proc/self/ns/pid").stat().st_ino, "the amphora has its own PID namespace"
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 if (folder / "ns/pid").stat().st_ino != wanted:

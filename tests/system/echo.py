@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An HTTP member that answers with its name, the request's headers and path, and the subject of the client certificate.
+"""An HTTP member that answers with its name, the request's headers and path, and the client's name.
 
-Invariant: inside the with block, it listens in a member's namespace for IPv4 and IPv6.
+Invariant: inside the with block, it listens in a member's namespace for IPv4 and IPv6. The client's name is the common
+name in the client certificate.
 """
 
 import json

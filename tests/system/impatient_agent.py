@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """octavia-driver-agent with a provider agent whose read time-out is four seconds instead of thirty.
 
-Octavia's reading process crashes where it has to answer with a refusal, so the provider agent gets no answer.
+Octavia's reading process crashes when it has to answer with a refusal, so the provider agent gets no answer.
 """
 
 import sys

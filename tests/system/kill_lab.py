@@ -58,13 +58,16 @@ HASTE = {
 
 
 def in_step(first, *others):
-    """The points of these kinds of steps, one after the other: before the next is as after the mark of the last."""
+    """Return the points of these kinds of steps in order.
+
+    The point before a step equals the point after the mark of the previous step, and is omitted.
+    """
     return (f"{first}-before", *(f"{kind}-{moment}" for kind in (first, *others) for moment in ("done", "marked")))
 
 
 @contextmanager
 def lab(*, haste=None, **choices):
-    """A sandbox with failpoints; `haste` are additional provider options."""
+    """Run a sandbox with failpoints; `haste` has additional provider options."""
     with tempfile.TemporaryDirectory(prefix="adk-") as folder:
         os.environ[VARIABLE] = folder
         try:
@@ -98,7 +101,7 @@ class Lab:
         self._network = LocalNetwork(config.load([str(settings.driver_configuration)]), database)
         self._compute = NetnsCompute(config.load([str(settings.driver_configuration)]), self._network)
 
-    # --- dying --------------------------------------------------------------------------------------------------------
+    # --- kills --------------------------------------------------------------------------------------------------------
 
     def arm(self, *points):
         """Kill the first process at one of these points."""
@@ -116,7 +119,7 @@ class Lab:
         (self._points / point).write_text("wait", encoding="ascii")
 
     def held(self, point, seconds=PATIENCE):
-        """Wait until a process is suspended there."""
+        """Wait until a process is suspended at this point."""
         Cloud.until((self._points / f"{point}.here").exists, f"a process waits at {point}", seconds)
 
     def let_go(self, point):
@@ -143,7 +146,7 @@ class Lab:
 
         def end():
             thread.join(PATIENCE)
-            assert outcome, "the request is not answered"
+            assert outcome, "the API answers the request"
             return outcome[0]
 
         return end
@@ -157,7 +160,7 @@ class Lab:
         seconds = PATIENCE + LIFE * len(self._deaths())
         deadline = time.monotonic() + seconds
         while left := self._deaths():
-            assert time.monotonic() < deadline, f"unreached in {seconds:.0f} s: {sorted(left)}"
+            assert time.monotonic() < deadline, f"points that no process reached in {seconds:.0f} s: {sorted(left)}"
             time.sleep(0.02)
 
     def _deaths(self):
@@ -168,7 +171,7 @@ class Lab:
                     found.add(name)
         return found
 
-    # --- asking Octavia's API while its processes die -----------------------------------------------------------------
+    # --- requests to Octavia's API while its processes are killed -----------------------------------------------------
 
     def failed(self, request):
         """Send a request whose process is killed; return when the API answers again."""
@@ -178,7 +181,7 @@ class Lab:
             self.reached()
             self.answers()
             return error
-        raise AssertionError("the request was answered, although its process should have been killed")
+        raise AssertionError("the API answered the request of a process that should have been killed")
 
     def set_members(self, pool_id, names):
         """Replace the members of a pool."""
@@ -214,12 +217,12 @@ class Lab:
 
         Cloud.until(ask, "the API answers")
 
-    # --- what is left -------------------------------------------------------------------------------------------------
+    # --- remaining state ----------------------------------------------------------------------------------------------
 
     def settled(self, seconds=PATIENCE):
         """Wait until no object is PENDING, no job is left, and no orphan exists."""
         deadline = time.monotonic() + seconds
-        # The cheapest check is first: Octavia's API takes 0.1 s for its part.
+        # The cheapest check is first: the check with Octavia's API takes 0.1 s.
         while trouble := (self._undone() or self._undecided() or self._undone() or self.unowned()):
             assert time.monotonic() < deadline, f"after {seconds:.0f} s: {trouble}"
             time.sleep(0.1)
@@ -233,7 +236,7 @@ class Lab:
             if kind == "pools":
                 for row in rows:
                     members = self.connection.load_balancer.get(self.cloud.url(f"pools/{row['id']}/members")).json()
-                    # It may be deleted meanwhile.
+                    # Another process may delete the pool meanwhile.
                     found += [("member", one["id"], one["provisioning_status"]) for one in members.get("members", [])]
         return [one for one in found if one[2].startswith("PENDING")]
 
@@ -311,12 +314,12 @@ class Lab:
         found += [
             f"{len(running)} machines of {one}"
             for one in amphorae
-            # The outermost and the first process inside.
+            # An amphora has two such processes: the outermost one and the first one inside.
             if len(running := find_by_last_argument(str(self.settings.amphorae / one / "spec.json"))) > 2
         ]
         return found
 
-    # --- machines, and what replaces them ---------------------------------------------------------------------------
+    # --- machines and fail-overs --------------------------------------------------------------------------------------
 
     def power_off(self, amphora_id):
         """Kill a machine without a message, as in a power cut."""
@@ -336,7 +339,7 @@ class Lab:
 class Witness:
     """A client that sends requests to one load balancer continuously.
 
-    Nothing of the control plane is in the path of a request: not one may fail.
+    No part of the control plane is in the path of a request, so no request may fail.
     """
 
     def __init__(self, cloud, address):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Long connections: an endless download, and upgraded connections with an echo.
 
-Invariant: every byte is verified. The bytes that the client receives are compared with those that the member sent.
+Invariant: every byte is verified. The received bytes are compared with the sent bytes.
 """
 
 import hashlib
@@ -138,11 +138,11 @@ class Download(_Visit):
         """Assert that more data arrives."""
         for _ in range(5):
             part = self._stream.read1(100_000)
-            assert part, "it ended"
+            assert part, "the download continues"
             self._digest.update(part)
 
     def rest(self):
-        """Return the digest of all data at its end."""
+        """Read until the end; return the digest of all data."""
         while part := self._stream.read1(100_000):
             self._digest.update(part)
         return self._digest.hexdigest()
@@ -152,7 +152,7 @@ class Echo(_Visit):
     request = "/ HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: echo"
 
     def goes_on(self):
-        """Assert that the echo of a line equals it."""
+        """Assert that the echo of a line equals the line."""
         for number in range(5):
             line = f"{number}{'.' * 5000}\n".encode()
             self._plain.sendall(line)

@@ -12,13 +12,13 @@ import msgspec
 
 # $LIB is for the dynamic linker: where libraries of this architecture are.
 _LIBRARY = "/usr/$LIB/faketime/libfaketimeMT.so.1"
-# libfaketime 0.9.10 has clock_nanosleep(2) fail (EINVAL) for moments of the clock that is not moved; Python sleeps so.
+# libfaketime 0.9.10 makes clock_nanosleep(2) of the monotonic clock fail (EINVAL), and Python's sleep uses that call.
 _SLEEP = """import select, time
 time.sleep = lambda seconds: select.select([], [], [], seconds) and None
 """
 # With glibc 2.30 and newer, libfaketime 0.9.10 gives each timed wait for a condition a deadline of decades ago. So a
-# thread that waits for Python's GIL takes a processor until it gets the GIL, and four threads do a tenth of the work
-# of one. "0" has libfaketime pass on the deadline of the clock that only goes forward (needs_forced_monotonic_fix).
+# thread that waits for Python's GIL takes a processor until it gets the GIL. Four threads then do a tenth of the work
+# of one. With "0", libfaketime does not change the monotonic deadline (needs_forced_monotonic_fix).
 _DEADLINES = {"FAKETIME_FORCE_MONOTONIC_FIX": "0"}
 
 
@@ -30,7 +30,7 @@ class Clock:
     """
 
     def __init__(self, folder):
-        # HAProxy reads it too, as another user.
+        # HAProxy reads the file too, as another user.
         folder.chmod(0o755)
         self._file = folder / "clock"
         self._modules = folder / "modules"
@@ -39,7 +39,7 @@ class Clock:
         self.set(0.0)
 
     def set(self, ahead):
-        """Set it to the true time plus an offset in seconds."""
+        """Set the clock to the true time plus an offset in seconds."""
         new = self._file.with_suffix(".new")
         new.write_text(f"{ahead:+.0f}\n", encoding="ascii")
         new.replace(self._file)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients that send requests continuously, and the longest time without an answer.
+"""A client that sends requests continuously, and measures the longest time without an answer.
 
 Invariant: the longest time between two answers is measured at the client. No other measurement proves a fail-over.
 """
@@ -46,7 +46,7 @@ class Clients:
     def more(self, number=20, seconds=60.0):
         """Wait for this number of further answers."""
         wanted = self.answers["200"] + number
-        self.cloud.until(lambda: self.answers["200"] >= wanted, f"{number} more answers", seconds)
+        self.cloud.until(lambda: self.answers["200"] >= wanted, f"the client gets {number} more answers", seconds)
 
     @property
     def failed(self):

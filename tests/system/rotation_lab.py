@@ -39,7 +39,7 @@ class Clients:
     def __enter__(self):
         for thread in self._threads:
             thread.start()
-        self._cloud.until(lambda: all(number > 2 for number in self.answered.values()), "all are answered")
+        self._cloud.until(lambda: all(number > 2 for number in self.answered.values()), "every client gets answers")
         return self
 
     def __exit__(self, *_):
@@ -133,7 +133,7 @@ class Fleet:
             )
         patience = 60.0 + 10.0 * number
         for one in made:
-            Cloud.until(lambda one=one: self.status(one) == ("ACTIVE", "ONLINE"), f"{one.name} serves", patience)
+            Cloud.until(lambda one=one: self.status(one) == ("ACTIVE", "ONLINE"), f"{one.name} is ONLINE", patience)
         return [self.cloud.balancers.get_load_balancer(one.id) for one in made]
 
     def status(self, balancer):

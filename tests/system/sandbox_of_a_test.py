@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sandbox for one test or module, which leaves nothing on the machine."""
+"""A sandbox for one test or module, which leaves no remains on the machine."""
 
 import os
 import shutil
@@ -33,7 +33,7 @@ def left_behind(settings, sessions=frozenset()):
 
     Args:
         settings: of the sandbox.
-        sessions: of its programs. A forked program has neither arguments nor an environment that name the sandbox.
+        sessions: of its programs. Arguments and environment of a forked program do not name the sandbox.
     """
     prefix = f"{settings.prefix}-"
     found = [f"namespace {name}" for name in namespaces.names(prefix)]
@@ -83,7 +83,7 @@ class _Common:
         finally:
             self._used = False
 
-    def make_room(self):
+    def end_if_unused(self):
         """End the common sandbox, unless the present module uses it."""
         if not self._used:
             self._running = None
@@ -99,13 +99,16 @@ def common():
     try:
         yield _COMMON
     finally:
-        _COMMON.make_room()
+        _COMMON.end_if_unused()
 
 
 @contextmanager
 def running(**choices):
-    """Run a separate sandbox; yield the stack and its settings. AMPHORA_KEEP_LOGS names a folder for its logs."""
-    _COMMON.make_room()
+    """Run a separate sandbox; yield the stack and its settings.
+
+    AMPHORA_KEEP_LOGS names a folder for the logs.
+    """
+    _COMMON.end_if_unused()
     with _started(choices) as started:
         yield started
 
@@ -134,7 +137,7 @@ def _started(choices):
 
 
 def _settings(folder, number, choices):
-    """Its names and ports are unique: several start at the same time, and each checks before use."""
+    """Return settings with unique names and ports, because several sandboxes start at the same time."""
     chosen = sandbox_settings.load_or_create_settings(folder, _prefix(number), AGENT_PYTHON, **choices)
     octavia, network = _ports(number)
     settings = msgspec.structs.replace(chosen, octavia_port=octavia, network_port=network, status_port=0)
@@ -152,7 +155,7 @@ def _ports(number):
 
 
 def _free(number):
-    """Return whether this number has no remains, not even of a killed test."""
+    """Return whether the machine has no remains of this number, for example of a killed test."""
     if namespaces.names(f"{_prefix(number)}-"):
         return False
     for port in _ports(number):

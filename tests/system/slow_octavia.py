@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Octavia's API with a provider that keeps Octavia's transaction open for a while after each of its calls.
+"""Octavia's API with a provider that keeps Octavia's transaction open for a time after each call.
 
 Octavia writes some PENDING states after the provider's method returns, and commits after that. In production this takes
 milliseconds; here it takes long enough to expose every race with that transaction.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two compute backends serve one deployment, and each load balancer stays on the backend of its creation."""
+"""Two compute backends serve one deployment; each load balancer stays on its first backend."""
 
 import json
 
@@ -82,7 +82,9 @@ def fail_over(cloud, balancer):
     before = cloud.amphorae(balancer)
     cloud.balancers.failover_load_balancer(balancer.id)
     cloud.active(balancer.id)
-    cloud.until(lambda: len(cloud.amphorae(balancer)) == 1 and not cloud.amphorae(balancer) & before, "replaced")
+    cloud.until(
+        lambda: len(cloud.amphorae(balancer)) == 1 and not cloud.amphorae(balancer) & before, "the amphora is replaced"
+    )
 
 
 def test_two_compute_backends_side_by_side(place):
@@ -119,7 +121,8 @@ def test_two_compute_backends_side_by_side(place):
     reconfigure(LEFT)
     cloud.balancers.create_member(cloud.pool_of(plain), **cloud.member("member3"))
     cloud.until(
-        lambda: cloud.balancers.get_load_balancer(plain.id).provisioning_status == "ERROR", "what is wrong is said"
+        lambda: cloud.balancers.get_load_balancer(plain.id).provisioning_status == "ERROR",
+        "the load balancer is in ERROR",
     )
     reason = cloud.database.read(
         lambda c: c.execute(sa.select(tables.job.c.error).where(tables.job.c.load_balancer_id == plain.id)).scalar()
@@ -134,9 +137,12 @@ def test_two_compute_backends_side_by_side(place):
     # After the backend is enabled again, its load balancer continues.
     reconfigure(SWITCHED)
     cloud.balancers.failover_load_balancer(plain.id)
-    cloud.until(lambda: cloud.balancers.get_load_balancer(plain.id).provisioning_status == "ACTIVE", "taken up again")
+    cloud.until(
+        lambda: cloud.balancers.get_load_balancer(plain.id).provisioning_status == "ACTIVE",
+        "the load balancer is ACTIVE",
+    )
     cloud.balanced(plain.vip_address, {"member1": 1, "member3": 1})
-    cloud.until(lambda: amphorae(cloud, "amphorae") == cloud.amphorae(plain), "still with the old one")
+    cloud.until(lambda: amphorae(cloud, "amphorae") == cloud.amphorae(plain), "netns has its amphora")
 
     cloud.clean()
-    cloud.until(lambda: not amphorae(cloud, "amphorae") | amphorae(cloud, "imaged"), "nothing is left of either")
+    cloud.until(lambda: not amphorae(cloud, "amphorae") | amphorae(cloud, "imaged"), "both backends are empty")

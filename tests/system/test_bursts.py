@@ -22,7 +22,7 @@ CHANGED = (NUMBER + 1) // 2
 CHANGES = int(os.environ.get("AMPHORA_CHANGES", "0")) or (20 if NUMBER >= 100 else 5)
 # Concurrent users.
 USERS = 8
-# Seconds. An amphora takes one or two of a processor to boot, and two processors do everything here.
+# Seconds. The boot of an amphora takes one or two seconds of processor time, and the machine has two processors.
 PATIENCE = 60.0 + 10.0 * NUMBER
 pytestmark = [pytest.mark.root, pytest.mark.extended, pytest.mark.lasts(3 * PATIENCE)]
 
@@ -48,9 +48,9 @@ def add_members(cloud, balancer):
                 cloud.balancers.create_member(pool, **member)
                 break
             except ConflictException:
-                assert time.monotonic() < deadline, "it stays immutable"
+                assert time.monotonic() < deadline, f"{balancer.name} stays immutable"
                 refused += 1
-                # Each of these has Octavia take and give back its only writer's lock.
+                # At each request Octavia acquires and releases its only write lock.
                 time.sleep(0.2)
     return refused
 
@@ -62,7 +62,7 @@ def settled(cloud):
         found = [one.provisioning_status for one in cloud.balancers.load_balancers()]
         return None if any(one.startswith("PENDING") for one in found) else found
 
-    return cloud.until(ask, "nothing is PENDING", PATIENCE)
+    return cloud.until(ask, "no load balancer is PENDING", PATIENCE)
 
 
 def rows(cloud, *columns, where=()):
@@ -77,7 +77,7 @@ def taken(cloud, balancers):
 
 
 def test_load_balancers_created_together_all_serve(cloud, record_property):
-    """All become ACTIVE and serve; every accepted call was performed once, and no load balancer has two amphorae."""
+    """All become ACTIVE and serve; each call is applied once, and no load balancer has two amphorae."""
     begun = time.monotonic()
     with ThreadPoolExecutor(USERS) as users:
         balancers = list(users.map(lambda number: create(cloud, number), range(NUMBER)))
@@ -101,7 +101,7 @@ def test_load_balancers_created_together_all_serve(cloud, record_property):
         assert len(members) == 2 + CHANGES
         assert {one.provisioning_status for one in members} == {"ACTIVE"}
         cloud.balanced(balancer.vip_address, {"member1": 1, "member2": 1})
-    # One request per change: none is open, none is counted twice.
+    # Each change has one request: no request is open, and no request is counted twice.
     assert len(rows(cloud, request.c.id)) == NUMBER + CHANGED * CHANGES
     assert rows(cloud, request.c.id, where=(request.c.applied_at.is_(None),)) == []
     assert rows(cloud, job.c.load_balancer_id, where=(job.c.applied < job.c.generation,)) == []

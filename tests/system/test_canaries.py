@@ -235,7 +235,7 @@ def refused_by_the_agent(cloud, amphora_id):
     def push(client):
         with pytest.raises(AgentRefused) as caught:
             client.put_bundle(amphora_id, address, json.dumps(body).encode())
-        assert "default_backend: 'rubbish'" in str(caught.value), "it is HAProxy that refuses"
+        assert "default_backend: 'rubbish'" in str(caught.value), "HAProxy refuses the configuration"
         return "".join(traceback.format_exception(caught.value)) + repr(caught.value) + repr(vars(caught.value))
 
     return with_agents(settings, push)
@@ -274,7 +274,7 @@ def failed_in_the_controller(cloud, balancer, listener):
         lambda c: sealed_secrets.replace_secrets(c, balancer.id, {name: sealed_secrets.SealedSecret(content=spoilt)})
     )
     cloud.balancers.update_listener(cloud.listener_of(balancer), name="renamed")
-    cloud.until(lambda: state(cloud, listener) == "ERROR", "it is noticed")
+    cloud.until(lambda: state(cloud, listener) == "ERROR", "the listener is in ERROR")
     cloud.active(balancer.id)
     cloud.database.write(lambda c: sealed_secrets.replace_secrets(c, balancer.id, {name: before[name]}))
 
@@ -332,7 +332,7 @@ def test_secrets_are_in_their_permitted_places_only(loud):
         "amphora-controller.log",
         "amphora-health-manager.log",
     }
-    assert "DEBUG" in told[-1], "an amphora's log is in its diagnosis"
+    assert "DEBUG" in told[-1], "the diagnosis contains the amphora's log"
     plant(cloud, search, everything)
 
 
@@ -350,7 +350,7 @@ def rotated(cloud, balancer):
     vault = Vault.load(str(path))
     kept = cloud.database.read(lambda c: sealed_secrets.load_secrets(c, balancer.id))
     places = {name.ref: vault.key_index(one.content) for name, one in kept.items()}
-    assert (places["sni"], places["client"]) == (0, 1), "the API process has taken the new key up"
+    assert (places["sni"], places["client"]) == (0, 1), "the API process uses the new key"
     assert cloud.balancers.get_listener(listener.id).provisioning_status == "ACTIVE"
 
 

@@ -110,7 +110,7 @@ def renewed(lab, amphora_id, before):
         row = row_of(lab, amphora_id)
         return row.certificate_issued_at > before and row
 
-    return lab.cloud.until(new, "its certificate is renewed")
+    return lab.cloud.until(new, "the certificate is renewed")
 
 
 def test_a_certificate_is_renewed_in_time_despite_controller_crashes(lab, witness):
@@ -123,7 +123,7 @@ def test_a_certificate_is_renewed_in_time_despite_controller_crashes(lab, witnes
     lab.reached()
     row = renewed(lab, amphora_id, issued_at)
     lab.settled()
-    assert only(lab, witness.balancer) == amphora_id, "nothing was failed over"
+    assert only(lab, witness.balancer) == amphora_id, "no amphora is replaced"
     said = ask(lab, amphora_id, by_files=True).certificate_expires_at.timestamp()
     assert said == pytest.approx(row.certificate_expires_at, abs=1)
     (found,) = [one for one in amphoractl(lab, "certificate", "list") if one["Amphora"] == amphora_id]
@@ -140,7 +140,7 @@ def test_an_amphora_with_an_expired_certificate_is_enrolled_again(lab, witness):
     place = lab.settings.amphorae / amphora_id / "etc" / "server.pem"
     new = place.with_name("test.new")
     new.write_bytes(soon.bundle().reveal())
-    lab.cloud.until(lambda: lab.database.now() > soon.expires_at + 1, "its time is over")
+    lab.cloud.until(lambda: lab.database.now() > soon.expires_at + 1, "the certificate has expired")
     new.replace(place)
     with pytest.raises(AgentUntrusted, match="expired"):
         ask(lab, amphora_id, by_files=True)
@@ -184,10 +184,10 @@ def test_a_ca_is_rotated_despite_controller_crashes(lab, witness, kind):
         cloud.until(lambda: moved not in lab.armed(), "the process is killed after the step")
         if phase is not None:
             lab.hold(moved)
-    assert lab.armed() == set(), "a process was killed at every point"
+    assert lab.armed() == set(), "a process is killed at every point"
     cloud.active(booted.id)
     lab.settled()
-    assert only(lab, balancer) == amphora_id, "nothing was failed over"
+    assert only(lab, balancer) == amphora_id, "no amphora is replaced"
     (now,) = [one for one in lab.database.read(ca_records.list_cas) if one.kind is kind]
     assert (now.id, now.state) == (begun["ID"], CaState.CURRENT)
     for each in (amphora_id, *cloud.amphorae(booted)):
@@ -203,10 +203,10 @@ def test_a_ca_is_rotated_despite_controller_crashes(lab, witness, kind):
 
 
 def test_a_rotation_after_both_cas_were_rotated_needs_no_files(lab, witness):
-    """Both authorities were rotated: the remaining files are useless."""
+    """After the rotation of both authorities, no process needs the remaining files."""
     etc, cloud = lab.settings.etc, lab.cloud
     if len([one for one in lab.database.read(ca_records.list_cas) if one.state is CaState.CURRENT]) < 2:
-        pytest.skip("needs the rotations before")
+        pytest.skip("this test needs the rotations of the tests before it")
     away = etc / "away"
     away.mkdir()
     names = ("amphora_ca.pem", "amphora_ca.key", "controller_ca.pem", "controller.pem")
@@ -225,6 +225,8 @@ def test_a_rotation_after_both_cas_were_rotated_needs_no_files(lab, witness):
     cloud.until(lambda: phase_of(lab, CaKind.AMPHORA) is None, "the next rotation has ended")
     changed(lab, witness.balancer, 7)
     keys = lab.database.read(lambda c: ca_records.list_cas(c, gone=True))
-    assert [one.sealed_key is None for one in keys] == [one.state is CaState.GONE for one in keys], "erased"
+    assert [one.sealed_key is None for one in keys] == [one.state is CaState.GONE for one in keys], (
+        "keys of former CAs are erased"
+    )
     for name in names:
         shutil.move(away / name, etc / name)

@@ -57,13 +57,13 @@ def test_two_controllers_share_the_work(cloud, second_controller, database):
 
     # The faster controller claims a load balancer; after several, each has claimed one.
     while len(seen) < 2:
-        assert len(made) < 12, "one of the two never took any"
+        assert len(made) < 12, "each controller claims a load balancer"
         for _ in range(2):
             name = f"shared-{len(made)}"
             made.append(cloud.balancers.create_load_balancer(name=name, vip_subnet_id=topology.VIP_SUBNET))
-        cloud.until(all_active, "ACTIVE")
+        cloud.until(all_active, "all load balancers are ACTIVE")
     for one in made:
-        assert len(cloud.amphorae(one)) == 1, "none was made twice"
+        assert len(cloud.amphorae(one)) == 1, "the load balancer has one amphora"
 
 
 EARLIER = [pytest.param(one, marks=pytest.mark.extended) for one in ("Record", "Boot", "Plug", "AwaitAgent")]
@@ -80,21 +80,21 @@ def test_a_creation_is_completed_after_a_controller_crash(cloud, stack, moment):
             return f": starting step {moment} ".encode() in file.read()
 
     made = cloud.balancers.create_load_balancer(name=f"killed-{moment.lower()}", vip_subnet_id=topology.VIP_SUBNET)
-    cloud.until(reached, f"the step {moment}")
+    cloud.until(reached, f"the controller starts step {moment}")
     kill(stack, "amphora-controller")
     assert cloud.balancers.get_load_balancer(made.id).provisioning_status in ("PENDING_CREATE", "ACTIVE")
     stack.up()
     cloud.active(made.id)
-    assert len(cloud.amphorae(made)) == 1, "nothing was made twice"
+    assert len(cloud.amphorae(made)) == 1, "the load balancer has one amphora"
     on_the_machine = {path.name for path in stack.settings.amphorae.iterdir() if path.is_dir()}
     assert on_the_machine == cloud.amphorae(made)
 
 
 def test_an_amphora_that_is_killed_during_its_boot_is_booted_again(cloud, stack):
     made = cloud.balancers.create_load_balancer(name="stillborn", vip_subnet_id=topology.VIP_SUBNET)
-    amphora_id = cloud.until(lambda: next(iter(cloud.amphorae(made)), None), "an amphora is recorded")
+    amphora_id = cloud.until(lambda: next(iter(cloud.amphorae(made)), None), "the amphora is recorded")
     record = stack.settings.amphorae / amphora_id / "process.json"
-    pid = json.loads(cloud.until(lambda: record.exists() and record.read_text(), "its machine runs"))["pid"]
+    pid = json.loads(cloud.until(lambda: record.exists() and record.read_text(), "the machine runs"))["pid"]
     os.kill(pid, signal.SIGKILL)
     cloud.active(made.id)
     assert cloud.amphorae(made) == {amphora_id}
@@ -106,7 +106,7 @@ def test_a_request_without_a_running_controller_is_not_lost(cloud, stack):
     kill(stack, "amphora-controller")
     cloud.balancers.create_member(pool, **cloud.member("member2"))
     assert cloud.balancers.get_load_balancer(balancer.id).provisioning_status == "PENDING_UPDATE"
-    assert cloud.answers(balancer.vip_address, 2) == {"member1": 2}, "traffic flows meanwhile"
+    assert cloud.answers(balancer.vip_address, 2) == {"member1": 2}, "member1 serves meanwhile"
     stack.up()
     cloud.active(balancer.id)
     cloud.balanced(balancer.vip_address, {"member1": 1, "member2": 1})
@@ -117,7 +117,7 @@ def test_statuses_are_reported_after_octavias_agent_restarts(cloud, stack):
     pool = cloud.pool_of(balancer)
     stack.supervision.stop("octavia-driver-agent")
     cloud.balancers.create_member(pool, **cloud.member("member2"))
-    cloud.until(lambda: "member2" in cloud.answers(balancer.vip_address, 4), "the member serves already")
+    cloud.until(lambda: "member2" in cloud.answers(balancer.vip_address, 4), "member2 serves")
     assert cloud.balancers.get_load_balancer(balancer.id).provisioning_status == "PENDING_UPDATE"
     stack.up()
     cloud.active(balancer.id)
@@ -130,11 +130,11 @@ def test_the_provider_agent_restarts_without_octavias_agent(cloud, stack):
 
     (watcher,) = provider_agents(stack)
     both = watcher.children()
-    assert len(both) == 2, "the one that reports, and the one that stands by"
+    assert len(both) == 2, "the provider agent has a reporter and a standby"
     watcher.signal(signal.SIGKILL)
-    cloud.until(lambda: sum(one.alive() for one in both) == 1, "the reporter ends, because nothing would restart it")
+    cloud.until(lambda: sum(one.alive() for one in both) == 1, "the reporter ends, because its parent has ended")
     (standby,) = (one for one in both if one.alive())
-    after = cloud.until(lambda: len(found := standby.children()) == 2 and found, "the other one goes on")
+    after = cloud.until(lambda: len(found := standby.children()) == 2 and found, "the standby has two children")
     for one in after:
         one.signal(signal.SIGKILL)
     cloud.balancers.create_member(pool, **cloud.member("member2"))
@@ -142,17 +142,17 @@ def test_the_provider_agent_restarts_without_octavias_agent(cloud, stack):
 
 
 def test_the_provider_agent_ends_with_a_killed_octavias_agent(cloud, stack):
-    """The provider agent's processes end with it; its next start creates new ones."""
+    """The provider agent's processes end with Octavia's agent, whose next start creates new ones."""
     balancer = cloud.served("told-by-others", ("member1",))
-    # Another test may have killed its children.
+    # Another test may have killed the children of Octavia's agent.
     stack.supervision.stop("octavia-driver-agent")
     stack.up()
     octavia = stack.supervision.running("octavia-driver-agent")
     (watcher,) = provider_agents(stack)
-    both = cloud.until(lambda: len(found := watcher.children()) == 2 and found, "they have begun")
+    both = cloud.until(lambda: len(found := watcher.children()) == 2 and found, "the provider agent has two children")
     ours = [watcher, *both]
     octavia.signal(signal.SIGKILL)
-    cloud.until(lambda: not any(one.alive() for one in ours), "ours have ended")
+    cloud.until(lambda: not any(one.alive() for one in ours), "the provider agent has ended")
     # Octavia's own processes have not ended.
     os.killpg(octavia.pid, signal.SIGKILL)
     cloud.balancers.create_member(cloud.pool_of(balancer), **cloud.member("member2"))

@@ -62,4 +62,4 @@ def assert_nothing_left(cloud, database, balancer):
         found["ports"] = database.read(lambda connection: connection.execute(query).scalar())
         return {name: count for name, count in found.items() if count}
 
-    cloud.until(lambda: not left(), f"rows of {balancer.name} gone")
+    cloud.until(lambda: not left(), f"all rows of {balancer.name} are deleted")

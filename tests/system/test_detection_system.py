@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Failure detection on the real stack: dead amphorae are replaced; a controller without reliable heartbeats waits.
+"""Failure detection replaces dead amphorae, and waits while it receives no heartbeats.
 
 AMPHORA_OUTAGE_SECONDS is the time for which controllers and health managers are stopped or ended, for example 600.
 """
@@ -97,7 +97,7 @@ def calm(cloud, balancer):
     seeing(cloud)
     # A wrong detection would have happened by now.
     sees_for(cloud, 2 * SILENT_AFTER)
-    assert len(rows(cloud)) == known, "no fail-over"
+    assert len(rows(cloud)) == known, "no amphora is replaced"
     assert cloud.amphorae(balancer) == before
     assert cloud.balancers.get_load_balancer(balancer.id).operating_status == "ONLINE"
 
@@ -119,13 +119,13 @@ def seeing(cloud):
         sight = breaker(cloud, circuit_breaker.SIGHT)
         return sight is not None and sight.state == circuit_breaker.SEEING and not silent(cloud)
 
-    cloud.until(ask, "the detector works, and no amphora is silent")
+    cloud.until(ask, "the detector receives heartbeats, and no amphora is silent")
 
 
 def blind(cloud):
     cloud.until(
         lambda: breaker(cloud, circuit_breaker.SIGHT).state == circuit_breaker.BLIND,
-        "the detector knows that it is blind",
+        "the detector is blind",
     )
 
 
@@ -136,12 +136,12 @@ def sees_for(cloud, seconds):
         sight = breaker(cloud, circuit_breaker.SIGHT)
         return sight.state == circuit_breaker.SEEING and time.time() - sight.since > seconds
 
-    cloud.until(ask, f"it sees for {seconds:.0f} s")
+    cloud.until(ask, f"the detector receives heartbeats for {seconds:.0f} s")
 
 
 @contextmanager
 def stopped(stack, name):
-    """Stop a program and its children (SIGSTOP) while none of them has the database's write lock."""
+    """Stop a program and its children (SIGSTOP) while none of them holds the database's write lock."""
     group = stack.supervision.running(name).pid
     with Path(f"{stack.settings.data}/amphora-driver.sqlite.lock").open("wb") as lock:
         os.killpg(group, signal.SIGSTOP)
@@ -186,7 +186,7 @@ def test_a_dead_amphora_is_replaced_automatically(cloud, balancer):
     # Detection takes silent_after plus the age of the last heartbeat and the load of the machine.
     assert row.begun_at - killed < SILENT_AFTER + 10
     cloud.operating(lambda: cloud.balancers.get_load_balancer(balancer.id), "ERROR")
-    cloud.until(lambda: old not in cloud.amphorae(balancer), "the dead one is gone", 90)
+    cloud.until(lambda: old not in cloud.amphorae(balancer), "the dead amphora is removed", 90)
     cloud.online(balancer.id)
     assert cloud.answers(balancer.vip_address, 3) == {"member1": 3}
     words = [one.word for one in cloud.database.read(lambda c: failovers.list_failover_events(c, row.id))]
@@ -279,7 +279,7 @@ def test_a_request_is_refused_while_the_database_is_locked(cloud, balancer):
             change()
         assert time.monotonic() - begun < REFUSED_WITHIN
     assert refused.value.status_code == 500
-    # The log names the process with the lock.
+    # The log names the process that holds the lock.
     assert (
         f"the write lock was not free within 15 s: process {os.getpid()} "
         in (cloud.settings.log / "octavia-api.log").read_text()
@@ -314,7 +314,7 @@ def test_a_mute_amphora_is_not_replaced(cloud, balancer):
     )
     subprocess.run([*inside, rules], check=True)
     try:
-        cloud.until(lambda: (row := silent(cloud).get(one)) and row.kind == "mute", "it is mute")
+        cloud.until(lambda: (row := silent(cloud).get(one)) and row.kind == "mute", "the amphora is mute")
         time.sleep(SILENT_AFTER)
         assert "its agent answers" in silent(cloud)[one].verdict
     finally:
@@ -388,15 +388,17 @@ class Fleet:
 @pytest.mark.usefixtures("calm")
 def test_fifty_silent_amphorae_open_the_breaker_until_they_return(cloud):
     with Fleet(cloud) as fleet:
-        cloud.until(lambda: breaker(cloud, circuit_breaker.SIGHT).watched == FLEET + 1, "all are watched")
+        cloud.until(
+            lambda: breaker(cloud, circuit_breaker.SIGHT).watched == FLEET + 1, "the detector watches all amphorae"
+        )
         seeing(cloud)
         before = len(rows(cloud))
         fleet.speaks.clear()
         cloud.until(lambda: breaker(cloud).state == circuit_breaker.OPEN, "the breaker is open")
-        cloud.until(lambda: len(silent(cloud)) == FLEET, "all of them are silent")
+        cloud.until(lambda: len(silent(cloud)) == FLEET, "the fleet is silent")
         time.sleep(SILENT_AFTER)
         assert breaker(cloud).state == circuit_breaker.OPEN
-        assert len(rows(cloud)) == before, "nothing was replaced"
+        assert len(rows(cloud)) == before, "no amphora is replaced"
         log = Path(cloud.settings.log, "amphora-controller.log").read_text(encoding="utf-8")
         assert "ERROR" in log
         assert "circuit breaker opened, so no automatic fail-over begins" in log

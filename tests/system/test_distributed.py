@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several hosts with MariaDB and RabbitMQ: Octavia and a controller on one, a second controller on another.
+"""Two hosts with MariaDB and RabbitMQ; each has a controller, and the first one has Octavia.
 
 A directory of sockets and a separate database connection simulate the other host. The hosts share only the database
 and the broker.
@@ -78,7 +78,7 @@ def cloud(sandbox, database):
 
 
 def program(stack):
-    """The controller of the other host."""
+    """Return the program of the other host's controller."""
     settings = stack.settings
     options = ConfigParser(interpolation=None)
     options.read(settings.driver_configuration)
@@ -95,18 +95,20 @@ def program(stack):
 
 
 def first(stack):
-    """The controller of Octavia's host."""
+    """Return the program of the controller on Octavia's host."""
     return next(program for program in stack.programs() if program.name == FIRST)
 
 
 @contextmanager
 def other_host(stack, *, alone):
-    """Run the other host's controller until it receives hints; alone, or beside the first host's."""
+    """Run the other host's controller, alone or beside the first host's; wait until it receives hints."""
     if alone:
         stack.supervision.stop(FIRST)
     stack.supervision.start(program(stack))
     try:
-        Cloud.until(lambda: "Connected to amqp" in text(stack, OTHER), "the other controller hears the broker")
+        Cloud.until(
+            lambda: "Connected to amqp" in text(stack, OTHER), "the other controller is connected to the broker"
+        )
         yield
     finally:
         stack.supervision.stop(OTHER)
@@ -140,8 +142,8 @@ def test_a_controller_of_another_host_receives_a_hint(cloud, stack):
         time.sleep(1)
         begun = time.monotonic()
         made = create(cloud, "far")
-        cloud.until(lambda: made.id in worked_on(stack, OTHER), "the other controller has begun", POLL)
-        assert time.monotonic() - begun < POLL / 2, "it was told"
+        cloud.until(lambda: made.id in worked_on(stack, OTHER), "the other controller begins", POLL)
+        assert time.monotonic() - begun < POLL / 2, "the controller reacts to the hint"
         cloud.active(made.id)
         assert len(cloud.amphorae(made)) == 1
 
@@ -153,7 +155,7 @@ def test_hosts_share_the_work_and_a_hint_twice_is_one_job(cloud, stack, broker):
         made = []
         # The faster controller claims a load balancer; after several, each has claimed one.
         while not worked_on(stack, OTHER) or not worked_on(stack, FIRST, log):
-            assert len(made) < 20, "one of the two never took any"
+            assert len(made) < 20, "each controller claims a load balancer"
             made += [create(cloud, f"shared-{len(made) + number}") for number in range(4)]
             sender = HintSender(broker.url)
             for one in made:
@@ -165,7 +167,7 @@ def test_hosts_share_the_work_and_a_hint_twice_is_one_job(cloud, stack, broker):
         mine, theirs = worked_on(stack, FIRST, log), worked_on(stack, OTHER)
         assert mine | theirs == {one.id for one in made}
         for one in made:
-            assert len(cloud.amphorae(one)) == 1, "none was made twice"
+            assert len(cloud.amphorae(one)) == 1, "the load balancer has one amphora"
 
 
 @pytest.mark.extended
@@ -193,7 +195,7 @@ def test_a_broken_broker_delays_no_call(cloud, stack, broker):
         made = create(cloud, "heard-again")
         begun = time.monotonic()
         # The publisher detects the closed connection with its first hint.
-        cloud.until(lambda: made.id in worked_on(stack, OTHER), "hints arrive again", POLL + 15)
+        cloud.until(lambda: made.id in worked_on(stack, OTHER), "the other controller receives hints", POLL + 15)
         cloud.active(made.id)
         assert time.monotonic() - begun < 2 * POLL
 
@@ -202,11 +204,11 @@ def test_a_controller_without_the_database_loses_its_lease_and_is_fenced(cloud, 
     line = stack.line
     with other_host(stack, alone=True):
         made = create(cloud, "parted")
-        cloud.until(lambda: made.id in worked_on(stack, OTHER), "the other controller has begun", POLL + 15)
+        cloud.until(lambda: made.id in worked_on(stack, OTHER), "the other controller begins", POLL + 15)
         line.freeze()
         try:
-            # No `stack.up()`: it writes the sandbox's networks at once, and a row that the controller which was cut off
-            # has locked stays locked until the server ends that transaction.
+            # `stack.up()` would write the sandbox's networks. The isolated controller may hold a lock on such a row,
+            # until the server ends its transaction.
             stack.supervision.start(first(stack))
             cloud.active(made.id)
             row = sa.select(tables.job.c.epoch, tables.job.c.generation, tables.job.c.applied).where(
@@ -214,10 +216,12 @@ def test_a_controller_without_the_database_loses_its_lease_and_is_fenced(cloud, 
             )
             before = tuple(database.read(lambda c: c.execute(row).one()))
             amphorae = cloud.amphorae(made)
-            assert before[0] >= 2, "its lease was taken over"
+            assert before[0] >= 2, "the first controller takes the lease over"
         finally:
             line.thaw()
-        cloud.until(lambda: re.search(f"{made.id}: .*Could not", text(stack, OTHER)), "the late one notices")
+        cloud.until(
+            lambda: re.search(f"{made.id}: .*Could not", text(stack, OTHER)), "the isolated controller logs an error"
+        )
         assert tuple(database.read(lambda c: c.execute(row).one())) == before
         assert cloud.amphorae(made) == amphorae
         assert len(amphorae) == 1

@@ -47,7 +47,7 @@ def nodes():
 
 
 class Workers:
-    """Controller loops: claim, read, work, release. They detect two workers on one load balancer."""
+    """Controller loops: claim, read, work, release; they detect two workers on one load balancer."""
 
     def __init__(self):
         self.ending = threading.Event()
@@ -84,7 +84,7 @@ class Workers:
 
 
 def accept(database, name, failed):
-    """One host's API: each call changes a load balancer that the other host also changes."""
+    """Change load balancers as the API of one host; the other hosts change the same ones."""
     intents = RequestRecorder(database, lambda node: None)
     try:
         for number in range(CALLS):
@@ -115,7 +115,7 @@ def test_two_nodes_lose_no_call_and_repeat_no_work(nodes):
         until = time.monotonic() + PATIENCE
         unfinished = sa.select(sa.func.count()).where(job.c.applied < job.c.generation)
         while any(node.read(lambda c: c.scalar(unfinished)) for node in nodes):
-            assert time.monotonic() < until, "what was accepted is applied"
+            assert time.monotonic() < until, "every accepted call is applied"
             time.sleep(0.05)
     finally:
         workers.ending.set()
@@ -123,12 +123,12 @@ def test_two_nodes_lose_no_call_and_repeat_no_work(nodes):
             thread.join(PATIENCE)
     assert failed == []
     assert workers.doubled == []
-    assert {name.split("-")[1] for name in workers.done} >= {"0", "1"}, "both nodes' controllers had some"
+    assert {name.split("-")[1] for name in workers.done} >= {"0", "1"}, "controllers of both nodes have done work"
     for node in nodes:
         generations = dict(
             map(tuple, node.read(lambda c: c.execute(sa.select(job.c.load_balancer_id, job.c.generation)).all()))
         )
-        # Every call counts once: four hosts' calls and the creation.
+        # Every call counts once: the calls of four hosts, and the creation.
         assert generations == dict.fromkeys(BALANCERS, 4 * CALLS // len(BALANCERS) + 1)
         assert node.read(lambda c: c.scalar(sa.select(sa.func.count(request.c.id)))) == 4 * CALLS + len(BALANCERS)
 
@@ -151,7 +151,7 @@ def until(condition):
 
 @contextmanager
 def lagging(here, there):
-    """The first node applies a long write set of the second one; later write sets wait."""
+    """Let the first node apply a long write set of the second one; later write sets wait."""
     with there.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
         connection.exec_driver_sql("CREATE TABLE filler (a INT) ENGINE=InnoDB")
         connection.exec_driver_sql(f"INSERT INTO filler SELECT seq FROM seq_1_to_{LONG_ROWS}")
@@ -189,7 +189,7 @@ def test_a_late_write_of_a_former_owner_is_refused_while_its_node_lags(nodes):
         until(lambda: waiting_write_sets(here))
         with pytest.raises(LeaseLost):
             here.write(late)
-    assert seen[0] >= 1, "the guard found the lease as it was before the claim"
+    assert seen[0] >= 1, "the guard reads the lease before the claim is applied"
     for node in nodes:
         row = node.read(lambda c: c.execute(sa.select(job).filter_by(load_balancer_id="late")).one())
         assert (row.owner, row.epoch) == ("new", lease.epoch)

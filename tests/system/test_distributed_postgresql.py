@@ -52,4 +52,4 @@ def test_a_load_balancer_is_created_changed_and_deleted(cloud):
             found[table.name] = len(cloud.database.read(lambda c, mine=mine: c.execute(mine).all()))
         return found
 
-    cloud.until(lambda: not any(rows().values()), "nothing of it is left")
+    cloud.until(lambda: not any(rows().values()), "all rows are deleted")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drift of amphorae on the real stack: the controller detects, reports and repairs it without client errors."""
+"""The controller detects, reports and repairs drift of amphorae without client errors."""
 
 import configparser
 import datetime as dt
@@ -36,7 +36,7 @@ def test_repairs_of_the_agent_are_recorded(lab, balancer):
     (one,) = lab.of(balancer)
     lab.inside(one, "ip link set eth1 mtu 1400")
     lab.drifted(one.id, "repaired by its agent: interface: eth1 has an MTU of 1400")
-    assert lab.settled(balancer) == one.confirmed, "nothing was pushed for that"
+    assert lab.settled(balancer) == one.confirmed, "the agent's repair needs no push"
     lab.balanced(balancer.vip_address, {"member1": 1, "member2": 1})
 
 
@@ -44,12 +44,13 @@ def test_a_missing_interface_is_attached_again(lab, balancer):
     (one,) = lab.of(balancer)
     lab.inside(one, "ip link del eth1")
     lab.drifted(one.id, "its agent could not repair: interface")
-    lab.until(lambda: answers(lab, balancer), "clients are served again")
+    lab.until(lambda: answers(lab, balancer), "the members answer")
     lab.settled(balancer)
     lab.until(
-        lambda: lab.configuration(lab.of(balancer)[0])["drift"]["unrepaired"] == [], "its agent has nothing to say"
+        lambda: lab.configuration(lab.of(balancer)[0])["drift"]["unrepaired"] == [],
+        "the agent reports no unrepaired drift",
     )
-    assert [each.id for each in lab.of(balancer)] == [one.id], "it is the same amphora"
+    assert [each.id for each in lab.of(balancer)] == [one.id], "the amphora is not replaced"
 
 
 def answers(lab, balancer):
@@ -71,7 +72,7 @@ def test_foreign_push_is_replaced(lab, balancer):
     said = lab.agents(lambda c: c.put_bundle(one.id, one.management_address, json.dumps(document).encode()))
     assert said.generation == one.confirmed + 5
     lab.drifted(one.id, f"and reports {said.generation}")
-    lab.until(lambda: lab.settled(balancer) == said.generation + 1, "a newer generation is served")
+    lab.until(lambda: lab.settled(balancer) == said.generation + 1, "the amphora confirms a newer generation")
     assert "weight 9" not in lab.configuration(one)["haproxy"]
     assert lab.balancers.get_load_balancer(balancer.id).provisioning_status == "ACTIVE"
 
@@ -100,7 +101,7 @@ def test_an_outdated_amphora_of_a_pair_is_pushed_again(lab, pair):
     lab.settled(pair)
     before = lab.row(one.id).confirmed_at
     master = lab.service(one, "amphora-agent")
-    # What gunicorn calls itself where it can, and otherwise how it was started.
+    # gunicorn's process title, or its command line if gunicorn cannot set a title.
     command = Path(f"/proc/{master}/cmdline").read_bytes()
     assert b"gunicorn: master" in command or b"amphora_agent.server" in command
     workers = Path(f"/proc/{master}/task/{master}/children").read_text().split()
@@ -115,9 +116,9 @@ def test_an_outdated_amphora_of_a_pair_is_pushed_again(lab, pair):
     finally:
         os.kill(master, signal.SIGCONT)
     shutil.rmtree(copy)
-    lab.until(lambda: lab.row(one.id).confirmed_at > before, "it is noticed, and it confirms anew")
+    lab.until(lambda: lab.row(one.id).confirmed_at > before, "the amphora confirms the push")
     lab.settled(pair)
-    lab.until(lambda: "maxconn 777" in lab.configuration(one)["haproxy"], "it has the last change")
+    lab.until(lambda: "maxconn 777" in lab.configuration(one)["haproxy"], "the amphora has the last change")
     assert {each.id for each in lab.of(pair)} >= {one.id}
     assert lab.balancers.get_load_balancer(pair.id).provisioning_status == "ACTIVE"
 
@@ -126,9 +127,9 @@ def test_a_rebooted_amphora_serves_again(lab, balancer):
     (one,) = lab.of(balancer)
     lab.compute.power_off(one.id)
     lab.compute.power_on(one.id)
-    lab.until(lambda: answers(lab, balancer), "clients are served again")
+    lab.until(lambda: answers(lab, balancer), "the members answer")
     lab.settled(balancer)
-    assert lab.until(lambda: lab.configuration(one), "it answers")["drift"]["unrepaired"] == []
+    assert lab.until(lambda: lab.configuration(one), "the agent answers")["drift"]["unrepaired"] == []
 
 
 @pytest.mark.extended
@@ -146,10 +147,10 @@ def test_another_rendering_is_pushed_slowly(lab, balancer):
     assert "PRIVATE" not in said
     lab.restart()
     for each in (balancer, second):
-        lab.until(lambda of=each: lab.settled(of) > before[of.id], "it is pushed")
+        lab.until(lambda of=each: lab.settled(of) > before[of.id], "the new rendering is pushed")
     times = told(lab, "this version of the driver renders it in another way")
     assert len(times) == 2
-    assert times[1] - times[0] >= dt.timedelta(seconds=0.9 * PAUSE), "one after the other"
+    assert times[1] - times[0] >= dt.timedelta(seconds=0.9 * PAUSE), "the controller pauses between the pushes"
     assert lab.amphoractl("loadbalancer", "diff", balancer.id)[:2] == (0, "")
     assert lab.balancers.get_load_balancer(balancer.id).provisioning_status == "ACTIVE"
 
@@ -175,8 +176,8 @@ def test_an_operator_repairs_and_diagnoses_drift(lab, balancer, tmp_path):
     before = lab.row(one.id).confirmed_at
     status, said, _ = lab.amphoractl("loadbalancer", "repair", balancer.id)
     assert (status, one.id in said) == (0, True)
-    lab.until(lambda: lab.row(one.id).confirmed_at > before, "it has confirmed anew")
-    assert lab.settled(balancer) == one.confirmed, "the same generation"
+    lab.until(lambda: lab.row(one.id).confirmed_at > before, "the amphora confirms the push")
+    assert lab.settled(balancer) == one.confirmed, "the generation is the same"
     file = tmp_path / "diagnosis.json"
     status, said, _ = lab.amphoractl("amphora", "diagnose", one.id, "--output", str(file))
     assert (status, said.strip()) == (0, str(file))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fail-overs through Octavia's API under load: requested and automatic, with and without a spare, and failed ones.
+"""Fail-overs under load: requested and automatic, with and without a spare, and failed ones.
 
 AMPHORA_FAILOVER_TABLE names a file. The measurements are appended to it as rows of the table in
 docs/explanation/failure-detection.md.
@@ -68,8 +68,8 @@ class Lab:
         """Make the next booted machine end at once (`ends`) or stay silent (`mute`)."""
         (self.folder / what).touch()
 
-    def came_to_pass(self, what):
-        """Return whether that happened."""
+    def happened(self, what):
+        """Return whether a booted machine has done that."""
         return not (self.folder / what).exists()
 
     def amphorae(self, balancer):
@@ -84,12 +84,12 @@ class Lab:
             says = [one for one in live if one.holds_vip or len(live) == 1]
             return says[0].id if len(says) == 1 else None
 
-        return self.cloud.until(ask, "one has the VIPs", LONG)
+        return self.cloud.until(ask, "one amphora holds the VIPs", LONG)
 
     def heard(self, balancer):
         """Wait for a first heartbeat of every amphora, because detection ignores amphorae without one."""
-        rows = lambda: self.amphorae(balancer).values()  # noqa: E731 - said where it is asked
-        self.cloud.until(lambda: all(one.heard_at for one in rows()), "all are heard", LONG)
+        rows = lambda: self.amphorae(balancer).values()  # noqa: E731 - used in one line
+        self.cloud.until(lambda: all(one.heard_at for one in rows()), "every amphora has sent a heartbeat", LONG)
 
     def warm(self, number=1):
         """Wait until this number of spares is ready."""
@@ -99,7 +99,11 @@ class Lab:
         ready = query.where(
             job.c.op == spare_pools.OP, amphora.c.state == "ready", amphora.c.management_address.is_not(None)
         )
-        self.cloud.until(lambda: self.database.read(lambda c: c.execute(ready).scalar()) >= number, "spares", LONG)
+        self.cloud.until(
+            lambda: self.database.read(lambda c: c.execute(ready).scalar()) >= number,
+            f"{number} spares are ready",
+            LONG,
+        )
 
     def over(self, balancer, number):
         """Wait for the end of this number of fail-overs; return their rows."""
@@ -236,7 +240,7 @@ def test_the_failure_of_a_single_amphora(lab, spare):
     assert row.cause == "silent"
     assert killed_at < row.begun_at < row.served_at
     assert old not in lab.amphorae(balancer)
-    assert old not in lab.compute.booted(), "its machine is gone for good"
+    assert old not in lab.compute.booted(), "the machine is deleted"
     assert ("adopted" in [word for word, _ in lab.line(row)]) is spare
     assert lab.cloud.balancers.get_load_balancer(balancer.id).provisioning_status == "ACTIVE"
     assert clients.gap < LONG
@@ -305,9 +309,9 @@ def test_a_failed_replacement_is_retried(lab, how):
         lab.amphoractl("loadbalancer", "failover", balancer.id)
         (row,) = lab.over(balancer, 1)
         clients.more()
-    assert lab.came_to_pass(how)
+    assert lab.happened(how)
     failures = [detail for word, detail in lab.line(row) if word == "failed"]
-    assert failures, "the time line says that it failed"
+    assert failures, "the time line contains the failure"
     assert any(("told to end" if how == "ends" else "has not answered") in one for one in failures), failures
     (new,) = lab.amphorae(balancer)
     assert new != old

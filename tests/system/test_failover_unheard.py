@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A requested fail-over of an amphora of a pair whose VIP takeover is not recorded: no connection is cut.
+"""A requested fail-over after an unrecorded VIP takeover cuts no connection.
 
 The VIPs move to the standby while no health manager runs, so the database still records the old holder.
 """
@@ -29,12 +29,14 @@ def balancer(cloud, flavor):
     listener = {"name": "lasting", "protocol": "HTTP", "protocol_port": 81, "default_pool": pool}
     pairs = flavor("unheard", {"loadbalancer_topology": "ACTIVE_STANDBY", "vrrp_advert_interval": 0.5})
     made = cloud.load_balancer("unheard", flavor_id=pairs.id, listeners=[listener])
-    cloud.until(lambda: {one.holds_vip for one in pair(cloud, made).values()} == {True, False}, "both are heard")
+    cloud.until(
+        lambda: {one.holds_vip for one in pair(cloud, made).values()} == {True, False}, "both amphorae send heartbeats"
+    )
     return made
 
 
 def pair(cloud, balancer):
-    """Return its amphorae by role."""
+    """Return the load balancer's amphorae by role."""
     found = cloud.database.read(lambda c: amphorae.load_amphorae(c, balancer.id))
     return {one.role: one for one in found if one.state is not AmphoraState.RETIRING}
 
@@ -77,14 +79,14 @@ def test_failover_after_an_unrecorded_vip_takeover(cloud, settings, balancer, ag
     with lasting.Member(cloud.settings, "member3", 9000) as member:
         request.getfixturevalue("deaf")
         agents(lambda client: client.release_vips(stays.id, stays.management_address, 0.0))
-        cloud.until(lambda: says(goes).holds_vip, "it takes them")
+        cloud.until(lambda: says(goes).holds_vip, "the standby takes the VIPs")
         assert says(stays).holds_vip is False
         visits = member.visits(settings, balancer.vip_address, 81)
-        assert pair(cloud, balancer)[stays.role].holds_vip, "nothing is heard"
+        assert pair(cloud, balancer)[stays.role].holds_vip, "the database records the old holder"
 
         status, _, said = Amphoractl(settings).run("amphora", "failover", goes.id)
         assert status == 0, said
-        cloud.until(lambda: any(one.confirmed for one in replacements(cloud, balancer, goes)), "another one serves")
+        cloud.until(lambda: any(one.confirmed for one in replacements(cloud, balancer, goes)), "the replacement serves")
         for visit in visits:
             visit.goes_on()
         assert says(goes).draining > 0
@@ -93,4 +95,4 @@ def test_failover_after_an_unrecorded_vip_takeover(cloud, settings, balancer, ag
         assert visits[0].rest() == member.sent
         for visit in visits[1:]:
             visit.close()
-    cloud.until(lambda: goes.id not in cloud.amphorae(balancer), "it goes when the last connection has ended")
+    cloud.until(lambda: goes.id not in cloud.amphorae(balancer), "the amphora is deleted after its last connection")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flavors and availability zones: from the operator's definition to the load balancer's behaviour on the wire."""
+"""Flavors and availability zones, from the operator's definition to the load balancer's traffic."""
 
 import json
 import time
@@ -77,7 +77,9 @@ def test_a_flavors_timeout_disconnects_a_silent_client(cloud, flavor):
         cloud.balancers.create_member(pool, **cloud.member("member1"))
         cloud.active(balancer.id)
     assert 0.5 < seconds_of_silence(cloud, balancer.vip_address) < 2.5
-    assert 2.5 < seconds_of_silence(cloud, balancer.vip_address, 81) < 6, "the listener's own goes before the flavor's"
+    assert 2.5 < seconds_of_silence(cloud, balancer.vip_address, 81) < 6, (
+        "the listener's time-out overrides the flavor's"
+    )
 
 
 @pytest.mark.feature("lb.flavor", "lb.availability_zone")

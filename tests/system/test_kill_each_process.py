@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process of each type is killed on the full stack, while a load balancer is created, changed and deleted.
+"""One process of each type is killed while a load balancer is created, changed and deleted.
 
 `tests/unit/kill_points` kills a process at every point; `test_kill_matrix` does so on the full stack, in
 `./run-tests --all`.
@@ -27,10 +27,10 @@ def lab():
 
 @pytest.fixture(scope="module")
 def balancer(lab):
-    """Created while each process is killed; then a client sends requests to it continuously."""
+    """A load balancer with a continuous client; each process is killed during its creation."""
     made = lab.survive(lambda: create(lab, "survivor"), *CONTROLLER, *PROVIDER_AGENT, *HEALTH_MANAGER)
     balancer = lab.cloud.active(made.id)
-    assert len(lab.cloud.amphorae(balancer)) == 1, "no amphora is made twice"
+    assert len(lab.cloud.amphorae(balancer)) == 1, "the load balancer has one amphora"
     with Witness(lab.cloud, balancer.vip_address) as witness:
         yield balancer
     assert witness.failed == []
@@ -51,15 +51,15 @@ def test_a_request_of_a_killed_api_process_leaves_no_trace(lab, balancer):
 
 def test_an_accepted_change_survives_each_process(lab, balancer):
     pool = lab.cloud.pool_of(balancer)
-    change = lambda: lab.set_members(pool.id, ("member2", "member3"))  # noqa: E731 - made twice
+    change = lambda: lab.set_members(pool.id, ("member2", "member3"))  # noqa: E731 - sent twice
     lab.refused(change, API[1:])
-    lab.cloud.until(lambda: lab.cloud.answers(balancer.vip_address, 4) == {"member1": 4}, "Octavia kept member1")
+    lab.cloud.until(lambda: lab.cloud.answers(balancer.vip_address, 4) == {"member1": 4}, "member1 serves alone")
     lab.survive(change, *CONTROLLER, *PROVIDER_AGENT, *HEALTH_MANAGER)
     lab.cloud.balanced(balancer.vip_address, {"member2": 1, "member3": 1})
 
 
 def test_an_accepted_deletion_survives_each_process(lab, balancer):
     gone = lab.cloud.load_balancer("gone")
-    delete = lambda: lab.cloud.balancers.delete_load_balancer(gone.id)  # noqa: E731 - made by `survive`
+    delete = lambda: lab.cloud.balancers.delete_load_balancer(gone.id)  # noqa: E731 - sent by `survive`
     lab.survive(delete, "claimed", "Release-done", "ReleaseVip-done", *PROVIDER_AGENT)
     lab.cloud.gone(gone.id)

@@ -26,7 +26,10 @@ BEGINNING = ("failover-written", "failover-begun")
 
 
 def steps(*kinds):
-    """The state before a step's first point equals that after the previous step's last point."""
+    """Return the points of these kinds of steps.
+
+    The point before a step equals the last point of the previous step, and is omitted.
+    """
     return tuple(f"{kind}-{moment}" for kind in kinds for moment in ("done", "marked"))
 
 
@@ -44,7 +47,7 @@ def witness(lab):
         yield witness
     assert witness.failed == []
     assert witness.answered > 100
-    assert lab.replacements(balancer.id) == [], "no other amphora was replaced"
+    assert lab.replacements(balancer.id) == [], "the witness's amphora is not replaced"
 
 
 @pytest.fixture
@@ -88,12 +91,12 @@ def serves(cloud, balancer):
         return said == [{"member1": 2}]
 
     try:
-        cloud.until(served, "it serves")
+        cloud.until(served, "member1 serves")
     except AssertionError as error:
         neighbours = ["nsenter", f"--net={namespaces.path(cloud.settings.host(topology.CLIENT))}", "ip", "neighbour"]
         known = subprocess.run(neighbours, capture_output=True, text=True, check=False).stdout
         there = cloud.database.read(lambda c: amphorae.load_amphorae(c, balancer.id))
-        raise AssertionError(f"{error}: {said}; the client knows {known}; there are {there}") from error
+        raise AssertionError(f"{error}: {said}; the client's neighbours: {known}; the amphorae: {there}") from error
 
 
 def was_replaced(lab, balancer, *former, cause, number=1):
@@ -175,13 +178,13 @@ def test_the_vip_holder_of_a_pair_is_replaced_once(lab, cloud, flavored):
 
 
 def holder(cloud, balancer):
-    """The only amphora that reports the VIPs; None otherwise."""
+    """Wait until exactly one amphora reports the VIPs; return its id."""
 
     def ask():
         machines = cloud.database.read(lambda c: amphorae.load_amphorae(c, balancer.id))
         return found if len(found := [one.id for one in machines if one.holds_vip]) == 1 else None
 
-    return cloud.until(ask, "one says that it has the VIPs")[0]
+    return cloud.until(ask, "one amphora reports the VIPs")[0]
 
 
 def test_a_spare_is_created_and_used_once(lab, cloud, flavored):
@@ -196,7 +199,7 @@ def test_a_spare_is_created_and_used_once(lab, cloud, flavored):
     def ready():
         return {one.id for one in lab.database.read(lambda c: spare_pools.list_ready_spares(c, pool_id))}
 
-    (spare,) = cloud.until(lambda: len(found := ready()) == 1 and found, "a spare is there")
+    (spare,) = cloud.until(lambda: len(found := ready()) == 1 and found, "a spare is ready")
     (former,) = cloud.amphorae(balancer)
     # The spare pool is suspended: a kill could end its thread before its point, which would stay unreached.
     lab.hold("Record-before")
@@ -209,14 +212,14 @@ def test_a_spare_is_created_and_used_once(lab, cloud, flavored):
     lab.settled()
     was_replaced(lab, balancer, former, cause="silent")
     assert cloud.amphorae(balancer) == {spare}
-    cloud.until(lambda: len(ready() - {spare}) == 1, "the pool has another one")
+    cloud.until(lambda: len(ready() - {spare}) == 1, "the pool has another spare")
 
     lab.arm(*steps("ReleaseVip", "Retire", "Disband"))
     cloud.balancers.delete_load_balancer(balancer.id, cascade=True)
     cloud.gone(balancer.id)
     lab.reached()
     lab.settled()
-    assert lab.database.read(spare_pools.list_pools) == [], "it is unused"
+    assert lab.database.read(spare_pools.list_pools) == [], "the unused spare pool is deleted"
 
 
 def test_a_rotation_replaces_each_amphora_once(lab, cloud):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes are killed at all failpoints: every object becomes ACTIVE or ERROR, and no resource is orphaned.
+"""Processes are killed at all failpoints: objects become ACTIVE or ERROR, without orphans.
 
-All tests use one sandbox. All failpoints of an operation are armed at once, so each kill comes one failpoint further.
+All tests use one sandbox. All failpoints of an operation are armed at once, so each kill is one failpoint further.
 A client of another load balancer sends requests, and none fails.
 """
 
@@ -55,17 +55,17 @@ def wish(name):
 
 
 def test_create(lab, cloud):
-    create = lambda: cloud.balancers.create_load_balancer(**wish("alone"))  # noqa: E731 - made again and again
+    create = lambda: cloud.balancers.create_load_balancer(**wish("alone"))  # noqa: E731 - sent repeatedly
     before = {one.id for one in cloud.balancers.load_balancers()}
     lab.refused(create, (*VIPS, *API))
-    assert {one.id for one in cloud.balancers.load_balancers()} == before, "nothing came of requests that failed"
+    assert {one.id for one in cloud.balancers.load_balancers()} == before, "failed requests create no load balancer"
     made = lab.survive(create, *LEASE, *COMING, *TELLING, *HEARING)
     assert cloud.active(made.id)
-    assert len(cloud.amphorae(made)) == 1, "nothing was made twice"
+    assert len(cloud.amphorae(made)) == 1, "the load balancer has one amphora"
 
 
 def populated(cloud, name, **more):
-    """Two listeners, one pool with members, and an L7 policy that Octavia's call does not contain."""
+    """Create a load balancer with a listener, a pool, and an L7 policy that Octavia's call omits."""
     member = cloud.member("member1")
     pool = {"name": name, "protocol": "HTTP", "lb_algorithm": "ROUND_ROBIN", "members": [member]}
     policy = {"action": "REJECT", "rules": [{"type": "PATH", "compare_type": "EQUAL_TO", "value": "/secret"}]}
@@ -81,7 +81,7 @@ def victim(lab, witness):
     made = lab.survive(lambda: populated(cloud, "victim"), *LEASE, *in_step("Push"), *TELLING, *READING)
     balancer = cloud.active(made.id)
     assert cloud.answers(balancer.vip_address, 4) == {"member1": 4}
-    assert cloud.get(balancer.vip_address, "/secret")[0] == 403, "what did not come with the call is served too"
+    assert cloud.get(balancer.vip_address, "/secret")[0] == 403, "the amphora has the L7 policy"
     return balancer
 
 
@@ -94,7 +94,7 @@ def test_update(lab, cloud, victim):
     member = next(iter(cloud.balancers.members(pool)))
     lab.refused(lambda: cloud.balancers.update_member(member, pool, weight=7), API)
     assert weight(cloud, victim) == 1
-    cloud.until(lambda: recorded_weight(lab, member.id) == 1, "what Octavia has not kept is not wanted any more")
+    cloud.until(lambda: recorded_weight(lab, member.id) == 1, "the provider records the weight that Octavia has")
     lab.survive(lambda: cloud.balancers.update_member(member, pool, weight=3), *LEASE, *in_step("Push"), *TELLING)
     assert (weight(cloud, victim), recorded_weight(lab, member.id)) == (3, 3)
 
@@ -110,7 +110,7 @@ def test_batch(lab, cloud, victim):
         return lab.set_members(pool.id, ("member2", "member3"))
 
     lab.refused(batch, API)
-    cloud.until(lambda: cloud.answers(victim.vip_address, 6) == {"member1": 6}, "the members Octavia has kept")
+    cloud.until(lambda: cloud.answers(victim.vip_address, 6) == {"member1": 6}, "member1 serves alone")
     lab.survive(batch, *LEASE, *in_step("Push"), *TELLING, *HEARING)
     cloud.balanced(victim.vip_address, {"member2": 1, "member3": 1})
 
@@ -119,10 +119,10 @@ def test_batch(lab, cloud, victim):
 def test_delete(lab, cloud, cascade):
     """A deletion that the provider accepted and Octavia lost is completed, because the user requested it."""
     balancer = cloud.served("gone", ("member1",)) if cascade else cloud.load_balancer("gone")
-    delete = lambda: cloud.balancers.delete_load_balancer(balancer.id, cascade=cascade)  # noqa: E731 - made twice
+    delete = lambda: cloud.balancers.delete_load_balancer(balancer.id, cascade=cascade)  # noqa: E731 - sent twice
     lab.refused(delete, API[:1])
     assert cloud.active(balancer.id)
-    # After the report to Octavia the rows are deleted: a process killed later leaves nothing to finish.
+    # After the report to Octavia the rows are deleted, so a process killed later leaves no unfinished work.
     lab.survive(delete, *LEASE[:2], *GOING, *TELLING)
     cloud.gone(balancer.id)
 
@@ -142,13 +142,13 @@ def test_a_job_that_crashes_every_controller(lab, cloud, victim):
         cloud.balancers.update_load_balancer(other.id, description=str(changes))
         cloud.active(other.id)
         changes += 1
-    assert changes, "no other load balancer waited"
+    assert changes, "another load balancer changes meanwhile"
     mine = tables.job.c.load_balancer_id == victim.id
     reason = lab.database.read(lambda c: c.execute(sa.select(tables.job.c.error).where(mine)).scalar())
     assert "controllers in a row crashed or stalled" in reason
-    assert all(one.startswith("member") for one in cloud.answers(victim.vip_address, 4)), "it serves meanwhile"
+    assert all(one.startswith("member") for one in cloud.answers(victim.vip_address, 4)), "the members answer meanwhile"
     lab.disarm()
-    cloud.until(lambda: state(cloud, victim) == "ACTIVE", "it is tried again")
+    cloud.until(lambda: state(cloud, victim) == "ACTIVE", "the controller retries")
     lab.settled()
 
 
@@ -168,5 +168,5 @@ def test_a_pair(lab, cloud, pairs):
     made = lab.survive(lambda: populated(cloud, "pair", flavor_id=pairs), *points)
     assert len(cloud.amphorae(made)) == 2
     balancer = cloud.active(made.id)
-    cloud.until(lambda: cloud.answers(balancer.vip_address, 2) == {"member1": 2}, "it serves")
+    cloud.until(lambda: cloud.answers(balancer.vip_address, 2) == {"member1": 2}, "member1 serves")
     lab.survive(lambda: cloud.balancers.delete_load_balancer(made.id, cascade=True), *GOING)

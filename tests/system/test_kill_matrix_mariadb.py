@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Some kills of `test_kill_matrix` on MariaDB, which locks rows and not the whole file, and a kill of MariaDB."""
+"""Some kills of `test_kill_matrix` on MariaDB, which locks rows, and a kill of MariaDB itself."""
 
 import kill_lab
 import mariadb
@@ -26,7 +26,7 @@ def lab(server):
 
 @pytest.fixture(scope="module")
 def balancer(lab):
-    """Created while each process is killed once; a client uses it from then on."""
+    """A load balancer with a continuous client; each process is killed once during its creation."""
     lab.arm("claimed", *in_step("Boot", "Push"), "barrier-passed", "tree-read", "report-sent", "flushing")
     made = lab.cloud.balancers.create_load_balancer(
         name="survivor", vip_subnet_id=topology.VIP_SUBNET, listeners=[listener(lab.cloud)]
@@ -54,7 +54,7 @@ def test_rolled_back_requests_are_not_served(lab, balancer, point):
     lab.arm(point)
     lab.failed(lambda: batch(lab, balancer, "member2", "member3"))
     lab.settled()
-    lab.cloud.until(lambda: lab.cloud.answers(balancer.vip_address, 4) == {"member1": 4}, "what Octavia has kept")
+    lab.cloud.until(lambda: lab.cloud.answers(balancer.vip_address, 4) == {"member1": 4}, "member1 serves alone")
 
 
 @pytest.mark.parametrize(
@@ -80,8 +80,10 @@ def test_the_server_is_killed(lab, balancer, server, point, names):
     lab.settled()
     pool = lab.cloud.pool_of(balancer)
     kept = {one.name for one in lab.cloud.balancers.members(pool)}
-    assert kept == set(names) or not answered, "what was accepted stays"
-    lab.cloud.until(lambda: set(lab.cloud.answers(balancer.vip_address, 6)) == kept, "what Octavia has kept is served")
+    assert kept == set(names) or not answered, "an answered change is kept"
+    lab.cloud.until(
+        lambda: set(lab.cloud.answers(balancer.vip_address, 6)) == kept, "the members that Octavia has serve"
+    )
 
 
 def test_delete(lab, balancer):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes are killed at random moments: every load balancer becomes ACTIVE, serves requests, and has an owner.
+"""Processes are killed at random moments: every load balancer becomes ACTIVE and serves requests.
 
 The other kill tests use named failpoints. Between two failpoints, several calls change the kernel, a file and the
 database, and a process can crash between any two of them. `AMPHORA_STORM_SECONDS` is the duration; 600 is thorough.
@@ -43,8 +43,8 @@ def lab():
         yield made
 
 
-class Storm:
-    """Kills workers of controllers, health managers and the provider agent, and agents, until it ends."""
+class RandomKills:
+    """Kills workers of controllers, health managers and the provider agent, and agents."""
 
     def __init__(self, stack, settings):
         self._stack = stack
@@ -55,17 +55,17 @@ class Storm:
         self.deaths = Counter()
 
     @contextmanager
-    def rages(self):
+    def running(self):
         self._over.clear()
-        with ThreadPoolExecutor(1, "storm") as sky:
-            raging = sky.submit(self._rage)
+        with ThreadPoolExecutor(1, "kills") as threads:
+            killing = threads.submit(self._kill)
             try:
                 yield
             finally:
                 self._over.set()
-            raging.result()
+            killing.result()
 
-    def _rage(self):
+    def _kill(self):
         while not self._over.wait(self._dice.uniform(*PAUSES)):
             name = next(self._turns)
             # The process may be restarting.
@@ -102,46 +102,48 @@ def asked(request):
             time.sleep(0.1)
 
 
-def life(lab, storm, **more):
+def life(lab, kills, **more):
     """Create, change and delete one load balancer, with kills of its machines."""
     cloud = lab.cloud
-    until = lambda question, what: cloud.until(question, what, PATIENCE)  # noqa: E731 - as everywhere here, but longer
+    until = lambda question, what: cloud.until(question, what, PATIENCE)  # noqa: E731 - a longer time-out
     state = lambda: cloud.balancers.get_load_balancer(made.id).provisioning_status  # noqa: E731
-    with storm.rages():
+    with kills.running():
         pool = {"name": "pool", "protocol": "HTTP", "lb_algorithm": "ROUND_ROBIN", "members": [cloud.member("member1")]}
         listener = {"name": "http", "protocol": "HTTP", "protocol_port": 80, "default_pool": pool}
         made = cloud.balancers.create_load_balancer(
-            name="storm", vip_subnet_id=topology.VIP_SUBNET, listeners=[listener], **more
+            name="killed", vip_subnet_id=topology.VIP_SUBNET, listeners=[listener], **more
         )
-        until(lambda: state() == "ACTIVE", "it is there")
+        until(lambda: state() == "ACTIVE", "the load balancer is ACTIVE")
         served = cloud.pool_of(made)
         (first,) = cloud.balancers.members(served)
         second = asked(lambda: cloud.balancers.create_member(served, **cloud.member("member2")))
         asked(lambda: cloud.balancers.delete_member(first, served))
-        until(lambda: state() == "ACTIVE", "it was changed")
+        until(lambda: state() == "ACTIVE", "the load balancer is ACTIVE")
     lab.settled(PATIENCE)
-    until(lambda: cloud.answers(made.vip_address, 2) == {"member2": 2}, "it serves what is wanted")
+    until(lambda: cloud.answers(made.vip_address, 2) == {"member2": 2}, "member2 serves")
     former = cloud.amphorae(made)
     for one in former:
         lab.power_off(one)
     # The detector restarts its timers after each of its own restarts.
-    until(lambda: len(lab.replacements(made.id)) == len(former), "they are found")
-    with storm.rages():
-        until(lambda: len(now := cloud.amphorae(made)) == len(former) and not now & former, "all were replaced")
+    until(lambda: len(lab.replacements(made.id)) == len(former), "the detector finds the silent amphorae")
+    with kills.running():
+        until(lambda: len(now := cloud.amphorae(made)) == len(former) and not now & former, "all amphorae are replaced")
     lab.settled(PATIENCE)
-    until(lambda: cloud.answers(made.vip_address, 2) == {"member2": 2}, "it serves again")
+    until(lambda: cloud.answers(made.vip_address, 2) == {"member2": 2}, "member2 serves")
     replaced = lab.replacements(made.id)
-    assert sorted(one.amphora_id for one in replaced) == sorted(former), "each of them once, and no other"
+    assert sorted(one.amphora_id for one in replaced) == sorted(former), "each amphora is replaced once"
     assert {(one.cause, one.outcome) for one in replaced} == {(Cause.SILENT.value, "done")}
-    with storm.rages():
+    with kills.running():
         asked(lambda: cloud.balancers.update_member(second, served, weight=7))
         asked(lambda: cloud.balancers.delete_load_balancer(made.id, cascade=True))
-        until(lambda: made.id not in {one.id for one in cloud.balancers.load_balancers()}, "it is gone")
+        until(
+            lambda: made.id not in {one.id for one in cloud.balancers.load_balancers()}, "the load balancer is deleted"
+        )
     lab.settled(PATIENCE)
 
 
 def test_processes_killed_at_random_moments(lab, record_property):
-    cloud, storm = lab.cloud, Storm(lab.stack, lab.settings)
+    cloud, kills = lab.cloud, RandomKills(lab.stack, lab.settings)
     kinds = [{}]
     for name, data in (("pairs", '{"loadbalancer_topology": "ACTIVE_STANDBY"}'), ("spared", '{"warm_spares": 1}')):
         profile = cloud.balancers.create_flavor_profile(name=name, provider_name="haproxy", flavor_data=data)
@@ -151,10 +153,10 @@ def test_processes_killed_at_random_moments(lab, record_property):
     until = time.monotonic() + SECONDS
     lives = 0
     with Witness(cloud, balancer.vip_address) as witness:
-        while time.monotonic() < until or set(storm.deaths) != set(MORTAL):
-            life(lab, storm, **kinds[lives % len(kinds)])
+        while time.monotonic() < until or set(kills.deaths) != set(MORTAL):
+            life(lab, kills, **kinds[lives % len(kinds)])
             lives += 1
     assert witness.failed == []
-    assert lab.replacements(balancer.id) == [], "no other amphora was replaced"
-    for name, value in (("lives", lives), ("deaths", dict(storm.deaths)), ("answers", witness.answered)):
+    assert lab.replacements(balancer.id) == [], "the witness's amphora is not replaced"
+    for name, value in (("lives", lives), ("deaths", dict(kills.deaths)), ("answers", witness.answered)):
         record_property(name, value)

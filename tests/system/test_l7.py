@@ -97,7 +97,7 @@ def test_positions_follow_octavias_own(cloud, balancer):
 
 
 @pytest.mark.extended
-def test_the_first_that_matches_wins_whatever_its_action(cloud, balancer):
+def test_the_first_matching_policy_applies(cloud, balancer):
     """A change of the action removes the fields of the earlier action, in Octavia and in the provider."""
     listener = cloud.listener_of(balancer)
     other = cloud.balancers.create_pool(
@@ -123,7 +123,7 @@ def test_the_first_that_matches_wins_whatever_its_action(cloud, balancer):
     first = policy("first", "/a", action="REDIRECT_TO_POOL", redirect_pool_id=other.id)
     second = policy("second", "/a/b", action="REJECT")
     assert ask(cloud, address, "/")[2] == "member1"
-    assert ask(cloud, address, "/a/b")[2] == "member2", "a pool before a rejection"
+    assert ask(cloud, address, "/a/b")[2] == "member2", "the first policy applies"
     change(second, position=1)
     assert ask(cloud, address, "/a/b")[0] == 403
     assert ask(cloud, address, "/a")[2] == "member2"
@@ -175,7 +175,7 @@ def test_a_whole_tree_with_policies_in_one_request(cloud):
             {(one.provisioning_status, one.operating_status) for one in cloud.balancers.l7_policies()}
             == {("ACTIVE", "ONLINE")}
         ),
-        "every policy ACTIVE and ONLINE",
+        "every policy is ACTIVE and ONLINE",
     )
     rules = [rule for policy in cloud.balancers.l7_policies() for rule in cloud.balancers.l7_rules(policy)]
     assert len(rules) == 4
@@ -185,7 +185,7 @@ def test_a_whole_tree_with_policies_in_one_request(cloud):
             for policy in cloud.balancers.l7_policies()
             for rule in cloud.balancers.l7_rules(policy)
         ),
-        "every rule ONLINE",
+        "every rule is ONLINE",
     )
     cloud.operating(lambda: next(one for one in cloud.balancers.pools() if one.name == "elsewhere"), "ONLINE")
     cloud.balancers.delete_load_balancer(balancer.id, cascade=True)

@@ -39,7 +39,7 @@ def test_a_load_balancer_is_created_step_by_step(cloud):
         name="steps-http", protocol="HTTP", protocol_port=80, load_balancer_id=balancer.id
     )
     cloud.active(balancer.id)
-    assert cloud.answers(balancer.vip_address, 2) == {"503": 2}, "a listener without a pool"
+    assert cloud.answers(balancer.vip_address, 2) == {"503": 2}, "a listener without a pool answers 503"
     pool = cloud.balancers.create_pool(
         name="steps-pool", protocol="HTTP", lb_algorithm="ROUND_ROBIN", listener_id=listener.id
     )
@@ -54,7 +54,7 @@ def test_a_load_balancer_is_created_step_by_step(cloud):
     cloud.online(balancer.id)
     cloud.balanced(balancer.vip_address, {"member1": 1, "member2": 1, "member3": 1})
     cloud.until(
-        lambda: set(statuses(cloud, balancer).values()) == {("ACTIVE", "ONLINE")}, "everything ACTIVE and ONLINE"
+        lambda: set(statuses(cloud, balancer).values()) == {("ACTIVE", "ONLINE")}, "every object is ACTIVE and ONLINE"
     )
     assert set(statuses(cloud, balancer)) >= {"steps", "steps-http", "steps-pool", "member1", "member2", "member3"}
 
@@ -64,12 +64,12 @@ def test_a_fully_populated_load_balancer_is_created_in_one_call(cloud):
     balancer = cloud.served("whole", ("member1", "member2", "member3"), monitor=monitor)
     cloud.balanced(balancer.vip_address, {"member1": 1, "member2": 1, "member3": 1})
     cloud.online(balancer.id)
-    cloud.until(lambda: set(statuses(cloud, balancer).values()) == {("ACTIVE", "ONLINE")}, "everything ONLINE")
+    cloud.until(lambda: set(statuses(cloud, balancer).values()) == {("ACTIVE", "ONLINE")}, "every object is ONLINE")
 
 
 @contextmanager
 def history(cloud):
-    """Return every status update in Octavia's database: statuses and time, by object name or id."""
+    """Yield a function that returns the status updates in Octavia's database, by object name or id."""
     engine = sa.create_engine(cloud.settings.octavia_database_url)
 
     def write(*texts):
@@ -105,7 +105,9 @@ def history(cloud):
 def heard_for(cloud, seconds):
     """Wait until heartbeats have arrived for this time."""
     newest, begun = sa.select(sa.func.max(tables.amphora_heartbeat.c.seen_at)), cloud.database.now()
-    cloud.until(lambda: cloud.database.read(lambda c: c.execute(newest).scalar() or 0) > begun + seconds, "heartbeats")
+    cloud.until(
+        lambda: cloud.database.read(lambda c: c.execute(newest).scalar() or 0) > begun + seconds, "heartbeats arrive"
+    )
 
 
 def test_the_first_active_is_final(cloud):
@@ -151,7 +153,7 @@ def test_the_first_active_is_final(cloud):
     for name, operating in expected.items():
         served = [one for one in found[name] if one[0] == "ACTIVE"]
         assert {one[1] for one in served} == {operating}, (name, found[name])
-    # Objects of the first request only got no further report.
+    # Objects that later requests do not concern get no further report.
     for name in expected.keys() - {"first", "one", "later"}:
         assert len([one for one in found[name] if one[0] == "ACTIVE"]) == 1, (name, found[name])
 
@@ -236,13 +238,13 @@ def test_two_load_balancers_are_independent(cloud):
     assert cloud.answers(two.vip_address, 3) == {"member2": 3}
     cloud.balancers.delete_load_balancer(one.id, cascade=True)
     cloud.gone(one.id)
-    assert cloud.answers(two.vip_address, 3) == {"member2": 3}, "the other one is not touched"
+    assert cloud.answers(two.vip_address, 3) == {"member2": 3}, "the other load balancer serves"
 
 
 def test_fail_over_on_request(cloud):
     balancer = cloud.served("failover")
     before = cloud.amphorae(balancer)
     cloud.balancers.failover_load_balancer(balancer.id)
-    cloud.until(lambda: len(now := cloud.amphorae(balancer)) == 1 and now.isdisjoint(before), "replaced")
+    cloud.until(lambda: len(now := cloud.amphorae(balancer)) == 1 and now.isdisjoint(before), "the amphora is replaced")
     cloud.active(balancer.id)
     assert cloud.answers(balancer.vip_address, 4) == {"member1": 2, "member2": 2}

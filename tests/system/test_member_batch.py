@@ -48,10 +48,10 @@ def test_hundreds_of_members(cloud, capsys):
     names = {one["name"] for one in many}
     assert put(f"{NUMBER} members instead of one", many) == names
     more = [cloud.member("member1"), far(0, weight=0)]
-    assert put("one more, one changed", more, "?additive_only=true") == names | {"member1"}
+    assert put("one member added, one changed", more, "?additive_only=true") == names | {"member1"}
     rest = [cloud.member("member1"), *(far(number, weight=0) for number in range(NUMBER // 2))]
-    assert put("half of them gone, the others without weight", rest) == {one["name"] for one in rest}
+    assert put("half of the members removed, the others with weight 0", rest) == {one["name"] for one in rest}
     assert cloud.answers(balancer.vip_address, 3) == {"member1": 3}
-    # The test deletes it, because the fixture's time-out is too short.
+    # The test deletes the load balancer, because the fixture's time-out is too short.
     cloud.balancers.delete_load_balancer(balancer.id, cascade=True)
-    cloud.until(lambda: not list(cloud.balancers.load_balancers()), "deleted", PATIENCE)
+    cloud.until(lambda: not list(cloud.balancers.load_balancers()), "the load balancer is deleted", PATIENCE)

@@ -88,7 +88,7 @@ def test_statistics_equal_the_requests_sent(cloud):
     def counted():
         return cloud.balancers.get_load_balancer_statistics(balancer.id).total_connections
 
-    cloud.until(lambda: counted() >= 90, "90 connections")
+    cloud.until(lambda: counted() >= 90, "90 connections are counted")
     found = cloud.balancers.get_listener_statistics(cloud.listener_of(balancer).id)
     assert (found.total_connections, found.active_connections, found.request_errors) == (90, 0, 0)
     assert found.bytes_in > 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The netns compute backend: it boots an amphora once, finds it after any crash, and deletes it completely."""
+"""The netns compute backend boots an amphora once, finds it after a crash, and deletes it completely."""
 
 import os
 import signal
@@ -197,7 +197,7 @@ def test_an_amphora_from_boot_to_deletion(lab):
     lab.compute.destroy(order.amphora_id)
 
 
-def test_booted_twice_is_one_amphora(lab):
+def test_a_repeated_boot_creates_one_amphora(lab):
     order = lab.order()
     machine = lab.compute.boot(order)
     before = lab.compute._process(order.amphora_id)
@@ -300,7 +300,7 @@ def test_a_crash_before_the_process_is_recorded(lab):
     # A process has no arguments during an exec; after its last exec it has a child.
     deadline = time.monotonic() + 30
     while len(find_by_last_argument(str(folder / "spec.json"))) < 2:
-        assert time.monotonic() < deadline, "nothing is started"
+        assert time.monotonic() < deadline, "the amphora has two processes"
         time.sleep(0.01)
     (folder / "process.json").unlink()
     assert lab.compute.boot(order) == machine

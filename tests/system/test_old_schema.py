@@ -75,5 +75,5 @@ def test_an_old_database_is_refused_upgraded_and_served(cloud, stack, settings):
     assert cloud.amphorae(balancer) == before
     lines = amphoractl(settings, "loadbalancer", "history", balancer.id)
     calls = [row["Event"] for row in lines if not row["Event"].startswith("applied")]
-    assert calls == ["create member", "create loadbalancer"], "and nothing was lost of its history"
-    cloud.until(lambda: amphoractl(settings, "job", "list") == [], "nothing is pending")
+    assert calls == ["create member", "create loadbalancer"], "the history is complete"
+    cloud.until(lambda: amphoractl(settings, "job", "list") == [], "no job is pending")

@@ -30,18 +30,18 @@ OPTIONS = {
 
 
 @pytest.fixture(scope="module")
-def house():
+def lab():
     with running(options=OPTIONS) as (stack, settings):
         connection, database = demo.connect(settings), Database(settings.database_url)
         try:
-            yield House(stack, settings, Cloud(settings, connection, database))
+            yield OperatorLab(stack, settings, Cloud(settings, connection, database))
         finally:
             database.dispose()
             connection.close()
 
 
-class House:
-    """The sandbox with its user's and its operator's commands."""
+class OperatorLab:
+    """A sandbox with the commands of a user and of an operator."""
 
     def __init__(self, stack, settings, cloud):
         self.stack = stack
@@ -69,25 +69,25 @@ class House:
 
 
 @pytest.fixture
-def balancer(house):
+def balancer(lab):
     """A serving load balancer whose statuses are all reported to Octavia."""
-    made = house.cloud.served("operated", ("member1", "member2"))
-    house.cloud.online(made.id)
-    house.cloud.until(lambda: house.ctl.json("job", "list") == [], "nothing is pending")
+    made = lab.cloud.served("operated", ("member1", "member2"))
+    lab.cloud.online(made.id)
+    lab.cloud.until(lambda: lab.ctl.json("job", "list") == [], "no job is pending")
     yield made
-    house.cloud.clean()
+    lab.cloud.clean()
 
 
-def test_an_operator_replaces_a_silent_amphora(house, balancer):
-    ctl, cloud = house.ctl, house.cloud
+def test_an_operator_replaces_a_silent_amphora(lab, balancer):
+    ctl, cloud = lab.ctl, lab.cloud
     before, _status = ctl.check()
-    assert "Failure" not in before.values(), "all is well at first"
+    assert "Failure" not in before.values(), "no check fails at first"
     assert (before["Agents"], before["Witnesses"]) == ("Success", "Success")
     assert (before["Silent amphorae"], before["Load balancers"]) == ("Success", "Success")
     ctl.run("loadbalancer", "list")
     (dead,) = cloud.amphorae(balancer)
-    house.power_off(dead)
-    # What the operator sees.
+    lab.power_off(dead)
+    # The operator's view.
     cloud.until(lambda: ctl.check()[0]["Silent amphorae"] == "Warning", "an amphora is silent")
     status, shown, _err = ctl.program("status", "check", "--problems")
     assert (status >= 1, dead in shown) == (True, True)
@@ -100,10 +100,13 @@ def test_an_operator_replaces_a_silent_amphora(house, balancer):
     # The operator's commands, with shortened ids.
     assert ctl.run("amphora", "failover", dead[:8], "--reason", "power cut in rack 7")[0] == 0
     ctl.run("loadbalancer", "show", balancer.id[:8])
-    cloud.until(lambda: cloud.amphorae(balancer) not in ({dead}, set()) and dead not in cloud.amphorae(balancer), "new")
-    cloud.until(lambda: cloud.answers(balancer.vip_address, 4).keys() <= {"member1", "member2"}, "served again")
+    cloud.until(
+        lambda: cloud.amphorae(balancer) not in ({dead}, set()) and dead not in cloud.amphorae(balancer),
+        "the amphora is replaced",
+    )
+    cloud.until(lambda: cloud.answers(balancer.vip_address, 4).keys() <= {"member1", "member2"}, "the members answer")
     # The remains of the old amphora.
-    cloud.until(lambda: ctl.check()[0]["Fail-overs"] == "Success", "nothing goes on any more")
+    cloud.until(lambda: ctl.check()[0]["Fail-overs"] == "Success", "no fail-over is open")
     lines = ctl.json("loadbalancer", "history", balancer.id[:8])
     events = [one["Event"] for one in lines if one["What"] == "fail-over"][::-1]
     assert (events[0], events[-1]) == ("begun", "ended")
@@ -114,17 +117,17 @@ def test_an_operator_replaces_a_silent_amphora(house, balancer):
     ctl.run("loadbalancer", "history", balancer.id[:8])
     # The operating status follows the new amphora's heartbeats.
     well = lambda found: (found["Silent amphorae"], found["Load balancers"]) == ("Success", "Success")  # noqa: E731
-    cloud.until(lambda: well(ctl.check()[0]), "all is well again")
+    cloud.until(lambda: well(ctl.check()[0]), "both checks succeed")
     ctl.run("status", "check")
 
 
-def test_a_resync_repairs_manually_changed_rows_of_octavia(house, balancer):
+def test_a_resync_repairs_manually_changed_rows_of_octavia(lab, balancer):
     """A restored backup or manual SQL lost and changed members and left statuses in PENDING."""
-    ctl, cloud = house.ctl, house.cloud
+    ctl, cloud = lab.ctl, lab.cloud
     pool, listener = cloud.pool_of(balancer), cloud.listener_of(balancer)
     one, two = sorted(cloud.balancers.members(pool), key=lambda member: member.name)
     stuck = "provisioning_status='PENDING_UPDATE', operating_status='OFFLINE'"
-    house.octavia(
+    lab.octavia(
         (f"UPDATE load_balancer SET {stuck} WHERE id=?", balancer.id),
         ("UPDATE listener SET provisioning_status='PENDING_UPDATE' WHERE id=?", listener.id),
         ("UPDATE pool SET provisioning_status='ERROR', operating_status='ERROR' WHERE id=?", pool.id),
@@ -132,7 +135,7 @@ def test_a_resync_repairs_manually_changed_rows_of_octavia(house, balancer):
         ("DELETE FROM member WHERE id=?", two.id),
     )
     ctl.run("loadbalancer", "show", balancer.id[:8])
-    found = house.resync(balancer.id[:8])
+    found = lab.resync(balancer.id[:8])
     outcome, detail = found[balancer.id]
     assert outcome == "done"
     assert f"member {one.id} differs in weight" in detail
@@ -143,16 +146,16 @@ def test_a_resync_repairs_manually_changed_rows_of_octavia(house, balancer):
     assert cloud.balancers.get_listener(listener.id).provisioning_status == "ACTIVE"
     found = cloud.balancers.get_pool(pool.id)
     assert (found.provisioning_status, found.operating_status) == ("ACTIVE", "ONLINE")
-    cloud.until(lambda: set(cloud.answers(balancer.vip_address, 6)) == {"member1"}, "only what Octavia has is served")
-    # Users can go on.
+    cloud.until(lambda: set(cloud.answers(balancer.vip_address, 6)) == {"member1"}, "member1 serves alone")
+    # A user can change the load balancer again.
     cloud.balancers.update_member(one.id, pool, weight=2)
     cloud.active(balancer.id)
     ctl.run("loadbalancer", "history", balancer.id[:8], "--limit", "6")
 
 
-def test_a_resync_reports_active_only_for_served_changes(house, balancer):
+def test_a_resync_reports_active_only_for_served_changes(lab, balancer):
     """During continuous changes, ACTIVE in Octavia means that the amphora serves the change."""
-    cloud, database = house.cloud, house.cloud.database
+    cloud, database = lab.cloud, lab.cloud.database
     pool = cloud.pool_of(balancer)
     member = next(iter(cloud.balancers.members(pool)))
     ended = threading.Event()
@@ -160,10 +163,10 @@ def test_a_resync_reports_active_only_for_served_changes(house, balancer):
 
     def resync():
         while not ended.is_set():
-            outcomes.append(house.resync(balancer.id)[balancer.id][0])
+            outcomes.append(lab.resync(balancer.id)[balancer.id][0])
 
     def changed(weight):
-        """Repeat a request until it is accepted: a resync makes the object immutable for a moment."""
+        """Return whether Octavia accepts the change: a resync makes the object immutable for a moment."""
         path = f"pools/{pool.id}/members/{member.id}"
         answer = cloud.balancers.put(cloud.url(path), json={"member": {"weight": weight}})
         assert answer.status_code in {200, 409}, answer.text
@@ -185,69 +188,69 @@ def test_a_resync_reports_active_only_for_served_changes(house, balancer):
             cloud.active(balancer.id)
             # The value is read after ACTIVE: a later change may have raised it, but it is never lower.
             _asked, applied = database.read(newest)
-            assert applied >= asked, f"weight {weight} was said to be ACTIVE and is not served"
+            assert applied >= asked, f"weight {weight} is ACTIVE in Octavia and not served"
     finally:
         ended.set()
         operator.join()
-    assert outcomes, "something was resynchronised meanwhile"
+    assert outcomes, "a resync ends meanwhile"
     assert set(outcomes) <= {"done", "not done yet"}
     cloud.active(balancer.id)
 
 
-def test_the_operator_finds_a_stopped_controller(house, balancer):
+def test_the_operator_finds_a_stopped_controller(lab, balancer):
     """Requests wait; the output names the stopped service, and no request is lost."""
-    ctl, cloud = house.ctl, house.cloud
+    ctl, cloud = lab.ctl, lab.cloud
     pool = cloud.pool_of(balancer)
     member = next(iter(cloud.balancers.members(pool)))
-    house.stack.supervision.stop("amphora-controller")
+    lab.stack.supervision.stop("amphora-controller")
     try:
         cloud.balancers.update_member(member.id, pool, weight=7)
-        cloud.until(lambda: ctl.json("job", "list")[0]["Waits for"] == "a controller", "it waits")
-        cloud.until(lambda: ctl.check()[0]["Controllers"] == "Failure", "the controller is missed")
+        cloud.until(lambda: ctl.json("job", "list")[0]["Waits for"] == "a controller", "the job waits")
+        cloud.until(lambda: ctl.check()[0]["Controllers"] == "Failure", "the check reports the missing controller")
         ctl.run("status", "check", "--problems")
         ctl.run("job", "list", "--fit-width")
         ctl.run("controller", "list", "--fit-width")
         (shown,) = ctl.json("loadbalancer", "list", "--status", "PENDING")
         assert (shown["ID"], shown["Wanted"] - shown["Applied"]) == (balancer.id, 1)
     finally:
-        house.stack.up()
+        lab.stack.up()
     cloud.active(balancer.id)
-    cloud.until(lambda: ctl.json("job", "list") == [], "nothing is pending")
+    cloud.until(lambda: ctl.json("job", "list") == [], "no job is pending")
     assert ctl.run("circuit-breaker", "open", "--reason", "the network is rebuilt")[0] == 0
     assert ctl.check()[0]["Circuit breaker"] == "Warning"
     ctl.run("failover", "status")
     ctl.run("status", "check", "--problems")
     assert ctl.run("circuit-breaker", "close")[0] == 0
-    cloud.until(lambda: ctl.check()[0]["Circuit breaker"] == "Success", "closed again")
+    cloud.until(lambda: ctl.check()[0]["Circuit breaker"] == "Success", "the circuit breaker is closed")
     ctl.run("certificate", "list", "--fit-width")
 
 
-def test_a_resync_reports_load_balancers_that_one_side_lacks(house, balancer):
-    ctl, cloud = house.ctl, house.cloud
+def test_a_resync_reports_load_balancers_that_one_side_lacks(lab, balancer):
+    ctl, cloud = lab.ctl, lab.cloud
     stranger = str(uuid.uuid4())
     columns = "project_id, name, description, provisioning_status, operating_status, enabled, topology, provider"
-    house.octavia(
+    lab.octavia(
         (
             f"INSERT INTO load_balancer (id, {columns}) SELECT ?, {columns} FROM load_balancer WHERE id=?",
             *(stranger, balancer.id),
         ),
         ("INSERT INTO vip (load_balancer_id, ip_address) VALUES (?, '198.51.100.99')", stranger),
     )
-    assert house.resync(stranger)[stranger][0] == "unrecorded"
+    assert lab.resync(stranger)[stranger][0] == "unrecorded"
     unknown = str(uuid.uuid4())
-    assert house.resync(unknown)[unknown] == ("nowhere", None)
+    assert lab.resync(unknown)[unknown] == ("nowhere", None)
     assert ctl.run("loadbalancer", "resync", "no-such-id")[0] == 1
-    assert stranger in {one.id for one in cloud.balancers.load_balancers()}, "it is only told of"
-    assert house.resync(stranger, "--remove-unknown")[stranger][0] == "removed"
+    assert stranger in {one.id for one in cloud.balancers.load_balancers()}, "the resync only reports the load balancer"
+    assert lab.resync(stranger, "--remove-unknown")[stranger][0] == "removed"
     assert stranger not in {one.id for one in cloud.balancers.load_balancers()}
     lost = cloud.load_balancer("lost")
-    cloud.until(lambda: ctl.json("job", "list") == [], "nothing is pending")
-    house.octavia(("UPDATE load_balancer SET provisioning_status='DELETED' WHERE id=?", lost.id))
-    found = house.resync("--all")
+    cloud.until(lambda: ctl.json("job", "list") == [], "no job is pending")
+    lab.octavia(("UPDATE load_balancer SET provisioning_status='DELETED' WHERE id=?", lost.id))
+    found = lab.resync("--all")
     assert (found[lost.id][0], found[balancer.id][0]) == ("unknown", "done")
     assert ctl.check()[0]["Octavia's records"] == "Warning"
     ctl.run("loadbalancer", "resync")
     assert [one["ID"] for one in ctl.json("loadbalancer", "list") if one["ID"] == lost.id] == [lost.id]
-    assert house.resync(lost.id[:8], "--remove-unknown")[lost.id][0] == "removed"
-    cloud.until(lambda: lost.id not in {one["ID"] for one in ctl.json("loadbalancer", "list")}, "removed")
+    assert lab.resync(lost.id[:8], "--remove-unknown")[lost.id][0] == "removed"
+    cloud.until(lambda: lost.id not in {one["ID"] for one in ctl.json("loadbalancer", "list")}, "the row is removed")
     assert cloud.active(balancer.id)

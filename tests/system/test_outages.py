@@ -50,17 +50,17 @@ def balancer(lab):
         yield balancer
     assert witness.failed == []
     assert witness.answered > 100
-    assert cloud.amphorae(balancer) == before, "nothing was failed over"
+    assert cloud.amphorae(balancer) == before, "no amphora is replaced"
 
 
 @pytest.fixture
 def calm(lab, balancer):
-    """Assert at the end of a test that no status is wrong and none was in between."""
+    """Assert after a test that the statuses are right, and no fail-over has begun."""
     yield
     lab.settled()
     found = lab.cloud.online(balancer.id)
     assert found.provisioning_status == "ACTIVE"
-    assert lab.replacements(balancer.id) == [], "nothing was failed over, also not in vain"
+    assert lab.replacements(balancer.id) == [], "no fail-over has begun"
 
 
 def change(lab, balancer):
@@ -112,10 +112,10 @@ def test_the_database_is_gone(lab, balancer, server):
         begin = time.monotonic()
         status, text = change(lab, balancer)
         assert status == 500
-        assert "database" in text, "a sentence says what is the matter"
+        assert "database" in text, "the error names the database"
         # Octavia calls the sandbox's network first, which uses the same database.
         assert create(lab, "while-it-is-gone")[0] >= 400
-        assert time.monotonic() - begin < 30, "and not only after a while"
+        assert time.monotonic() - begin < 30, "both requests are refused in time"
         # No report is possible, and none is sent.
         assert lab.cloud.balancers.get_load_balancer(balancer.id).operating_status == "ONLINE"
         time.sleep(SECONDS)
@@ -136,7 +136,7 @@ def sees_for(lab, seconds):
         now = lab.database.now()
         return sight is not None and sight.state == circuit_breaker.SEEING and now - sight.since > seconds
 
-    lab.cloud.until(ask, f"it sees for {seconds:.0f} s")
+    lab.cloud.until(ask, f"the detector receives heartbeats for {seconds:.0f} s")
 
 
 @pytest.mark.extended
@@ -158,8 +158,11 @@ def test_database_outage_causes_no_failover(lab, server):
     assert cloud.balancers.get_load_balancer(other.id).operating_status == "ONLINE"
     (dead,) = cloud.amphorae(other)
     lab.power_off(dead)
-    cloud.until(lambda: lab.replacements(other.id), "the dead one is found")
-    cloud.until(lambda: cloud.amphorae(other) not in ({dead}, set()) and dead not in cloud.amphorae(other), "and gone")
+    cloud.until(lambda: lab.replacements(other.id), "the fail-over begins")
+    cloud.until(
+        lambda: cloud.amphorae(other) not in ({dead}, set()) and dead not in cloud.amphorae(other),
+        "the amphora is replaced",
+    )
     (row,) = lab.replacements(other.id)
     assert (row.cause, row.amphora_id) == ("silent", dead)
     lab.settled()
@@ -202,9 +205,9 @@ def test_an_outage_of_octavias_agent_delays_reports_only(lab, balancer):
         said.add(cloud.balancers.get_member(member.id, cloud.pool_of(balancer)).operating_status)
         return cloud.balancers.get_load_balancer(balancer.id).provisioning_status == "ACTIVE"
 
-    cloud.until(settled, "ACTIVE")
+    cloud.until(settled, "the load balancer is ACTIVE")
     lab.settled()
-    assert said == {"ONLINE"}, "what is over is not told"
+    assert said == {"ONLINE"}, "Octavia gets no outdated status"
 
 
 def begin_again(lab):

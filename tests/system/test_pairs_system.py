@@ -50,7 +50,7 @@ def compute(settings, database):
 
 
 def of(cloud, balancer):
-    """Return its amphorae by role."""
+    """Return the load balancer's amphorae by role."""
     found = cloud.database.read(lambda c: amphorae.load_amphorae(c, balancer.id))
     return {one.role: one for one in found if one.state is not AmphoraState.RETIRING}
 
@@ -62,12 +62,12 @@ def holder(cloud, balancer, *, but=()):
         says = [one for one in of(cloud, balancer).values() if one.holds_vip and one.id not in but]
         return says[0] if len(says) == 1 else None
 
-    return cloud.until(ask, "one has the VIPs", 30)
+    return cloud.until(ask, "one amphora holds the VIPs", 30)
 
 
 def served(cloud, address, names, port=80):
     """Wait until exactly these members answer."""
-    cloud.until(lambda: set(cloud.answers(address, 8, port)) == set(names), f"answers from {names}", 30)
+    cloud.until(lambda: set(cloud.answers(address, 8, port)) == set(names), f"{names} answer", 30)
 
 
 class Traffic:
@@ -84,7 +84,7 @@ class Traffic:
 
     def __enter__(self):
         self._thread.start()
-        self.cloud.until(lambda: self.answers["200"] > 5, "traffic flows")
+        self.cloud.until(lambda: self.answers["200"] > 5, "the client gets answers")
         return self
 
     def __exit__(self, *_):
@@ -94,7 +94,7 @@ class Traffic:
     def more(self, number=20):
         """Wait for this number of further answers."""
         wanted = self.answers["200"] + number
-        self.cloud.until(lambda: self.answers["200"] >= wanted, f"{number} more answers")
+        self.cloud.until(lambda: self.answers["200"] >= wanted, f"the client gets {number} more answers")
 
     def _run(self):
         namespaces.run_inside(namespaces.path(self.cloud.settings.host(topology.CLIENT)), self._ask)
@@ -181,14 +181,16 @@ def test_a_killed_vip_holder_returns_or_is_replaced(cloud, pairs, compute):
     with Traffic(cloud, balancer.vip_address) as traffic:
         cloud.balancers.failover_load_balancer(balancer.id)
         cloud.active(balancer.id)
-        cloud.until(lambda: len(now := cloud.amphorae(balancer)) == 2 and now.isdisjoint(before), "both replaced")
+        cloud.until(
+            lambda: len(now := cloud.amphorae(balancer)) == 2 and now.isdisjoint(before), "both amphorae are replaced"
+        )
         traffic.more()
     assert traffic.gap < 5, traffic.answers
     settled(cloud, balancer)
 
 
 def shake(cloud, context, address, session=None):
-    """Handshake and request; return the new session, and whether the given one was resumed."""
+    """Connect and send a request; return the new session, and whether `session` was resumed."""
 
     def go():
         with (
@@ -225,18 +227,23 @@ def test_a_tls_session_resumes_after_a_takeover_and_a_key_rotation(cloud, pairs,
     database.write(lambda c: c.execute(job.update().values(tickets_due=1.0)))
     conf = config.load([str(settings.driver_configuration)])
     vault = Vault.load(conf.amp_database.encryption_key_file)
-    cloud.until(lambda: Housekeeping(conf, database, None, "a test", vault).rotate_ticket_keys(), "it is settled")
+    cloud.until(
+        lambda: Housekeeping(conf, database, None, "a test", vault).rotate_ticket_keys(),
+        "housekeeping rotates the keys",
+    )
     generation = database.read(lambda c: c.execute(sa.select(job.c.generation)).scalar())
-    cloud.until(lambda: {one.confirmed for one in of(cloud, balancer).values()} == {generation}, "both have the keys")
+    cloud.until(
+        lambda: {one.confirmed for one in of(cloud, balancer).values()} == {generation}, "both amphorae have the keys"
+    )
     assert cloud.balancers.get_load_balancer(balancer.id).provisioning_status == "ACTIVE"
     provisioned = [row for row in heard if row.object_id == balancer.id]
     now = database.read(lambda c: c.execute(sa.select(object_status.c.object_id, object_status.c.version)).all())
     assert [row for row in now if row.object_id == balancer.id] == provisioned
-    assert shake(cloud, context, address, session)[1], "sealed with the key before"
+    assert shake(cloud, context, address, session)[1], "the amphora still accepts the former key"
 
     compute.power_off(served_by.id)
     holder(cloud, balancer, but=(served_by.id,))
-    assert cloud.until(lambda: shaken(cloud, context, address, session), "the other one serves", 10)[1]
+    assert cloud.until(lambda: shaken(cloud, context, address, session), "the standby serves", 10)[1]
 
 
 def shaken(cloud, context, address, session):
@@ -270,16 +277,16 @@ def test_fail_over_on_request_replaces_both(cloud, pairs, compute):
         cloud.active(balancer.id)
         now = cloud.amphorae(balancer) - {old.id}
         assert len(now) == 2
-        assert now.isdisjoint(before), "it is ACTIVE when the new ones serve"
+        assert now.isdisjoint(before), "the new amphorae serve before ACTIVE"
         connections_go_on(cloud, balancer, old, (download, *sockets))
 
         # One connection ends by itself, the other exceeds the drain time.
         member.finish()
         assert download.rest() == member.sent
         sockets.pop().close()
-        assert old.id in cloud.amphorae(balancer), "there is one connection left"
+        assert old.id in cloud.amphorae(balancer), "one connection is open"
         cloud.database.write(lambda c: c.execute(amphora.update().where(amphora.c.id == old.id).values(drains_until=1)))
-        cloud.until(lambda: cloud.amphorae(balancer) == now, "the time of the old one is over")
+        cloud.until(lambda: cloud.amphorae(balancer) == now, "the old amphora is deleted")
         assert sockets.pop().is_cut(15)
         traffic.more()
     # No request fails; an overloaded machine may answer late.
@@ -304,7 +311,10 @@ def connections_go_on(cloud, balancer, old, visits):
     # The drain time is 300 s; a second or two is usual.
     assert time.monotonic() - since < 30
     knows_all = {one.id for one in of(cloud, balancer).values()}
-    cloud.until(lambda: {one.id for one in row_of(cloud, balancer, old).partners} == knows_all, "it knows its peer")
+    cloud.until(
+        lambda: {one.id for one in row_of(cloud, balancer, old).partners} == knows_all,
+        "the old amphora knows both partners",
+    )
     for visit in visits:
         visit.goes_on()
     assert old.id in cloud.amphorae(balancer)
@@ -325,7 +335,7 @@ def settled(cloud, balancer):
             {one.id for one in each.partners} == {*cloud.amphorae(balancer)} - {each.id} for each in pair.values()
         )
 
-    cloud.until(ask, "they know each other", 30)
+    cloud.until(ask, "each amphora is the partner of the other", 30)
     rows = cloud.database.read(lambda c: c.execute(sa.select(request.c.action)).scalars().all())
     assert "failover loadbalancer" in rows
     assert cloud.balancers.get_load_balancer(balancer.id).provisioning_status == "ACTIVE"

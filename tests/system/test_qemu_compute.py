@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The qemu compute backend: it boots a machine once, finds it after any crash, and deletes it completely.
+"""The qemu compute backend boots a machine once, finds it after a crash, and deletes it completely.
 
-The guest system does not matter here: the machines have empty disks, and their BIOS finds nothing to boot.
+The tests do not need a guest system: the machines have empty disks, and their BIOS finds no boot sector.
 """
 
 import os
@@ -36,13 +36,13 @@ from amphora_driver.secret import Secret
 pytestmark = [
     pytest.mark.root,
     pytest.mark.quiet,
-    pytest.mark.skipif(shutil.which("qemu-system-x86_64") is None, reason="there is no qemu here"),
-    pytest.mark.skipif(not Path("/dev/net/tun").exists(), reason="this kernel has no taps"),
+    pytest.mark.skipif(shutil.which("qemu-system-x86_64") is None, reason="qemu-system-x86_64 is not installed"),
+    pytest.mark.skipif(not Path("/dev/net/tun").exists(), reason="the kernel has no /dev/net/tun"),
 ]
 
 
 class Lab:
-    """A switch with a management network and one for load balancers, and an image without anything in it."""
+    """A switch with a management network and one for load balancers, and an empty image."""
 
     def __init__(self, folder, number):
         self.folder = folder
@@ -132,7 +132,7 @@ def booted(lab):
     lab.compute.destroy(order.amphora_id)
 
 
-def test_a_machine_is_booted_once_however_often_it_is_asked_for(lab):
+def test_a_repeated_boot_starts_one_machine(lab):
     order = lab.order()
     with ThreadPoolExecutor(3) as threads:
         machines = list(threads.map(lambda _: lab.compute.boot(order), range(3)))
@@ -170,8 +170,8 @@ def test_machine_survives_the_process_that_booted_it(lab):
     assert lab.left(order.amphora_id) == []
 
 
-def test_a_machine_whose_record_was_never_written_is_found(lab, booted):
-    assert lab.compute.get(booted.amphora_id).state is MachineState.RUNNING, "it has not ended by itself"
+def test_a_machine_without_a_record_is_found(lab, booted):
+    assert lab.compute.get(booted.amphora_id).state is MachineState.RUNNING, "the machine runs"
     record = lab.place(booted.amphora_id) / "process.json"
     kept = record.read_bytes()
     record.unlink()
@@ -181,7 +181,7 @@ def test_a_machine_whose_record_was_never_written_is_found(lab, booted):
     record.write_bytes(kept)
 
 
-def test_a_boot_that_was_interrupted_is_done_by_the_next_one(lab, monkeypatch):
+def test_an_interrupted_boot_is_completed_by_the_next_one(lab, monkeypatch):
     order = lab.order()
 
     def die(*_):
@@ -212,11 +212,11 @@ def test_an_incomplete_machine_is_removed_completely(lab, monkeypatch):
     assert lab.left(order.amphora_id) == []
 
 
-def test_a_machine_that_ended_has_failed_and_begins_with_a_new_disk(lab, booted):
+def test_an_ended_machine_is_failed_and_boots_with_a_new_disk(lab, booted):
     disk = lab.place(booted.amphora_id) / DISK
     before = disk.stat().st_ino
     # A process has no arguments during an exec.
-    (qemu,) = Cloud.until(lambda: find_by_last_argument(str(lab.place(booted.amphora_id) / PID)), "its process")
+    (qemu,) = Cloud.until(lambda: find_by_last_argument(str(lab.place(booted.amphora_id) / PID)), "qemu runs")
     os.kill(qemu.pid, signal.SIGKILL)
     machine = lab.compute.get(booted.amphora_id)
     while machine.state is MachineState.RUNNING:
@@ -230,7 +230,7 @@ def test_a_machine_that_ended_has_failed_and_begins_with_a_new_disk(lab, booted)
     assert disk.stat().st_ino != before
 
 
-def test_interfaces_come_and_go_as_often_as_they_are_asked_for(lab, booted, monkeypatch):
+def test_attach_and_detach_are_idempotent(lab, booted, monkeypatch):
     # The guest has no operating system that releases an interface.
     monkeypatch.setattr("amphora_driver.compute.qemu._RELEASE_SECONDS", 0.2)
     port = lab.network.ensure_port(management_port(booted.amphora_id, "net", ["net4"]))
@@ -255,7 +255,7 @@ def test_an_incomplete_interface_is_completed(lab, booted):
     assert device_id(port) in lab.devices(booted.amphora_id)
 
 
-def test_a_machine_that_is_powered_on_again_has_its_disk_and_all_its_ports(lab, booted):
+def test_a_machine_keeps_its_disk_and_ports_over_a_power_cycle(lab, booted):
     port = lab.network.ensure_port(management_port(booted.amphora_id, "net", ["net4"]))
     lab.compute.attach(booted.amphora_id, port)
     disk = (lab.place(booted.amphora_id) / DISK).stat().st_ino

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The qemu compute backend confines a hostile guest: the user of its qemu, and the size of its console log."""
+"""The qemu compute backend confines a hostile guest: the user of qemu, and the console log's size."""
 
 import os
 import pwd
@@ -28,7 +28,7 @@ from amphora_driver.model.network import Port
 from amphora_driver.network import taps
 
 PROGRAM = "qemu-system-x86_64"
-pytestmark = [pytest.mark.root, pytest.mark.skipif(shutil.which(PROGRAM) is None, reason=f"there is no {PROGRAM}")]
+pytestmark = [pytest.mark.root, pytest.mark.skipif(shutil.which(PROGRAM) is None, reason=f"{PROGRAM} is not installed")]
 # A boot sector: mov dx, 0x3f8; mov al, 'A'; again: out dx, al; jmp again.
 NOISE = (bytes.fromhex("baf803b041eeebfd").ljust(510, b"\0") + b"\x55\xaa").ljust(1 << 20, b"\0")
 PORT = Port(
@@ -88,7 +88,7 @@ def status(pid):
 def test_a_guest_has_neither_root_nor_the_disk(guest, switch):
     process, folder = guest
     file = folder / CONSOLE
-    until(lambda: file.stat().st_size > 1000, "the guest speaks")
+    until(lambda: file.stat().st_size > 1000, "the guest prints")
     found = status(process.pid)
     assert set(found["Uid"].split()) == {str(USER.pw_uid)}
     assert found["Groups"] in ("", str(USER.pw_gid))
@@ -102,5 +102,5 @@ def test_a_guest_has_neither_root_nor_the_disk(guest, switch):
         qemu._add_interface(monitor, PORT, switch)
         assert device_id(PORT) in monitor.device_ids()
     sizes = [file.stat().st_size]
-    until(lambda: sizes.append(file.stat().st_size) or sizes[-1] < sizes[-2], "the console is cut")
+    until(lambda: sizes.append(file.stat().st_size) or sizes[-1] < sizes[-2], "the console log is truncated")
     assert max(sizes) <= console.MOST

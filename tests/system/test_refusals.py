@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Invalid requests get the right status code and an understandable message, and leave no partial objects.
+"""Invalid requests get the right status code and a clear message, and leave no partial objects.
 
-Requests that Octavia's API itself refuses are included if a user expects the provider to serve them: the user sees one
-message, from the driver or from Octavia.
+The cases include requests that Octavia's API itself refuses, if a user expects the provider to serve them. The user
+sees one message, from the driver or from Octavia.
 """
 
 import json
@@ -18,7 +18,7 @@ from sandbox import topology
 pytestmark = pytest.mark.root
 
 OURS, OCTAVIAS, TAKEN = 501, 400, 409
-"""Status codes: not served by this provider; not a valid request; it collides with something."""
+"""Status codes: the provider does not support it; the request is invalid; it conflicts with an object."""
 OCTAVIAS_TABLES = {
     **dict.fromkeys(
         ("load_balancer", "listener", "pool", "member", "health_monitor", "l7policy", "l7rule"), "provisioning_status"

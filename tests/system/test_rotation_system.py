@@ -27,12 +27,12 @@ from sandbox import demo
 pytestmark = pytest.mark.root
 
 NUMBER = int(os.environ.get("AMPHORA_ROTATION", "6"))
-# One in five is a pair.
+# One load balancer in five is a pair.
 PAIRS = max(1, NUMBER // 5)
 # Time-out of a rotation on a busy machine, in seconds.
 PATIENCE = 60.0 + 30.0 * NUMBER
-# Nothing is answered while the new amphora tells the network of its VIPs: milliseconds of a quiet machine. Here eight
-# sandboxes may run beside each other.
+# The VIPs do not answer until the new amphora has announced them: milliseconds on an idle machine. Eight sandboxes may
+# run at the same time.
 MOST_OUTAGE = 8.0
 OPTIONS = {
     "amp_controller": {
@@ -53,11 +53,11 @@ OPTIONS = {
 def python(tmp_path_factory):
     """The agents' Python, which a test can make fail."""
     path = tmp_path_factory.mktemp("python") / "python"
-    _well(path)
+    _working(path)
     return path
 
 
-def _well(path):
+def _working(path):
     _replace(path, f'#!/bin/sh\nexec {AGENT_PYTHON} "$@"\n')
 
 
@@ -74,7 +74,7 @@ def broken(path):
     try:
         yield
     finally:
-        _well(path)
+        _working(path)
 
 
 @pytest.fixture(scope="module")
@@ -114,13 +114,13 @@ def balancers(fleet, request):
 
 
 @pytest.fixture(autouse=True)
-def nothing_goes_on(fleet):
+def no_active_rotation(fleet):
     """End the rotations that a failed test has left."""
     yield
     left = fleet.database.read(rotations.get_active_rotation)
     if left is not None and left.state is not RotationState.ABORTED:
         fleet.database.write(lambda c: rotations.abort_rotation(c, left.id))
-    Cloud.until(lambda: fleet.database.read(rotations.get_active_rotation) is None, "no rotation goes on", PATIENCE)
+    Cloud.until(lambda: fleet.database.read(rotations.get_active_rotation) is None, "no rotation is active", PATIENCE)
 
 
 @pytest.fixture
@@ -129,11 +129,11 @@ def second_controller(stack, fleet):
     (first,) = [one for one in stack.programs() if one.name == "amphora-controller"]
     program = msgspec.structs.replace(first, name="amphora-controller-2", ready=lambda _: True)
     stack.supervision.start(program)
-    Cloud.until(lambda: len(controllers(fleet)) == 2, "the second controller has signed")
+    Cloud.until(lambda: len(controllers(fleet)) == 2, "the second controller is registered")
     yield program
     stack.supervision.stop(program.name)
     stack.up()
-    Cloud.until(lambda: len(controllers(fleet)) == 1, "the row of the second one is gone")
+    Cloud.until(lambda: len(controllers(fleet)) == 1, "the row of the second controller is deleted")
 
 
 def controllers(fleet):
@@ -145,7 +145,7 @@ def kill(stack, pid):
     """Send SIGKILL to the controller of this process and to its parent; return the program."""
     for name in ("amphora-controller", "amphora-controller-2"):
         process = stack.supervision.running(name)
-        # Of whichever of its threads.
+        # Each thread of the process has its own list of children.
         lists = Path(f"/proc/{process.pid}/task").glob("*/children")
         children = [int(one) for path in lists for one in path.read_text(encoding="ascii").split()]
         if pid in (process.pid, *children):
@@ -166,7 +166,7 @@ def rotating(fleet):
 def settled(fleet, balancers):
     """Wait until the load balancers are ACTIVE and ONLINE."""
     for one in balancers:
-        Cloud.until(lambda one=one: fleet.status(one) == ("ACTIVE", "ONLINE"), f"{one.name} is as before", 60)
+        Cloud.until(lambda one=one: fleet.status(one) == ("ACTIVE", "ONLINE"), f"{one.name} is ONLINE", 60)
 
 
 def told(record_property, clients):
@@ -181,19 +181,19 @@ def test_a_rotation_under_load_is_paused_resumed_aborted_and_repeated(fleet, bal
     before = fleet.serving(balancers)
     with Clients(fleet.cloud, balancers) as clients, Counting(fleet.database) as counting:
         first = fleet.ctl("rotate", "--all", "--max-unavailable", "2")["ID"]
-        Cloud.until(lambda: fleet.counts(first).get("running") == 2, "two have begun", PATIENCE)
-        # By the rows, as the commands do it: on a machine that is very busy a command takes many seconds to start.
+        Cloud.until(lambda: fleet.counts(first).get("running") == 2, "two replacements run", PATIENCE)
+        # The test writes the row itself, because a command takes many seconds to start on a busy machine.
         fleet.database.write(lambda c: rotations.pause_rotation(c, first, "a test paused it"))
-        Cloud.until(lambda: "running" not in fleet.counts(first), "what has begun is finished", PATIENCE)
+        Cloud.until(lambda: "running" not in fleet.counts(first), "the replacements have ended", PATIENCE)
         paused = fleet.counts(first)
         assert paused == {"done": 2, "waiting": NUMBER - 2}
         shown = fleet.ctl("rotation", "show", str(first))
         assert (shown["State"], shown["Reason"]) == ("paused", "a test paused it")
-        assert shown["Load balancers"] == paused, "nothing was begun while it was paused"
+        assert shown["Load balancers"] == paused, "a paused rotation begins no replacement"
         assert shown["Seconds each"] > 0
 
         fleet.database.write(lambda c: rotations.resume_rotation(c, first))
-        Cloud.until(lambda: fleet.counts(first).get("running") == 2, "it goes on", 30)
+        Cloud.until(lambda: fleet.counts(first).get("running") == 2, "the rotation continues", 30)
         fleet.database.write(lambda c: rotations.abort_rotation(c, first))
         assert fleet.ended(first, PATIENCE).state.value == "aborted"
         assert fleet.counts(first) == {"done": 4, "skipped": NUMBER - 4}
@@ -203,7 +203,9 @@ def test_a_rotation_under_load_is_paused_resumed_aborted_and_repeated(fleet, bal
         settled(fleet, balancers)
     now = fleet.serving(balancers)
     assert all(now[one].isdisjoint(before[one]) for one in before)
-    assert fleet.failovers(first, second) == {one: len(ids) for one, ids in before.items()}, "each was replaced once"
+    assert fleet.failovers(first, second) == {one: len(ids) for one, ids in before.items()}, (
+        "each amphora is replaced once"
+    )
     assert counting.most_turns == 2
     assert counting.most_replaced <= 2
     took = [one.ended_at - one.begun_at for one in fleet.items(first) + fleet.items(second) if one.state == "done"]
@@ -218,17 +220,19 @@ def test_a_failed_replacement_pauses_the_rotation(fleet, balancers, python):
         with broken(python):
             number = fleet.rotate(1, everything=True, load_balancers=(one.id, other.id))
             found = Cloud.until(
-                lambda: (now := fleet.rotation(number)).state.value == "paused" and now, "it is paused", PATIENCE
+                lambda: (now := fleet.rotation(number)).state.value == "paused" and now,
+                "the rotation is paused",
+                PATIENCE,
             )
             assert one.id in found.reason
             assert fleet.counts(number) == {"failed": 1, "waiting": 1}
-        assert fleet.failovers(number) == {one.id: 1}, "no other load balancer was replaced"
+        assert fleet.failovers(number) == {one.id: 1}, "no other load balancer is replaced"
         fleet.database.write(lambda c: rotations.resume_rotation(c, number))
         fleet.ended(number, PATIENCE)
     assert fleet.counts(number) == {"done": 2}
     now = fleet.serving([one, other])
     assert all(now[name].isdisjoint(before[name]) for name in before)
-    assert max(clients.outage.values()) < MOST_OUTAGE, "the old one served until the new one did"
+    assert max(clients.outage.values()) < MOST_OUTAGE, "the old amphora serves until the new one serves"
     settled(fleet, [one, other])
 
 
@@ -239,16 +243,20 @@ def test_another_controller_continues_the_rotation_of_a_killed_one(
     before = fleet.serving(balancers)
     with Clients(fleet.cloud, balancers) as clients, Counting(fleet.database) as counting:
         number = fleet.rotate(2, everything=True)
-        Cloud.until(lambda: (now := fleet.counts(number)).get("done") and now.get("running"), "in the middle", PATIENCE)
+        Cloud.until(
+            lambda: (now := fleet.counts(number)).get("done") and now.get("running"),
+            "the second replacement runs",
+            PATIENCE,
+        )
         name = rotating(fleet)
         killed = kill(stack, int(name.split(":")[1]))
-        Cloud.until(lambda: name not in controllers(fleet), "its row was taken away", 30)
+        Cloud.until(lambda: name not in controllers(fleet), "the killed controller's row is deleted", 30)
         fleet.ended(number, PATIENCE)
         settled(fleet, balancers)
     assert killed in ("amphora-controller", second_controller.name)
     now = fleet.serving(balancers)
     assert all(now[one].isdisjoint(before[one]) for one in before)
-    assert fleet.failovers(number) == {one: len(ids) for one, ids in before.items()}, "each was replaced once"
+    assert fleet.failovers(number) == {one: len(ids) for one, ids in before.items()}, "each amphora is replaced once"
     assert counting.most_turns <= 2
     assert counting.most_replaced <= 2
     told(record_property, clients)
@@ -265,13 +273,19 @@ def test_a_draining_controller_leaves_the_rotation_to_the_other(fleet, balancers
     chosen = balancers[-1]
     number = fleet.rotate(1, everything=True, load_balancers=tuple(one.id for one in balancers[-3:]))
     drained = Cloud.until(lambda: rotating(fleet), "a controller has the duty", 30)
-    # By its row, as the command does it: the rotation is to go on still when it is heard.
+    # The test writes the row itself, so that the rotation still runs when the controller reads the row.
     fleet.database.write(lambda c: process_registry.set_process_draining(c, drained, draining=True))
-    other = Cloud.until(lambda: (now := rotating(fleet)) not in (None, drained) and now, "the other one has it", 60)
+    other = Cloud.until(
+        lambda: (now := rotating(fleet)) not in (None, drained) and now, "the other controller has the duty", 60
+    )
     fleet.ended(number, PATIENCE)
     query = sa.select(job.c.owner).where(job.c.owner == drained)
-    Cloud.until(lambda: fleet.database.read(lambda c: c.scalar(query)) is None, "it has laid down its work", 60)
-    Cloud.until(lambda: drained not in fleet.database.read(process_registry.list_duties), "it has no duty any more", 60)
+    Cloud.until(lambda: fleet.database.read(lambda c: c.scalar(query)) is None, "the drained controller has no job", 60)
+    Cloud.until(
+        lambda: drained not in fleet.database.read(process_registry.list_duties),
+        "the drained controller has no duty",
+        60,
+    )
     rows = {one["Name"]: one for one in fleet.ctl("controller", "list")}
     assert {name: one["Draining"] for name, one in rows.items()} == {drained: True, other: False}
     assert rows[drained]["Jobs"] == 0
@@ -279,9 +293,9 @@ def test_a_draining_controller_leaves_the_rotation_to_the_other(fleet, balancers
     # A drained host stays drained after commands for one controller, also for new controllers.
     host, before = rows[drained]["Host"], said(stack, "drains on request")
     fleet.database.write(lambda c: process_registry.set_process_draining(c, drained, draining=False))
-    Cloud.until(lambda: said(stack, "starts jobs again") == 1, "it goes on", 30)
+    Cloud.until(lambda: said(stack, "starts jobs again") == 1, "the controller starts jobs again", 30)
     fleet.database.write(lambda c: process_registry.set_host_draining(c, host, "a test", draining=True))
-    Cloud.until(lambda: said(stack, "drains on request") == before + 2, "both have heard of it", 30)
+    Cloud.until(lambda: said(stack, "drains on request") == before + 2, "both controllers drain", 30)
     again = fleet.rotate(1, everything=True, load_balancers=(chosen.id,))
     Cloud.until(lambda: rotating(fleet) is None, "no controller has the duty", 30)
     assert fleet.counts(again) == {"waiting": 1}

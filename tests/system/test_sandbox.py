@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one-machine sandbox: a second start changes nothing, and its network answers are true."""
+"""The sandbox on one machine: a second start has no effect, and its network API is correct."""
 
 import http.client
 
@@ -87,7 +87,7 @@ class TestNetworkApi:
 
 class TestVip:
     @pytest.mark.feature("lb.vip_port_id")
-    def test_a_port_brought_along_stays(self, cloud, connection):
+    def test_a_users_port_is_kept(self, cloud, connection):
         port = connection.network.create_port(network_id=topology.VIP_NETWORK)
         balancer = cloud.load_balancer("brought", vip_subnet_id=topology.VIP_SUBNET, vip_port_id=port.id)
         assert balancer.vip_port_id == port.id
@@ -121,7 +121,7 @@ def test_down_and_up_again_serves_as_before(stack, cloud, monkeypatch):
     assert namespaces.names(f"{stack.settings.prefix}-") == []
     assert stack.supervision.names() == []
     stack.up()
-    cloud.until(lambda: cloud.answers(balancer.vip_address, 1) == {"member1": 1}, "served again", 30)
+    cloud.until(lambda: cloud.answers(balancer.vip_address, 1) == {"member1": 1}, "member1 serves", 30)
     assert cloud.amphorae(balancer) == amphorae
     # The controller is a real program now: it boots an amphora with the real programs of an amphora.
     second = cloud.served("made by real programs", ("member2",))

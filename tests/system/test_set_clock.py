@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A clock is set by an hour and later set back: no amphora is replaced, and all work continues at once.
+"""A clock is set by an hour and later back: no amphora is replaced, and all work continues at once.
 
-The tests move the clocks of different hosts: of one machine that runs everything; of the controllers' hosts, which then
-differ from the amphorae and the database; of the database, which measures leases and pauses.
+The tests move the clock of one machine with all programs, of the controllers' hosts only, or of the database, which
+measures leases and pauses.
 """
 
 import os
@@ -98,14 +98,14 @@ class Lab:
                 and time.monotonic() - begun > seconds
             )
 
-        self.cloud.until(ask, f"it sees for {seconds:.0f} s", seconds + 60)
+        self.cloud.until(ask, f"the detector receives heartbeats for {seconds:.0f} s", seconds + 60)
 
-    def kept_house(self, times):
+    def await_housekeeping(self, times):
         """Wait for this number of housekeeping runs."""
         ends = sa.select(duty.c.leased_until).where(duty.c.name == "housekeeping")
         for _ in range(times):
             before = self.database.read(lambda c: c.scalar(ends))
-            self.cloud.until(lambda b=before: self.database.read(lambda c: c.scalar(ends)) != b, "housekeeping looks")
+            self.cloud.until(lambda b=before: self.database.read(lambda c: c.scalar(ends)) != b, "housekeeping runs")
 
     def changed(self, balancer, weight):
         """Apply a user's change; return its duration in seconds."""
@@ -132,7 +132,7 @@ def lab(request, tmp_path_factory):
     assert moved_clock.is_there(), "install the package faketime"
     whose = request.param
     folder = tmp_path_factory.mktemp("clock")
-    # The amphorae's first processes read the present environment.
+    # The first process of an amphora reads this folder.
     folder.chmod(0o755)
     (folder / "moved").mkdir()
     clock, python = moved_clock.Clock(folder / "moved"), folder / "python"
@@ -193,15 +193,15 @@ def test_a_clock_set_ahead_and_back_replaces_no_amphora(lab, balancer, record_pr
     with lab.broken_agents():
         waits = cloud.balancers.create_load_balancer(name="waits", vip_subnet_id=topology.VIP_SUBNET)
         tried = sa.select(job.c.attempts).where(job.c.load_balancer_id == waits.id)
-        cloud.until(lambda: lab.database.read(lambda c: c.scalar(tried)) >= 2, "it is tried again, after some pause")
+        cloud.until(lambda: lab.database.read(lambda c: c.scalar(tried)) >= 2, "the controller has retried")
     lab.sees_for(2.5 * SILENT_AFTER)
     lab.clock.set(0.0)
     took.append(lab.changed(balancer, 4))
     took.append(lab.changed(made, 5))
     begun = time.monotonic()
     cloud.active(waits.id)
-    record_property("seconds until ACTIVE: ahead, back, one made meanwhile", [round(one, 2) for one in took])
-    record_property("seconds until one that was to be tried again is ACTIVE", round(time.monotonic() - begun, 1))
+    record_property("seconds until ACTIVE: ahead, back, created meanwhile", [round(one, 2) for one in took])
+    record_property("seconds until the retried load balancer is ACTIVE", round(time.monotonic() - begun, 1))
     for one in (made, waits):
         cloud.balancers.delete_load_balancer(one.id, cascade=True)
     for one in (made, waits):
@@ -217,7 +217,7 @@ def test_a_clock_set_behind_and_corrected_replaces_no_amphora(lab, balancer, rec
     took += [lab.changed(balancer, 7), lab.changed(made, 8)]
     lab.cloud.balancers.delete_load_balancer(made.id, cascade=True)
     lab.cloud.gone(made.id)
-    record_property("seconds until ACTIVE: behind, right, one made meanwhile", [round(one, 2) for one in took])
+    record_property("seconds until ACTIVE: behind, right, created meanwhile", [round(one, 2) for one in took])
 
 
 def test_cleanup_keeps_young_objects(lab):
@@ -238,9 +238,11 @@ def test_cleanup_keeps_young_objects(lab):
     lab.cloud.until(lambda: there() == (True, True, True), "orphans are recorded")
     begun = time.monotonic()
     lab.clock.set(HOUR)
-    lab.kept_house(6)
+    lab.await_housekeeping(6)
     assert there() == (True, True, True) or time.monotonic() - begun > GRACE
-    lab.cloud.until(lambda: not {claimed, lost} & set(lab.network.owners().load_balancers), "they go in time", 90)
+    lab.cloud.until(
+        lambda: not {claimed, lost} & set(lab.network.owners().load_balancers), "the orphans are deleted", 90
+    )
     assert time.monotonic() - begun >= GRACE - 5
     lab.clock.set(0.0)
 
@@ -270,7 +272,7 @@ def test_draining_connections_continue(lab, pair):
         visits = member.visits(cloud.settings, pair.vip_address, 81)
         cloud.balancers.failover_load_balancer(pair.id)
         cloud.active(pair.id)
-        cloud.until(lambda: len(former & cloud.amphorae(pair)) == 1, "one of them stays for its connections")
+        cloud.until(lambda: len(former & cloud.amphorae(pair)) == 1, "one former amphora drains")
         lab.clock.set(HOUR)
         # The controller checks the draining amphora every two seconds.
         lab.sees_for(2 * SILENT_AFTER)
@@ -279,7 +281,7 @@ def test_draining_connections_continue(lab, pair):
             visit.goes_on()
         member.finish()
         assert visits[0].rest() == member.sent
-    cloud.until(lambda: not former & cloud.amphorae(pair), "it goes when they have ended")
+    cloud.until(lambda: not former & cloud.amphorae(pair), "the drained amphora is deleted")
     lab.clock.set(0.0)
 
 
@@ -292,7 +294,7 @@ def test_an_authority_is_replaced_while_the_clock_is_ahead(lab, balancer):
         known = {one.id: one.state for one in lab.database.read(ca_records.list_cas)}
         return known == {begun["ID"]: CaState.CURRENT}
 
-    lab.cloud.until(over, "it is replaced", 120)
+    lab.cloud.until(over, "the rotation has ended", 120)
     lab.changed(balancer, 9)
     lab.clock.set(0.0)
     lab.changed(balancer, 10)

@@ -22,18 +22,18 @@ from sandbox import demo, topology
 
 pytestmark = pytest.mark.root
 
-HANDS, LEASE = 2, 120
+WORKERS, LEASE = 2, 120
 # More unreachable amphorae than workers.
 HOLES = 3
-# Seconds. A connection to an agent may take 60, a lease 120; a wait for either takes longer than this. What is
-# measured is far below: the machine that runs this may be busy with other things.
+# Seconds. A connection to an agent may take 60 and a lease 120, so a wait for either exceeds SOON. Usual values are far
+# below SOON, but the machine may be busy.
 SOON, CONNECT = 25.0, 60
 
 
 @pytest.fixture(scope="module")
 def sandbox():
     slow = {
-        "amp_controller": {"threads": str(HANDS), "lease": str(LEASE)},
+        "amp_controller": {"threads": str(WORKERS), "lease": str(LEASE)},
         "amp_agent": {"connect_timeout": str(CONNECT)},
     }
     with running(options=slow) as (stack, settings):
@@ -87,7 +87,7 @@ def holes(cloud, settings):
 
 
 class BlackHoles:
-    """Makes amphorae unreachable in two ways: a stopped machine, and a detached cable."""
+    """Makes amphorae unreachable in two ways: a stopped machine, and a disabled interface."""
 
     def __init__(self, settings):
         self._settings = settings
@@ -122,10 +122,10 @@ class BlackHoles:
 
 
 def booting(cloud, name):
-    """Create a load balancer until its machine is started; return amphora and load balancer."""
+    """Create a load balancer and wait until its machine runs; return load balancer and amphora id."""
     made = cloud.balancers.create_load_balancer(name=name, vip_subnet_id=topology.VIP_SUBNET)
     amphora_id = cloud.until(lambda: next(iter(cloud.amphorae(made)), None), "an amphora is recorded")
-    cloud.until((cloud.settings.amphorae / amphora_id / "process.json").exists, "its machine runs")
+    cloud.until((cloud.settings.amphorae / amphora_id / "process.json").exists, "the machine runs")
     return made, amphora_id
 
 
@@ -157,7 +157,7 @@ def test_black_holes_delay_no_other_load_balancer(cloud, stack, holes, database)
     begin, asked = log.stat().st_size, time.monotonic()
     for one in pools.values():
         cloud.balancers.create_member(one, **cloud.member("member2"))
-    cloud.until(lambda: len(owners(database)) >= HANDS, "all hands are in black holes")
+    cloud.until(lambda: len(owners(database)) >= WORKERS, "all workers wait")
     cloud.balancers.create_member(pool, **cloud.member("member2"))
     cloud.active(well.id)
     # A second for a free worker, and the change; an unreachable amphora blocks its worker for 10 s or more.
@@ -167,48 +167,48 @@ def test_black_holes_delay_no_other_load_balancer(cloud, stack, holes, database)
         lines = file.readlines()
     served = next(number for number, line in enumerate(lines) if f"{well.id}: starting step Push" in line)
     given_up = [number for number, line in enumerate(lines) if "again in" in line and any(one in line for one in pools)]
-    assert not given_up or served < given_up[0], "before the first of those that hang has come to an end"
+    assert not given_up or served < given_up[0], "the push ends before the first time-out"
     cloud.balanced(well.vip_address, {"member1": 1, "member2": 1})
 
 
 def test_a_deletion_does_not_wait_for_unreachable_amphorae(cloud, holes, database, intents):
     balancer, amphora_id = swallowed(cloud, holes, "hangs")
-    cloud.until(lambda: owners(database), "it is worked on")
+    cloud.until(lambda: owners(database), "a controller works on the load balancer")
     begin = time.monotonic()
     intents("delete_load_balancer", balancer.id)
-    cloud.until(lambda: not (cloud.settings.amphorae / amphora_id).exists(), "its amphora is gone")
+    cloud.until(lambda: not (cloud.settings.amphorae / amphora_id).exists(), "the amphora is deleted")
     assert time.monotonic() - begin < SOON
     cloud.gone(balancer.id)
 
 
 def test_a_fail_over_does_not_wait_for_unreachable_amphorae(cloud, holes, database, intents):
     balancer, amphora_id = swallowed(cloud, holes, "replaced")
-    cloud.until(lambda: owners(database), "it is worked on")
+    cloud.until(lambda: owners(database), "a controller works on the load balancer")
     begin = time.monotonic()
     intents("fail_over", balancer.id)
-    cloud.until(lambda: cloud.amphorae(balancer) - {amphora_id}, "another amphora is made")
+    cloud.until(lambda: cloud.amphorae(balancer) - {amphora_id}, "another amphora is recorded")
     assert time.monotonic() - begin < SOON
     cloud.active(balancer.id)
-    cloud.until(lambda: amphora_id not in cloud.amphorae(balancer), "the old one is gone")
+    cloud.until(lambda: amphora_id not in cloud.amphorae(balancer), "the old amphora is deleted")
     cloud.balanced(balancer.vip_address, {"member1": 1, "member2": 1})
 
 
 def test_booting_machines_hold_neither_worker_nor_lease(cloud, holes, database, intents):
     frozen = []
-    for number in range(HANDS + 1):
+    for number in range(WORKERS + 1):
         made, amphora_id = booting(cloud, f"slow-boot-{number}")
         holes.freeze(amphora_id)
         frozen.append(made)
     begin = time.monotonic()
     cloud.load_balancer("quick-boot")
-    assert time.monotonic() - begin < SOON, "as if there were no others"
+    assert time.monotonic() - begin < SOON, "the creation does not wait"
     cloud.until(lambda: not owners(database), "no controller works on booting load balancers")
     first = frozen.pop()
     (amphora_id,) = cloud.amphorae(first)
     begin = time.monotonic()
     intents("delete_load_balancer", first.id)
-    cloud.until(lambda: not (cloud.settings.amphorae / amphora_id).exists(), "its amphora is gone")
-    assert time.monotonic() - begin < SOON, "it is deleted at once, although it boots"
+    cloud.until(lambda: not (cloud.settings.amphorae / amphora_id).exists(), "the amphora is deleted")
+    assert time.monotonic() - begin < SOON, "the deletion does not wait for the boot"
     holes.undo()
     for one in frozen:
         cloud.active(one.id)
@@ -216,13 +216,13 @@ def test_booting_machines_hold_neither_worker_nor_lease(cloud, holes, database, 
 
 def test_jobs_of_a_killed_controller_continue_before_the_lease_expires(cloud, stack, holes, database):
     balancer, _ = swallowed(cloud, holes, "orphaned")
-    cloud.until(lambda: owners(database), "it is worked on")
+    cloud.until(lambda: owners(database), "a controller works on the load balancer")
     process = stack.supervision.running("amphora-controller")
     for one in (process, *process.children()):
         one.signal(signal.SIGKILL)
     assert process.wait(10)
     before = owners(database)
-    assert before, "its lease is there still"
+    assert before, "the killed controller's lease remains"
     holes.undo()
     begin = time.monotonic()
     stack.up()
@@ -233,7 +233,7 @@ def test_jobs_of_a_killed_controller_continue_before_the_lease_expires(cloud, st
 
 def test_a_stopping_controller_releases_its_leases(cloud, stack, holes, database):
     balancer, _ = swallowed(cloud, holes, "given-back")
-    cloud.until(lambda: owners(database), "it is worked on")
+    cloud.until(lambda: owners(database), "a controller works on the load balancer")
     stack.supervision.stop("amphora-controller")
     assert owners(database) == []
     holes.undo()

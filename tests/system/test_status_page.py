@@ -42,7 +42,7 @@ def sample(settings, name, port=PORT, path="/metrics/process"):
     """Return the value of one series."""
     lines = asked(settings, path, port)[1].splitlines()
     found = [line.rpartition(" ")[2] for line in lines if line.startswith(name + " ")]
-    assert len(found) == 1, f"{name} is said {len(found)} times"
+    assert len(found) == 1, f"{name} has {len(found)} samples"
     return float(found[0])
 
 
@@ -72,7 +72,7 @@ def test_a_fail_over_appears_on_an_open_page(cloud, settings, page):
             "[...document.querySelectorAll('[data-part=failovers] tbody tr')]"
             f".some((row) => row.innerText.includes('{balancer.id}') && row.innerText.includes('done'))"
         ),
-        "the page shows a fail-over that was done",
+        "the page shows the completed fail-over",
     )
     row = next(one for one in status(settings)["fleet"]["failovers"] if one["load_balancer_id"] == balancer.id)
     assert row["cause"] == "asked"
@@ -91,7 +91,7 @@ def test_the_page_shows_the_same_without_scripts(cloud, settings, page):
     told = asked(settings, "/")[1]
     assert balancer.id in told
     assert "plain" in told
-    cloud.until(lambda: "plain" in asked(settings, "/?q=plain")[1], "found by its name")
+    cloud.until(lambda: "plain" in asked(settings, "/?q=plain")[1], "the search finds the load balancer")
     assert balancer.id not in asked(settings, "/?q=another-one")[1]
 
 
@@ -114,7 +114,7 @@ def test_numbers_of_both_processes(cloud, settings):
     assert sample(settings, "amphora_fleet_certificate_expiry_seconds", path="/metrics/fleet") > 0
 
 
-def test_log_lines_of_a_job_say_what_they_are_about(cloud, settings, stack):
+def test_log_lines_of_a_job_contain_its_ids(cloud, settings, stack):
     balancer = cloud.served("logged")
     (amphora,) = cloud.amphorae(balancer)
     text = stack.supervision.log("amphora-controller").read_text(encoding="utf-8")

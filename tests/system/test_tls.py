@@ -94,7 +94,7 @@ def shaken(cloud, address, name=None, *, client=None, port=443, tmp_path=None):
 
 
 def secure(cloud, name="tls", members=("member1",), **more):
-    """A load balancer with an HTTP listener and, beside it, one that terminates TLS; both go to the same pool."""
+    """Create a load balancer with an HTTP and a TERMINATED_HTTPS listener for the same pool."""
     balancer = cloud.served(name, members)
     values = {
         "name": f"{name}-https",
@@ -150,7 +150,7 @@ def test_certificates_are_added_replaced_and_removed(cloud, kept):
 @pytest.mark.extended
 def test_sni_alone_is_tls_too(cloud, kept):
     balancer, listener = secure(cloud, default_tls_container_ref=None, sni_container_refs=["two", "one"])
-    assert shaken(cloud, balancer.vip_address) == ("two", "member1"), "the user's first, not the database's"
+    assert shaken(cloud, balancer.vip_address) == ("two", "member1"), "the request's first reference is the default"
     change(cloud, balancer, listener, name="renamed")
     assert shaken(cloud, balancer.vip_address) == ("two", "member1")
 
@@ -164,8 +164,8 @@ def test_client_certificates_are_required(cloud, kept, tmp_path):
 
     assert isinstance(seen(), str)
     assert seen(ADA) == seen(EVE) == ("one", "member1")
-    assert isinstance(seen(TWO), str), "the certificate of another name"
-    # An update that names the revocation list alone comes without its content.
+    assert isinstance(seen(TWO), str), "another authority issued the certificate"
+    # Octavia does not include the content in an update of the revocation list alone.
     change(cloud, balancer, listener, client_crl_container_ref="revoked")
     assert seen(ADA) == ("one", "member1")
     assert isinstance(seen(EVE), str)
@@ -178,7 +178,7 @@ def test_client_certificates_are_required(cloud, kept, tmp_path):
 
 @contextmanager
 def tls_member(cloud, name, certificate, tmp_path, port=8443):
-    """A server in a member's namespace that speaks TLS; yields the requests' server names."""
+    """Run a TLS server in a member's namespace."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     path = tmp_path / "member.pem"
     path.write_text(certificate.pem)
@@ -229,7 +229,7 @@ def test_tls_pools_verify_members(cloud, kept, tmp_path):
         change_pool(tls_enabled=True, ca_tls_container_ref="authority")
         assert cloud.answers(balancer.vip_address, 2) == {"encrypted": 2}
         change_pool(ca_tls_container_ref="another")
-        assert cloud.answers(balancer.vip_address, 1) == {"503": 1}, "the member's certificate is another authority's"
+        assert cloud.answers(balancer.vip_address, 1) == {"503": 1}, "another authority issued the certificate"
         change_pool(ca_tls_container_ref=None, tls_container_ref="two")
         assert cloud.answers(balancer.vip_address, 2) == {"encrypted": 2}
 
@@ -257,19 +257,21 @@ def test_a_whole_tree_with_tls_in_one_request(cloud, kept):
     address = balancer.vip_address
     assert shaken(cloud, address) == ("one", "member1")
     assert shaken(cloud, address, "two.example.com") == ("two", "member1")
-    assert shaken(cloud, address, "one.example.com", port=444) == ("two", "member1"), "another listener's is not shown"
+    assert shaken(cloud, address, "one.example.com", port=444) == ("two", "member1"), (
+        "each listener has its own certificates"
+    )
     found = {(one.name, one.provisioning_status) for one in cloud.balancers.listeners()}
     assert found == {("listener 443", "ACTIVE"), ("listener 444", "ACTIVE")}
 
 
-def test_a_deleted_secret_affects_its_own_listener_only(cloud, kept):
-    """The user's secret is deleted between two requests: existing listeners serve, and the user gets an error."""
+def test_an_unreadable_secret_affects_its_own_listener_only(cloud, kept):
+    """A secret that cannot be decrypted sets its listener to ERROR; the other listener serves."""
     balancer, listener = secure(cloud)
     kept.put("four", FOUR)
     lost = cloud.database.write(
         lambda connection: connection.execute(metadata.tables["secret"].update().values(sealed=b"of another key"))
     )
-    assert lost.rowcount == 2, "the certificate, and what keys of session tickets are made from"
+    assert lost.rowcount == 2, "the certificate, and the seed of the session tickets"
     cloud.balancers.update_listener(cloud.listener_of(balancer), name="renamed")
     cloud.active(balancer.id)
     assert status(cloud, listener) == "ERROR"
@@ -291,13 +293,13 @@ def test_a_restarted_machine_gets_its_keys_again(cloud, kept, settings):
         compute.power_off(amphora_id)
         assert isinstance(shaken(cloud, balancer.vip_address), str)
         assert compute.power_on(amphora_id)
-        cloud.until(lambda: shaken(cloud, balancer.vip_address) == ("one", "member1"), "TLS is served again")
+        cloud.until(lambda: shaken(cloud, balancer.vip_address) == ("one", "member1"), "the TLS listener serves")
     assert cloud.amphorae(balancer) == {amphora_id}
     assert {status(cloud, listener), cloud.balancers.get_load_balancer(balancer.id).provisioning_status} == {"ACTIVE"}
 
 
 def test_no_users_key_is_stored_in_clear(tmp_path):
-    """Databases, logs at their loudest and configuration of a whole sandbox; an amphora keeps keys in memory only."""
+    """No file of a sandbox at DEBUG contains a user's key; an amphora keeps keys in memory only."""
     with running(options={"DEFAULT": {"debug": "True"}}) as (_stack, settings), demo.connect(settings) as connection:
         database = Database(settings.database_url)
         cloud = Cloud(settings, connection, database)

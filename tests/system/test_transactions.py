@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Octavia calls the provider inside an open transaction: a status that is reported before its commit would be lost.
+"""No status is reported before the commit of Octavia's transaction, which would overwrite it.
 
-The test uses MariaDB, which locks rows and not the whole file. The time between the provider's return and Octavia's
-commit is extended from milliseconds to most of a second. The provider's own state is on MariaDB too.
+Octavia calls the provider inside an open transaction. The test uses MariaDB, which locks rows and not the whole file.
+The time between the provider's return and Octavia's commit is extended from milliseconds to 0.7 seconds. The provider's
+own database is on MariaDB too.
 """
 
 import os
@@ -59,7 +60,7 @@ def settled(cloud, balancer):
         return "PENDING" in str(tree)
 
     cloud.active(balancer.id)
-    cloud.until(lambda: not pending(), "nothing PENDING")
+    cloud.until(lambda: not pending(), "no object is PENDING")
 
 
 def test_every_kind_of_object_becomes_active(cloud):

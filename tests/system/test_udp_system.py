@@ -27,7 +27,7 @@ CONNECT = {"type": "UDP-CONNECT", "delay": 3, "timeout": 1, "max_retries": 1, "m
 
 @pytest.fixture
 def members(settings):
-    """Ends a member's answers to datagrams for good, or for the length of a with block."""
+    """UDP members; yields a function that stops a member's answers for the length of a with block."""
     with contextlib.ExitStack() as closing:
         running = {}
 
@@ -53,7 +53,7 @@ def udp_member(cloud, name, **more):
 
 
 def served(cloud, name, members=("member1", "member2"), *, pool=None, listener=None, **more):
-    """A load balancer with a UDP listener and pool, made in one request, ACTIVE."""
+    """Create a load balancer with a UDP listener and pool in one request; wait for ACTIVE."""
     back = {
         "name": f"{name}-pool",
         "protocol": "UDP",
@@ -66,13 +66,13 @@ def served(cloud, name, members=("member1", "member2"), *, pool=None, listener=N
 
 
 def shared(cloud, settings, balancer, *names):
-    """Exactly these members answer, each more than once, and nothing is lost."""
+    """Wait until exactly these members answer, each more than once, and no answer is lost."""
 
     def ask():
         found = answers(settings, balancer.vip_address, 8 * len(names))
         return set(found) == set(names) and min(found.values()) > 1
 
-    cloud.until(ask, f"datagrams go to {names}", 30)
+    cloud.until(ask, f"{names} answer", 30)
 
 
 def status(cloud, pool, name):
@@ -119,7 +119,7 @@ def test_members_are_added_changed_and_removed(cloud, settings, members):
 
     found = cloud.until(lambda: (one := counted()).total_connections >= 110 and one, "110 flows are counted")
     assert found.bytes_in > 0
-    assert found.bytes_out > found.bytes_in, "answers are longer than questions"
+    assert found.bytes_out > found.bytes_in, "answers are longer than requests"
     cloud.balancers.update_listener(cloud.listener_of(balancer), is_admin_state_up=False)
     cloud.active(balancer.id)
     assert set(answers(settings, balancer.vip_address, 3)) <= {"refused", "nothing"}
@@ -179,8 +179,8 @@ def test_a_fail_over_keeps_clients_with_their_members(cloud, settings, members, 
     assert len(old) == {"SINGLE": 1, "ACTIVE_STANDBY": 2}[kind]
     cloud.balancers.failover_load_balancer(balancer.id)
     cloud.active(balancer.id)
-    cloud.until(lambda: not old & cloud.amphorae(balancer), "new amphorae")
-    cloud.until(lambda: answers(settings, balancer.vip_address, 2).keys() == before.keys(), "the same member as before")
+    cloud.until(lambda: not old & cloud.amphorae(balancer), "the amphorae are replaced")
+    cloud.until(lambda: answers(settings, balancer.vip_address, 2).keys() == before.keys(), "the same member answers")
     assert answers(settings, balancer.vip_address, 10) == before
     cloud.online(balancer.id)
 
@@ -217,7 +217,7 @@ def test_udp_and_tcp_share_a_port_in_both_families(cloud, settings, members):
     assert cloud.answers(balancer.vip_address, 3) == {"member3": 3}
 
 
-def test_an_algorithm_that_no_engine_has_in_one_request(cloud):
+def test_an_unsupported_algorithm_is_refused_in_one_request(cloud):
     kept = {"lb_algorithm": "LEAST_CONNECTIONS", "session_persistence": {"type": "SOURCE_IP"}}
     with pytest.raises(
         openstack.exceptions.HttpException,
@@ -237,7 +237,7 @@ def test_least_loaded_member_gets_the_next_flow(cloud, settings, members):
 def test_source_address_for_members(cloud, settings, members):
     balancer = served(cloud, "udp-hidden", ("member1",))
     (answer,) = datagrams.said(settings, balancer.vip_address)
-    assert answer.startswith("member1 192.0.2."), "an amphora's address on the members' network"
+    assert answer.startswith("member1 192.0.2."), "the source address is the amphora's"
 
 
 @pytest.mark.extended
@@ -269,13 +269,13 @@ def test_flows_are_logged_beside_connections(cloud, settings, members, flavor):
         said = json.loads(diagnosed(cloud, amphora.id))["checker log"]
         return [one.split() for one in said if one.startswith(f"{balancer.project_id} {balancer.id} {listener.id} ")]
 
-    cloud.until(lambda: len(lines()) == 2, "the flows of the member that is gone have lines")
+    cloud.until(lambda: len(lines()) == 2, "the deleted member's flows are logged")
     for found in lines():
         assert found[3] == "198.51.100.2"
         assert found[6:8] + found[10:12] == ["-"] * 4
         assert found[12:14] == [f"{pool.id}:{listener.id}", gone.id]
         assert found[15:] == ["D-", "UDP", "1", "1"]
-        assert min(int(found[8]), int(found[9])) > 20, "bytes each way, with the heads of their packets"
+        assert min(int(found[8]), int(found[9])) > 20, "both byte counts include the packet headers"
 
 
 @contextlib.contextmanager
@@ -307,7 +307,7 @@ def test_security_groups_permit_udp(cloud, settings, members, database):
     assert answers(settings, balancer.vip_address, 2) == {"member1": 2}
 
 
-# Associations have begun by way of a VIP (tests/dataplane/test_udp_sctp.py); this kernel has no sockets for the rest.
+# tests/dataplane/test_udp_sctp.py begins associations over a VIP; this kernel has no SCTP sockets for complete ones.
 @pytest.mark.feature_partly("listener.protocol.SCTP", "pool.protocol.SCTP")
 @pytest.mark.feature("healthmonitor.type.SCTP")
 def test_sctp_is_accepted(cloud):
@@ -349,7 +349,7 @@ def test_options_that_depend_on_the_protocol(refusing, path, word, body, status_
 
 @pytest.fixture(scope="module")
 def refusing(settings, connection, database):
-    """A load balancer with a UDP listener and pool that stays as it is."""
+    """An unchanged load balancer with a UDP listener and pool."""
     cloud = Cloud(settings, connection, database)
     balancer = served(cloud, "udp-refusing", ("member1",))
     yield cloud, cloud.listener_of(balancer), cloud.pool_of(balancer)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A secret is deleted before the provider reads its reference: Octavia returns neither the secret nor that object.
+"""A deleted secret: Octavia returns neither the secret nor the object that refers to it.
 
-The provider learns half of a fully populated load balancer, for example its L7 policies, only by reading from Octavia.
+The secret is deleted before the provider reads its reference. The provider learns half of a fully populated load
+balancer, for example its L7 policies, only by reading from Octavia.
 """
 
 import sys
@@ -79,4 +80,4 @@ def test_only_unreadable_objects_are_omitted(lab):
     cloud.active(made.id)
     assert states(cloud.balancers.listeners()) == {"80": "ACTIVE", "81": "ACTIVE"}
     assert states(cloud.balancers.pools()) == {"open": "ACTIVE", "closed": "ACTIVE"}
-    assert cloud.get(balancer.vip_address, "/secret", port=81)[0] == 403, "its policy is known by now"
+    assert cloud.get(balancer.vip_address, "/secret", port=81)[0] == 403, "the provider has read the L7 policy"

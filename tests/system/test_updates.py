@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Updates through Octavia's API: a new value, null (back to the default), and an absent field (unchanged).
+"""Updates through Octavia's API: a new value, null (back to the default), and an absent field.
 
 After each change, Octavia and the provider record the same state of the object. After the last change of an object,
 they record the same state of every object of the load balancer. An update changes many fields at once; a failure names
@@ -16,7 +16,7 @@ from amphora_driver.store import desired_objects
 pytestmark = [pytest.mark.root, pytest.mark.extended]
 
 KEPT = ...
-"""Octavia chooses a value of its own, or keeps the one it had."""
+"""Octavia chooses a value, or keeps the former value."""
 WORDS = {"pools": "pool", "members": "member", "listeners": "listener", "l7policies": "l7policy", "rules": "rule"}
 WORDS |= {"healthmonitors": "healthmonitor", "loadbalancers": "loadbalancer"}
 

@@ -16,7 +16,7 @@ def old(tmp_path_factory):
     """A sandbox with agents of the baseline version."""
     folder = tmp_path_factory.mktemp("before")
     previous.unpacked(folder, "amphora_agent")
-    # The amphora's own first process reads it before its mounts are its own.
+    # The first process of an amphora reads the folder before it creates its own mount namespace.
     folder.chmod(0o755)
     python = previous.interpreter(folder / "python", AGENT_PYTHON, folder)
     with drift_lab() as lab:
@@ -24,7 +24,7 @@ def old(tmp_path_factory):
         yield lab
 
 
-def test_an_agent_of_the_version_before_is_served_changed_compared_and_repaired(old, tmp_path):
+def test_an_agent_of_the_baseline_version_is_pushed_audited_and_repaired(old, tmp_path):
     balancer = old.served("before")
     (one,) = old.of(balancer)
     generation = old.settled(balancer)
@@ -33,8 +33,8 @@ def test_an_agent_of_the_version_before_is_served_changed_compared_and_repaired(
     old.active(balancer.id)
     assert old.settled(balancer) == generation + 1
     old.online(balancer.id)
-    old.until(lambda: old.row(one.id).audited_at is not None, "it is compared")
-    assert old.row(one.id).drift is None, "and nothing differs"
+    old.until(lambda: old.row(one.id).audited_at is not None, "the drift audit has run")
+    assert old.row(one.id).drift is None, "the audit finds no drift"
 
     assert old.amphoractl("loadbalancer", "diff", balancer.id)[:2] == (0, "")
     status, _, errors = old.amphoractl("amphora", "diagnose", one.id, "--output", str(tmp_path / "file"))
@@ -44,5 +44,5 @@ def test_an_agent_of_the_version_before_is_served_changed_compared_and_repaired(
     # The agent repairs a manual change.
     old.inside(one, "ip link set eth1 mtu 1400")
     old.drifted(one.id, "eth1 has an MTU of 1400")
-    old.until(lambda: old.amphoractl("loadbalancer", "diff", balancer.id)[0] == 0, "the agent has repaired it")
+    old.until(lambda: old.amphoractl("loadbalancer", "diff", balancer.id)[0] == 0, "the agent has repaired the MTU")
     old.balanced(balancer.vip_address, {"member1": 1, "member2": 1})

@@ -37,8 +37,8 @@ def lab():
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_held_up(lab):
-    """End the rotations that a failed test has left."""
+def no_waiting_process(lab):
+    """Disarm the failpoints and end the draining that a failed test has left."""
     yield
     lab.disarm()
     undrained = process.update().values(draining=False)
@@ -130,7 +130,7 @@ def left_to(lab, works, rests):
         now = {row.name: row.beat for row in lab.database.read(process_registry.list_processes)}
         return all(now[one] > beat[one] + 1 for one in (works, rests))
 
-    lab.cloud.until(heard, "both have heard of it")
+    lab.cloud.until(heard, "both controllers have sent a heartbeat")
 
 
 def phase_of(connection, kind):
@@ -140,13 +140,13 @@ def phase_of(connection, kind):
 
 @pytest.mark.parametrize("kind", [CaKind.CONTROLLER, CaKind.AMPHORA])
 def test_an_authority_is_replaced_by_controllers_of_two_versions(lab, witness, tmp_path, kind):
-    """The controllers alternate in each step: one continues the other's work, and each reaches every amphora."""
+    """The controllers alternate: each continues the other's work, and each reaches every amphora."""
     cloud, looks = lab.cloud, f"Authority-{kind.value}-before"
     previous.same_schema(tmp_path)
     (ours,) = controllers(lab)
     before = cloud.amphorae(witness.balancer)
     with second_controller(lab, tmp_path):
-        cloud.until(lambda: len(controllers(lab)) == 2, "the other one has signed")
+        cloud.until(lambda: len(controllers(lab)) == 2, "the second controller is registered")
         (theirs,) = controllers(lab) - {ours}
         # The check waits: each step lasts as long as both versions need.
         lab.hold(looks)
@@ -155,7 +155,7 @@ def test_an_authority_is_replaced_by_controllers_of_two_versions(lab, witness, t
         made, weight = [], 10
         turns = [(ours, theirs), (theirs, ours)]
         for phase in (CaState.NEXT, CaState.FORMER, CaState.LEAVING, None):
-            cloud.until(lambda p=phase: lab.database.read(lambda c: phase_of(c, kind)) is p, f"it is {phase}")
+            cloud.until(lambda p=phase: lab.database.read(lambda c: phase_of(c, kind)) is p, f"the phase is {phase}")
             lab.hold(looks)
             for works, rests in turns:
                 left_to(lab, works, rests)
@@ -183,7 +183,7 @@ def test_an_authority_is_replaced_by_controllers_of_two_versions(lab, witness, t
 def test_controllers_of_another_schema_do_nothing(lab, witness, tmp_path):
     """The next version starts beside the current one: neither continues the other's work."""
     new, kind = previous.next_schema(tmp_path), CaKind.CONTROLLER
-    # Beside the driver's own way to it: that one looks at the schema too.
+    # The driver's own engine would also check the schema.
     engine = sa.create_engine(lab.settings.database_url)
 
     def phase():
@@ -197,26 +197,26 @@ def test_controllers_of_another_schema_do_nothing(lab, witness, tmp_path):
     lab.held(looks)
     try:
         with second_controller(lab, tmp_path) as program:
-            lab.cloud.until(lambda: lab.stack.supervision.running(program.name) is None, "it has ended")
+            lab.cloud.until(lambda: lab.stack.supervision.running(program.name) is None, "the controller has ended")
             assert f"this version requires {new}" in log_of(lab, program.name)
-        # A running process prevents an upgrade, and is named.
+        # A running process prevents an upgrade, and the message names it.
         (ours,) = controllers(lab)
         status, said = amphoractl(lab, "database", "upgrade", folder=tmp_path)
         assert (status, ours in said) == (1, True), said
         change(lab, witness.balancer, 50)
 
-        # The operator forces it.
+        # The operator forces the upgrade.
         status, said = amphoractl(lab, "database", "upgrade", "--force", folder=tmp_path)
         assert (status, said["After"]) == (0, new), said
         newer = f"the schema is {new}, newer than"
         for name in ("amphora-controller", "amphora-health-manager", "octavia-driver-agent"):
-            lab.cloud.until(lambda one=name: newer in log_of(lab, one), f"{name} has noticed")
+            lab.cloud.until(lambda one=name: newer in log_of(lab, one), f"{name} refuses the schema")
         lab.disarm()
-        # Ours would have moved it on by now, if it did anything: it looks each second.
+        # The old controller checks each second: if it still worked, the rotation would be in its next phase.
         time.sleep(SETTLE + 4)
         assert phase() is CaState.NEXT
         with second_controller(lab, tmp_path):
-            lab.cloud.until(lambda: phase() is None, "the next version has brought it to its end")
+            lab.cloud.until(lambda: phase() is None, "the next version completes the rotation")
     finally:
         with engine.begin() as connection:
             connection.execute(sa.text("UPDATE alembic_version SET version_num = :old"), {"old": f"{int(new) - 1:04}"})

@@ -42,7 +42,7 @@ def tiny(network, database):
         AddressRange(
             id=TINY,
             network_id=topology.VIP_NETWORK,
-            # The last one by name: a VIP by network alone is to be on another.
+            # The last one by name, so that a VIP without a subnet is on another subnet.
             name="zz-tiny",
             cidr="198.51.101.0/29",
             gateway=None,
@@ -113,9 +113,9 @@ def test_ports_of_others_and_subnets_without_addresses(cloud, network, tiny):
     refused(cloud, asked, INVALID, f"Port {theirs.id} is already used by device client")
 
     fixed = [{"subnet_id": tiny}]
-    hers = [cloud.connection.network.create_port(network_id=topology.VIP_NETWORK, fixed_ips=fixed) for _ in range(2)]
+    taken = [cloud.connection.network.create_port(network_id=topology.VIP_NETWORK, fixed_ips=fixed) for _ in range(2)]
     refused(cloud, {"vip_subnet_id": tiny}, TAKEN, "every address of subnet zz-tiny (198.51.101.0/29)")
-    for port in hers:
+    for port in taken:
         cloud.connection.network.delete_port(port.id)
     with contextlib.ExitStack() as restored:
         restored.callback(cloud.clean)
@@ -215,7 +215,9 @@ def fail_over(cloud, balancer):
     before = cloud.amphorae(balancer)
     cloud.balancers.failover_load_balancer(balancer.id)
     cloud.active(balancer.id)
-    cloud.until(lambda: len(cloud.amphorae(balancer)) == 1 and not cloud.amphorae(balancer) & before, "replaced")
+    cloud.until(
+        lambda: len(cloud.amphorae(balancer)) == 1 and not cloud.amphorae(balancer) & before, "the amphora is replaced"
+    )
 
 
 @pytest.mark.feature("lb.vip_sg_id")
@@ -227,7 +229,7 @@ def test_security_groups(place, network):
 
     found = change(cloud, balancer, vip_sg_ids=[web])
     assert connections(cloud, addresses) == 2 * [["open", SHUT_OUT]]
-    assert cloud.answers(addresses[0], 2) == {"member1": 2}, "what the members answer comes through"
+    assert cloud.answers(addresses[0], 2) == {"member1": 2}, "the group permits answers of members"
     shown = cloud.balancers.get(cloud.url(f"loadbalancers/{found.id}")).json()["loadbalancer"]
     assert shown["vip_sg_ids"] == [web]
 
@@ -249,7 +251,7 @@ def test_security_groups(place, network):
 def rate(cloud, address):
     """Return bytes per second of a client after the permitted burst.
 
-    Without a limit the answer is there after some megabytes: more would only take both processors from other tests.
+    Without a limit it ends after some megabytes, because more would take processor time from other tests.
     """
 
     def ask():
@@ -270,8 +272,8 @@ def test_qos_policy(place, network):
     cloud, balancer, addresses = place
     slow = QosPolicy(id=str(uuid.uuid4()), name="of-a-test", egress_kbps=8_000)
     network.port_security.define_policy(slow)
-    # TCP never fills what a policer lets through: a fifth of it on a busy machine is plenty. A segment that is sent
-    # again makes what came after it readable: up to a megabyte of an earlier second counts too.
+    # TCP does not reach a policer's limit; on a busy machine, a fifth of it is enough. After a retransmission the
+    # client also reads later segments that have arrived before: up to a megabyte of an earlier second.
     limited = pytest.approx(1_000_000, abs=800_000)
     free = min(rate(cloud, address) for address in addresses)
     assert free > 3_000_000
@@ -300,7 +302,7 @@ def test_a_disabled_load_balancer_refuses_connections(place):
 
 
 def test_vip_options_apply_from_creation_to_deletion(cloud, network):
-    """Options of a creation apply before the first client; the next owner of the address does not inherit them."""
+    """Options apply before the first client; the next owner of the address does not inherit them."""
     web = group(network, 80)
     slow = QosPolicy(id=str(uuid.uuid4()), name="of-a-test", ingress_kbps=1_000)
     network.port_security.define_policy(slow)

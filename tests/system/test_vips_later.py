@@ -109,14 +109,14 @@ def machines(cloud, load_balancer_id):
 def test_an_address_that_comes_later(cloud, answers):
     made = cloud.post("loadbalancers", {"loadbalancer": wish("later", additional_vips=[{"subnet_id": SIX}])})
     one = made["loadbalancer"]
-    # Octavia takes it, stores it, and answers; what is known besides is there.
+    # Octavia stores the load balancer without the address; all other fields have values.
     assert (one["vip_address"], one["vip_port_id"], one["vip_subnet_id"]) == (None, None, topology.VIP_SUBNET)
     assert [(vip["subnet_id"], vip["ip_address"]) for vip in one["additional_vips"]] == [(SIX, None)]
 
     # The amphora boots meanwhile, because its host may determine the address. The port is plugged after that.
     (amphora,) = cloud.until(lambda: [m for m in machines(cloud, one["id"]) if m.compute_id], "an amphora boots")
     line = re.compile(f"{one['id']} \\S+ {amphora.compute_id}")
-    cloud.until(lambda: line.search((answers / "asked").read_text()), "the allocator is told of the machine")
+    cloud.until(lambda: line.search((answers / "asked").read_text()), "the allocator gets the machine")
     assert "not known yet (the allocator has not answered; asked" in operator_sees(cloud, one["id"])
     assert machines(cloud, one["id"])[0].plugged == ()
     assert shown(cloud, one["id"])["provisioning_status"] == "PENDING_CREATE"
@@ -142,7 +142,9 @@ def test_an_address_that_comes_later(cloud, answers):
     before = cloud.amphorae(balancer)
     cloud.balancers.failover_load_balancer(one["id"])
     cloud.active(one["id"])
-    cloud.until(lambda: len(cloud.amphorae(balancer)) == 1 and not cloud.amphorae(balancer) & before, "replaced")
+    cloud.until(
+        lambda: len(cloud.amphorae(balancer)) == 1 and not cloud.amphorae(balancer) & before, "the amphora is replaced"
+    )
     cloud.balanced(six, {"member1": 1, "member2": 1})
     # Exception: Octavia compares the networks with addresses that it does not have.
     values = {"loadbalancer_id": one["id"], "protocol": "HTTP", "protocol_port": 81, "allowed_cidrs": ["192.0.2.0/24"]}
@@ -167,14 +169,14 @@ def test_a_pair_whose_address_comes_later(cloud, answers):
             "both amphorae boot",
         )
         line = re.compile(f"{made['id']} \\S+ " + ".*".join(f"(?=.*{one.compute_id})" for one in both))
-        cloud.until(lambda: line.search((answers / "asked").read_text()), "the allocator is told of both machines")
+        cloud.until(lambda: line.search((answers / "asked").read_text()), "the allocator gets both machines")
         assert [one.plugged for one in machines(cloud, made["id"])] == [(), ()]
         (answers / "go").touch()
         cloud.active(made["id"])
         (answers / "go").unlink()
         (address,) = (vip.address for vip in ours(cloud, made["id"]).vips)
-        cloud.until(lambda: cloud.answers(address, 2) == {"member1": 2}, "it serves")
-        assert len(cloud.amphorae(cloud.balancers.get_load_balancer(made["id"]))) == 2, "nothing was made twice"
+        cloud.until(lambda: cloud.answers(address, 2) == {"member1": 2}, "member1 serves")
+        assert len(cloud.amphorae(cloud.balancers.get_load_balancer(made["id"]))) == 2, "the pair has two amphorae"
     finally:
         cloud.balancers.delete_load_balancer(made["id"], cascade=True)
         cloud.gone(made["id"])
@@ -191,7 +193,7 @@ def test_a_requested_address_that_is_refused_later_ends_in_error(cloud, answers)
     assert ours(cloud, one["id"]).vip.address == ""
     (answers / "refuse").touch()
     try:
-        cloud.until(lambda: shown(cloud, one["id"])["provisioning_status"] == "ERROR", "its user is told")
+        cloud.until(lambda: shown(cloud, one["id"])["provisioning_status"] == "ERROR", "the status is ERROR")
         error = sa.select(tables.job.c.error).where(tables.job.c.load_balancer_id == one["id"])
         assert "the allocator has none left" in cloud.database.read(lambda c: c.execute(error).scalar())
         # An immediate refusal by the backend is an immediate refusal to the user.

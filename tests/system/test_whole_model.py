@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A load balancer with as much of Octavia's model as possible, created in steps and by a single request.
+"""A load balancer with as much of Octavia's model as possible, created in two ways.
 
-Both results are the same, every feature works beside all others, and both are deleted without a remainder.
+One is created in steps, the other by a single request. Both results are the same, every feature works beside all
+others, and both are deleted completely.
 """
 
 import http.client
@@ -28,7 +29,7 @@ from sandbox import topology
 pytestmark = pytest.mark.root
 BOTH = pytest.mark.parametrize("name", [pytest.param("steps", marks=pytest.mark.extended), "post"])
 OFF = {"app-4", "off", "asleep", "asleep/PATH", "sleepless/PATH"}
-"""What is switched off."""
+"""The disabled objects."""
 
 
 class Made(dict):
@@ -74,7 +75,7 @@ def rendered(cloud, balancer):
     return done.stdout
 
 
-class Visitor:
+class Client:
     """A client of one load balancer, by default in the client's namespace."""
 
     def __init__(self, cloud, balancer, *, version=4, host=topology.CLIENT):
@@ -110,7 +111,7 @@ class Visitor:
 
 
 def identity(tmp_path, certificate=None):
-    """A TLS client, with or without a client certificate."""
+    """Return the TLS context of a client, with or without a client certificate."""
     context = ssl.create_default_context(cadata=authorities.ROOT.pem)
     if certificate is not None:
         (tmp_path / "client.pem").write_text(certificate.pem)
@@ -169,7 +170,7 @@ def test_all_objects_are_active_and_online(place, name):
 
         found = {}
         walk(cloud.balancers.get(cloud.url(f"loadbalancers/{made[name].id}/status")).json())
-        # Pools of policies only, policies and rules are not in that answer.
+        # That answer omits policies, rules, and pools that only policies use.
         for kind in ("pools", "l7policies"):
             for one in cloud.balancers.get(cloud.url(kind)).json()[kind]:
                 walk(one)
@@ -179,72 +180,70 @@ def test_all_objects_are_active_and_online(place, name):
         return {word: found.get(object_id) for object_id, word in names.items() if object_id in found}
 
     try:
-        cloud.until(lambda: seen() == expected, "everything ACTIVE and ONLINE", 60)
+        cloud.until(lambda: seen() == expected, "every object is ACTIVE and ONLINE", 60)
     except AssertionError:
-        assert seen() == expected, "and it stays so"
+        assert seen() == expected, "every object is ACTIVE and ONLINE"
 
 
 @BOTH
 def test_headers_are_inserted(place, name):
     cloud, made = place
     for version, client in ((4, "198.51.100.2"), (6, "2001:db8:1::2")):
-        found = Visitor(cloud, made[name], version=version).echoed(headers={"X-Real-IP": "203.0.113.1"})["headers"]
+        found = Client(cloud, made[name], version=version).echoed(headers={"X-Real-IP": "203.0.113.1"})["headers"]
         inserted = {word: found.get(word) for word in ("x-forwarded-for", "x-forwarded-port", "x-real-ip")}
         assert inserted == {"x-forwarded-for": client, "x-forwarded-port": "80", "x-real-ip": client}
-        assert "x-forwarded-proto" not in found, "it is switched off"
+        assert "x-forwarded-proto" not in found, "this header is disabled"
 
 
 @BOTH
 def test_policies_decide(place, name):
     cloud, made = place
-    visitor = Visitor(cloud, made[name])
+    client = Client(cloud, made[name])
     inside = {"Host": "www.example.com"}
-    status, headers, _ = visitor.ask("/account/1?x=y", headers=inside)
+    status, headers, _ = client.ask("/account/1?x=y", headers=inside)
     assert (status, headers["location"]) == (308, "https://secure.example.com/a?b=c&d/account/1?x=y")
-    assert visitor.ask("/account/1")[0] == 200, "not this host"
-    status, headers, _ = visitor.ask("/old/17")
+    assert client.ask("/account/1")[0] == 200, "the rule requires another host"
+    status, headers, _ = client.ask("/old/17")
     assert (status, headers["location"]) == (301, "http://example.com/new?a=1&b=2#three")
-    assert visitor.ask("/old/17/x")[0] == 200
-    sealed = visitor.echoed("/a/b.png")
-    assert (sealed["member"], sealed["client"]) == ("member3", "two.example.com"), (
-        "encrypted, by the pool's certificate"
-    )
-    plain = visitor.echoed("/a/b.png", headers={"Cookie": "choice=plain&simple"})
+    assert client.ask("/old/17/x")[0] == 200
+    sealed = client.echoed("/a/b.png")
+    assert (sealed["member"], sealed["client"]) == ("member3", "two.example.com"), "the pool presents its certificate"
+    plain = client.echoed("/a/b.png", headers={"Cookie": "choice=plain&simple"})
     assert plain["member"] in ("member1", "member2")
-    assert visitor.ask("/old/17", headers={"User-Agent": "a bot"})[0] == 403, "the first one wins"
+    assert client.ask("/old/17", headers={"User-Agent": "a bot"})[0] == 403, "the first policy applies"
 
 
 @BOTH
 def test_a_cookie_keeps_a_client_on_its_member(place, name):
     cloud, made = place
-    visitor = Visitor(cloud, made[name])
-    assert {visitor.echoed()["member"] for _ in range(6)} == {"member1", "member2"}
-    status, headers, body = visitor.ask()
+    client = Client(cloud, made[name])
+    assert {client.echoed()["member"] for _ in range(6)} == {"member1", "member2"}
+    status, headers, body = client.ask()
     assert status == 200
     cookie, *attributes = headers["set-cookie"].split("; ")
     assert {"HttpOnly", "SameSite=Lax"} <= set(attributes)
-    mine = {visitor.echoed(headers={"Cookie": cookie})["member"] for _ in range(6)}
+    mine = {client.echoed(headers={"Cookie": cookie})["member"] for _ in range(6)}
     assert mine == {json.loads(body)["member"]}
 
 
 @BOTH
-def test_only_allowed_clients_come_in(place, name):
+def test_only_allowed_clients_have_access(place, name):
     cloud, made = place
     balancer = made[name]
-    assert Visitor(cloud, balancer).ask()[0] == 200
-    assert isinstance(Visitor(cloud, balancer, host="member1").ask()[0], str), "a member is not in the list"
-    assert Visitor(cloud, balancer, host="member1").ask(port=8000)[0] == 200, "and reaches a listener without one"
-    assert Visitor(cloud, balancer).ask("/metrics", port=9100)[0] == 200
-    assert isinstance(Visitor(cloud, balancer, version=6).ask("/metrics", port=9100)[0], str)
+    assert Client(cloud, balancer).ask()[0] == 200
+    assert isinstance(Client(cloud, balancer, host="member1").ask()[0], str), "the list excludes members"
+    assert Client(cloud, balancer, host="member1").ask(port=8000)[0] == 200, "this listener has no list"
+    assert Client(cloud, balancer).ask("/metrics", port=9100)[0] == 200
+    assert isinstance(Client(cloud, balancer, version=6).ask("/metrics", port=9100)[0], str)
 
 
 @BOTH
 def test_tls_with_and_without_a_clients_certificate(place, name, tmp_path):
     cloud, made = place
-    visitor = Visitor(cloud, made[name])
+    client = Client(cloud, made[name])
 
     def ask(path, certificate=None):
-        return visitor.ask(path, port=443, context=identity(tmp_path, certificate))
+        return client.ask(path, port=443, context=identity(tmp_path, certificate))
 
     status, headers, body = ask("/")
     assert (status, headers["strict-transport-security"]) == (200, "max-age=31536000; includeSubDomains; preload;")
@@ -255,21 +254,21 @@ def test_tls_with_and_without_a_clients_certificate(place, name, tmp_path):
     status, _, body = ask("/members", authorities.ADA)
     assert (status, json.loads(body)["headers"]["x-ssl-client-cn"]) == (200, "ada")
     assert ask("/", authorities.BOB)[0] == 403
-    assert isinstance(ask("/", authorities.EVE)[0], str), "revoked"
+    assert isinstance(ask("/", authorities.EVE)[0], str), "the certificate is revoked"
 
 
 @BOTH
 def test_fields_without_an_effect_are_kept(place, name, tmp_path):
     cloud, made = place
     for version in (4, 6):
-        visitor = Visitor(cloud, made[name], version=version)
-        answers = {visitor.ask(port=8000)[2].strip() for _ in range(6)}
-        assert len(answers) == 1, "the address decides"
+        client = Client(cloud, made[name], version=version)
+        answers = {client.ask(port=8000)[2].strip() for _ in range(6)}
+        assert len(answers) == 1, "the client's address selects the member"
         assert answers <= {"member1", "member2"}
         context = identity(tmp_path, authorities.TWO)
         context.check_hostname = False
-        assert json.loads(visitor.ask(port=8443, context=context)[2])["member"] == "member3"
-        assert isinstance(visitor.ask(port=81)[0], str), "it is switched off"
+        assert json.loads(client.ask(port=8443, context=context)[2])["member"] == "member3"
+        assert isinstance(client.ask(port=81)[0], str), "the listener is disabled"
 
 
 def test_a_cascade_leaves_nothing(place):
@@ -289,7 +288,7 @@ def test_a_cascade_leaves_nothing(place):
             query = sa.select(sa.func.count()).select_from(table).where(table.c.load_balancer_id == balancer.id)
             cloud.until(
                 lambda query=query: not cloud.database.read(lambda connection: connection.execute(query).scalar()),
-                f"no rows of {balancer.name} in {table.name}",
+                f"{table.name} has no rows of {balancer.name}",
             )
     for balancer in made.values():
-        assert isinstance(Visitor(cloud, balancer).ask()[0], str)
+        assert isinstance(Client(cloud, balancer).ask()[0], str)

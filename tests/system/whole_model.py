@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Describes a load balancer with as much of Octavia's model as possible, for creation in steps or in one request.
+"""Describes a load balancer with as much of Octavia's model as possible.
 
-Invariant: one description serves both ways. Names are unique within it, so that results are compared by name,
-independent of ids.
+Invariant: creation in steps and in one request use the same description. Names are unique within it, so that results
+are compared by name, independent of ids.
 """
 
 import copy
@@ -14,9 +14,9 @@ from sandbox import topology
 FENCE = ["198.51.100.0/24", "2001:db8:1::/64"]
 CIPHERS = "ECDHE-ECDSA-AES256-GCM-SHA384:ECDHE-ECDSA-AES128-GCM-SHA256:TLS_AES_256_GCM_SHA384:TLS_AES_128_GCM_SHA256"
 ECHO, SEALED = 8081, 8443
-"""Ports of the members that repeat what they are asked, in clear and encrypted."""
+"""Ports of the echo members, in clear and encrypted."""
 PROOF = "one.example.com"
-"""What members that are reached encrypted have to prove to be."""
+"""The name that the certificate of an encrypted member must have."""
 
 
 def member(name, number, port=ECHO, **more):
@@ -260,7 +260,7 @@ def step_by_step(cloud, name, **more):
 def in_words(tree, text):
     """Return a rendered text with names instead of ids and addresses, sorted by name.
 
-    Sections, the servers of one backend, the conditions of one policy: their order says nothing.
+    The order of sections, of the servers of a backend, and of the conditions of a policy has no effect.
     """
     addresses = [(vip.address, f"vip{number}") for number, vip in enumerate(tree.vips)]
     for old, new in (*names(tree), *addresses):
@@ -294,7 +294,7 @@ def _sorted_conditions(words):
 
 
 def _sorted_runs(lines):
-    """The lines with those that stand together and begin with the same of these words in alphabetical order."""
+    """Return the lines, with each run of `server` or `acl` lines in alphabetical order."""
     found, run = [], []
     for line in lines:
         word = line.split()[0]

@@ -2,7 +2,7 @@
 """A remote shell in a test guest: runs commands as root.
 
 Only the disks that tests make of an image's tree contain it, never an image. It uses the standard library only, because
-the guest has nothing else.
+the guest has no other modules.
 
     one connection: a line {"argv": [...], "seconds": 60}, answered with a line {"code": 0, "said": "..."}
 """
@@ -14,7 +14,7 @@ import subprocess
 PORT = 9400
 
 
-class _Door(socketserver.StreamRequestHandler):
+class _Shell(socketserver.StreamRequestHandler):
     def handle(self) -> None:
         asked = json.loads(self.rfile.readline())
         try:
@@ -38,5 +38,5 @@ class _Server(socketserver.ThreadingTCPServer):
 
 
 if __name__ == "__main__":
-    with _Server(("", PORT), _Door) as server:
+    with _Server(("", PORT), _Shell) as server:
         server.serve_forever()
