@@ -245,6 +245,8 @@ class _Agents:
 class _Compute:
     """Machines that are RUNNING at once."""
 
+    plugs_while_booting = True
+
     def __init__(self):
         self._machines = {}
 

@@ -14,7 +14,7 @@ from amphora_driver.model.amphora import Amphora, AmphoraState
 
 
 def boot_partners(amphorae: Iterable[Amphora], new: str | None = None) -> tuple[BootPartner, ...]:
-    """Return the machines of a load balancer, or of a pool, that have booted and stay.
+    """Return the machines of a load balancer or of a pool that have booted and stay.
 
     Args:
         amphorae: the amphorae of the load balancer or of the pool.
@@ -41,7 +41,9 @@ def choose_zone(zones: Sequence[str], partners: Iterable[BootPartner]) -> str | 
 def order_by_placement(
     locations: Sequence[tuple[str, Location]], partners: Sequence[BootPartner], placement: Placement
 ) -> tuple[str, ...]:
-    """Return the ids of the machines that may join the partners, the best one first; equal ones keep their order.
+    """Return the ids of the machines that may join the partners, the best one first.
+
+    Machines with an equal distance to the partners keep their order.
 
     Args:
         locations: id and location of each candidate.

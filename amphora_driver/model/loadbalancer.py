@@ -216,6 +216,11 @@ class Profile(ModelObject, frozen=True):
     sriov_vip: bool | None = None
     allow_member_sriov: bool | None = None
 
+    def list_compute_zones(self) -> tuple[str, ...]:
+        """Return the permitted compute availability zones, the preferred one first; empty for the backend's default."""
+        first = () if self.compute_zone is None else (self.compute_zone,)
+        return tuple(dict.fromkeys((*first, *(self.compute_zones or ()))))
+
 
 class LoadBalancer(ModelObject, frozen=True):
     """A load balancer with its addresses, listeners and pools."""

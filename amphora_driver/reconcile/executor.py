@@ -237,7 +237,7 @@ class StepExecutor:
                 amphora_id=amphora.id,
                 load_balancer_id=amphora.load_balancer_id,
                 flavor=profile.compute_flavor,
-                zones=profile.compute_zones or _optional(profile.compute_zone),
+                zones=profile.list_compute_zones(),
                 image_tag=profile.image_tag,
                 volume_zone=profile.volume_zone,
                 management_networks=_optional(profile.management_network),

@@ -30,14 +30,7 @@ def validate_metadata(metadata: Mapping[str, object] | None, deployment: Deploym
 
     At least one compute backend must support a key. The flavor, not the zone, selects the backend.
     """
-    checked = SCHEMA.validate(metadata, _key_support(deployment))
-    if {"compute_zone", "compute_zones"} <= checked.keys():
-        raise UnsupportedOption(
-            "use the availability zone keys 'compute_zone' and 'compute_zones'",
-            "only one of them can name the zones of the amphorae",
-            "Remove one of the two keys.",
-        )
-    return checked
+    return SCHEMA.validate(metadata, _key_support(deployment))
 
 
 def check_zone_vips(metadata: Mapping[str, object] | None, vips: Iterable[Vip]) -> None:

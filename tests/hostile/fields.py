@@ -257,6 +257,7 @@ PLAIN: tuple[Field, ...] = (
     _field("profile", "compute_flavor", "good"),
     _field("profile", "client_address", "good"),
     _field("profile", "compute_zone", "good"),
+    _field("profile", "compute_zones", "good", many=True),
     _field("profile", "image_tag", "good"),
     _field("profile", "volume_zone", "good"),
     _field("profile", "management_network", "good"),

@@ -84,7 +84,7 @@ class RecordedLoadBalancer:
         catalogue = SimpleNamespace(
             topology=Catalogue(self.conf, self.database).topology,
             network=lambda _name: SimpleNamespace(listener_rules=False),
-            compute=lambda _name, _network: None,
+            compute=lambda _name, _network: SimpleNamespace(plugs_while_booting=True),
         )
         backends = ReconcileContext(
             conf=self.conf, database=self.database, catalogue=catalogue, agents=self, authority=None,

@@ -185,7 +185,11 @@ def test_a_fully_populated_load_balancer_is_validated_as_a_whole(provider, datab
 
 def test_the_metadata_listing_is_that_of_the_deployment(provider):
     assert "amp_image_tag" not in provider.get_supported_flavor_metadata()
-    assert set(provider.get_supported_availability_zone_metadata()) == {"compute_zone", "valid_vip_networks"}
+    assert set(provider.get_supported_availability_zone_metadata()) == {
+        "compute_zone",
+        "compute_zones",
+        "valid_vip_networks",
+    }
     provider.validate_flavor({"compute_driver": "netns"})
     provider.validate_availability_zone({"valid_vip_networks": [NETWORK]})
 

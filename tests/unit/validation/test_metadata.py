@@ -36,6 +36,7 @@ GOOD = {
     "warm_spares": 1,
     "client_address": "hidden",
     "compute_zone": "nova",
+    "compute_zones": ["nova", "north"],
     "volume_zone": "ssd",
     "management_network": "9c0b5d0e-5ad6-4ef5-9d0c-1d3b0a6ee9f4",
     "valid_vip_networks": ["n1", "n2"],
