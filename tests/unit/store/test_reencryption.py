@@ -183,10 +183,8 @@ def test_a_copy_from_another_row_is_named_and_not_reencrypted(database, source, 
     kept = database.read(lambda c: sealed_secrets.load_secrets(c, "lb"))
     assert kept[name_of(0)].content == copied
     assert states(database)["secret.sealed"] == (1, 1)
-    assert (
-        "secret.sealed of row object-0, certificate, ref-0 was encrypted for another row or another purpose"
-        in caplog.text
-    )
+    happened = "secret.sealed of row object-0, certificate, ref-0 was encrypted for another row or another purpose"
+    assert happened in caplog.text
 
 
 def test_a_certificate_in_the_column_of_a_heartbeat_key_is_refused(database):
