@@ -217,7 +217,7 @@ class Profile(ModelObject, frozen=True):
     allow_member_sriov: bool | None = None
 
     def list_compute_zones(self) -> tuple[str, ...]:
-        """Return the permitted compute availability zones, the preferred one first; empty for the backend's default."""
+        """Return the permitted compute availability zones; empty for the default of the backend."""
         first = () if self.compute_zone is None else (self.compute_zone,)
         return tuple(dict.fromkeys((*first, *(self.compute_zones or ()))))
 
