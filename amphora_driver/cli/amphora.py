@@ -80,6 +80,8 @@ class ShowAmphora(ShowOne):
             "Verdict": Value(row.verdict),
             "Reason": Value(row.reason),
             "Compute ID": Value(row.compute_id),
+            "Host": Value(row.host),
+            "Zone": Value(row.zone),
             "Created": Timestamp(row.created_at),
             "Booted": Timestamp(row.booted_at),
             "Ready": Timestamp(row.ready_at),

@@ -17,6 +17,7 @@ from amphora_driver.cli import queries
 from amphora_driver.cli.command import Command, Lister, ShowOne, Table, argument, operator_at_host
 from amphora_driver.cli.formatting import Counts, Duration, Remaining, Timestamp, Value
 from amphora_driver.errors import Conflict
+from amphora_driver.plugins import Catalogue
 from amphora_driver.store import rotations
 from amphora_driver.store.rotations import ItemState, Rotation, RotationItem, RotationState, Selection
 
@@ -52,6 +53,8 @@ class Rotate(ShowOne):
         which("--all", action="store_true", help="All amphorae.")
         which("--image", metavar="NAME", help="Amphorae that were not booted from this image.")
         which("--older-than", type=_seconds, metavar="SECONDS", help="Amphorae that were booted longer ago.")
+        which("--host", metavar="NAME", help="Amphorae on this hypervisor, before its maintenance.")
+        which("--zone", metavar="NAME", help="Amphorae in this availability zone, before its maintenance.")
         which("--left-of", type=int, metavar="ID", help="Amphorae that the rotation with this id did not replace.")
         add = parser.add_argument
         add("--max-unavailable", type=_positive, default=1, metavar="N", help=_MAX_HELP)
@@ -64,16 +67,39 @@ class Rotate(ShowOne):
         return parser
 
     def values(self, parsed_args: argparse.Namespace) -> dict[str, Any]:
+        hosts, located = self._locate(parsed_args.host, parsed_args.zone)
+
         def count(connection: sa.Connection) -> dict[str, Any]:
-            found = rotations.select_amphorae(connection, _selection(connection, parsed_args), time.time())
+            wanted = _selection(connection, parsed_args, hosts)
+            found = rotations.select_amphorae(connection, wanted, time.time(), located)
             return {"Load balancers": len(found), "Amphorae": sum(map(len, found.values()))}
 
         def write(connection: sa.Connection) -> dict[str, Any]:
-            selection, most = _selection(connection, parsed_args), parsed_args.max_unavailable
-            return _details(connection, rotations.request_rotation(connection, selection, most, operator_at_host()))
+            selection, most = _selection(connection, parsed_args, hosts), parsed_args.max_unavailable
+            requested = rotations.request_rotation(connection, selection, most, operator_at_host(), located)
+            return _details(connection, requested)
 
         shown: dict[str, Any] = self.app.read(count) if parsed_args.dry_run else self.app.database.write(write)
         return shown
+
+    def _locate(self, host: str | None, zone: str | None) -> tuple[tuple[str, ...], frozenset[str] | None]:
+        """Return the hypervisor's names and the amphorae at a location; None without a location.
+
+        The compute backends are asked, because a machine may have moved since its boot.
+        """
+        if host is None and zone is None:
+            return (), None
+        hosts: set[str] = set()
+        found: set[str] = set()
+        for compute in Catalogue(self.app.conf, self.app.database).computes().values():
+            names = frozenset() if host is None else compute.host_names(host)
+            hosts |= names
+            found |= {
+                amphora_id
+                for amphora_id, location in compute.locations().items()
+                if location.host in names or (zone is not None and location.zone == zone)
+            }
+        return tuple(sorted(hosts)), frozenset(found)
 
 
 class ListRotations(Lister):
@@ -168,7 +194,7 @@ def _find_rotation(connection: sa.Connection, rotation_id: int | None) -> Rotati
     return found[0]
 
 
-def _selection(connection: sa.Connection, parsed_args: argparse.Namespace) -> Selection:
+def _selection(connection: sa.Connection, parsed_args: argparse.Namespace, hosts: tuple[str, ...]) -> Selection:
     return Selection(
         image=parsed_args.image,
         older_than=parsed_args.older_than,
@@ -178,6 +204,9 @@ def _selection(connection: sa.Connection, parsed_args: argparse.Namespace) -> Se
         compute_flavor=parsed_args.compute_flavor,
         project=parsed_args.project,
         topology=parsed_args.topology,
+        host=parsed_args.host,
+        hosts=hosts,
+        zone=parsed_args.zone,
     )
 
 
@@ -209,6 +238,8 @@ def _arguments(wanted: Selection) -> str:
         "image": wanted.image,
         "older-than": None if wanted.older_than is None else f"{wanted.older_than:g}",
         "left-of": wanted.left_of,
+        "host": wanted.host,
+        "zone": wanted.zone,
     }
     limits = {"compute-flavor": wanted.compute_flavor, "project": wanted.project, "topology": wanted.topology}
     words = ["--all"] if wanted.everything else []

@@ -261,7 +261,8 @@ class ImageRotator:
                 retiring[row.load_balancer_id][row.id] = row.drains_until is not None
                 continue
             ready = row.state == AmphoraState.READY.value
-            facts = plan.AmphoraFacts(id=row.id, ready=ready, confirmed=row.confirmed, heard=None, image=row.image)
+            machine = {"image": row.image, "host": row.host, "zone": row.zone}
+            facts = plan.AmphoraFacts(id=row.id, ready=ready, confirmed=row.confirmed, heard=None, **machine)
             live[row.load_balancer_id].append(facts)
         query = sa.select(object_status).where(object_status.c.object_id.in_(load_balancer_ids))
         statuses = {row.object_id: row for row in connection.execute(query)}

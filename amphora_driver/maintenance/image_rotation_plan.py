@@ -31,6 +31,8 @@ class AmphoraFacts(msgspec.Struct, frozen=True, kw_only=True):
     confirmed: int
     heard: bool | None
     image: str | None = None
+    host: str | None = None
+    zone: str | None = None
 
 
 class LoadBalancerFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -158,8 +160,8 @@ def missing_condition(rotation: Rotation, item: RotationItem, facts: LoadBalance
             return f"amphora {one.id} has not confirmed generation {facts.generation} yet"
         if one.heard is not True:
             return f"amphora {one.id} sends no heartbeats"
-        if rotation.wanted.image not in (None, one.image):
-            return f"amphora {one.id} was booted from {one.image}"
+        if wrong := _wrong_machine(rotation, one):
+            return wrong
     if _SEVERITY.get(facts.operating or "", 0) > _SEVERITY.get(item.operating or "", 0):
         return f"its operating status is {facts.operating}, and was {item.operating} before"
     return None
@@ -196,11 +198,22 @@ def _failure_reason(
     if facts.tried >= limits.give_up_after:
         return f"{facts.tried} attempts failed: {facts.error or missing}"
     new = [one for one in facts.live if one.id not in item.amphorae and one.ready]
-    wrong = [one for one in new if rotation.wanted.image not in (None, one.image)]
+    wrong = [reason for one in new if (reason := _wrong_machine(rotation, one))]
     if wrong:
-        return f"amphora {wrong[0].id} was booted from {wrong[0].image}, and not from {rotation.wanted.image}"
+        return wrong[0]
     if facts.watched >= limits.timeout:
         return f"not done in {limits.timeout:g} s: {missing}" + (f" ({facts.error})" if facts.error else "")
+    return None
+
+
+def _wrong_machine(rotation: Rotation, one: AmphoraFacts) -> str | None:
+    """Return why the machine of a new amphora is not the requested one; None if it is."""
+    wanted = rotation.wanted
+    if wanted.image not in (None, one.image):
+        return f"amphora {one.id} was booted from {one.image}, and not from {wanted.image}"
+    if wanted.forbids(one.host, one.zone):
+        what = f"hypervisor {wanted.host}" if one.host in wanted.hosts else f"availability zone {wanted.zone}"
+        return f"amphora {one.id} runs on the evacuated {what}: disable it for the scheduler of the cloud"
     return None
 
 

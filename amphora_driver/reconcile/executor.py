@@ -45,7 +45,7 @@ from amphora_driver.reconcile.spare_pool import SpareSteps
 from amphora_driver.reconcile.vip_allocation import VipSteps
 from amphora_driver.render.agent_conf import render_agent_conf
 from amphora_driver.secret import Secret
-from amphora_driver.store import amphorae, failovers, generations, spare_pools
+from amphora_driver.store import amphorae, failovers, generations, rotations, spare_pools
 from amphora_driver.store.failovers import Event
 from amphora_driver.store.spare_pools import ROLE
 
@@ -237,7 +237,7 @@ class StepExecutor:
                 amphora_id=amphora.id,
                 load_balancer_id=amphora.load_balancer_id,
                 flavor=profile.compute_flavor,
-                zones=profile.list_compute_zones(),
+                zones=self._permitted_zones(profile),
                 image_tag=profile.image_tag,
                 volume_zone=profile.volume_zone,
                 management_networks=_optional(profile.management_network),
@@ -261,6 +261,14 @@ class StepExecutor:
             booted_at=booted_at,
             certificate_expires_at=expires_at,
         )
+
+    def _permitted_zones(self, profile: Profile) -> tuple[str, ...]:
+        """Return the zones for a new machine: without the one that a rotation evacuates, if others are left."""
+        zones = profile.list_compute_zones()
+        if len(zones) < 2:
+            return zones
+        active = self._database.read(rotations.get_active_rotation)
+        return tuple(one for one in zones if active is None or one != active.wanted.zone)
 
     def _delays_boot(self, amphora: Amphora) -> bool:
         """Whether the rate limit delays the boot. A machine that may exist already is not delayed."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Image rotations over many load balancers: requests and progress.
+"""Rotations over many load balancers: requests and progress.
 
 Invariant: the rows hold the complete state. A request stores the ids of the amphorae to replace, so no clock decides
 later which amphora is new. At most one rotation is open. Every transaction that changes a rotation locks its row first.
@@ -53,6 +53,8 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     `image`: the image of the replacements, which the amphorae do not have yet. `older_than`: age in seconds. `left_of`:
     id of an earlier rotation that selected the amphorae but did not replace them. No `load_balancers` means all.
+    `host` or `zone`: the hypervisor or the availability zone to evacuate; `hosts` are the names of the hypervisor in
+    `Location.host`.
     """
 
     image: str | None = None
@@ -63,6 +65,13 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     compute_flavor: str | None = None
     project: str | None = None
     topology: str | None = None
+    host: str | None = None
+    hosts: tuple[str, ...] = ()
+    zone: str | None = None
+
+    def forbids(self, host: str | None, zone: str | None) -> bool:
+        """Whether a new amphora must not run at this location, because the rotation evacuates it."""
+        return (host is not None and host in self.hosts) or (zone is not None and zone == self.zone)
 
 
 class Rotation(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,11 +102,16 @@ class RotationItem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def request_rotation(
-    connection: sa.Connection, wanted: Selection, max_unavailable: int, asked_by: str | None
+    connection: sa.Connection,
+    wanted: Selection,
+    max_unavailable: int,
+    asked_by: str | None,
+    located: Collection[str] | None = None,
 ) -> Rotation:
     """Insert a rotation, which a controller starts within two seconds.
 
-    At most `max_unavailable` load balancers are in progress at a time.
+    At most `max_unavailable` load balancers are in progress at a time. `located` are the amphorae at the evacuated
+    location, as the compute backends report them; None without an evacuation.
 
     Raises:
         Conflict: another rotation is open, or the selection is empty.
@@ -114,7 +128,7 @@ def request_rotation(
             f"See: amphoractl rotation show {current.id}.",
         )
     now = connection.execute(sa.select(clock.now(connection))).scalar_one()
-    chosen = select_amphorae(connection, wanted, now)
+    chosen = select_amphorae(connection, wanted, now, located)
     if not chosen:
         raise Conflict("start a rotation", "the selection contains no amphora to replace")
     row = {"wanted": msgspec.json.encode(wanted).decode(), "max_unavailable": max_unavailable, "asked_by": asked_by}
@@ -127,15 +141,24 @@ def request_rotation(
         for place, (one, found) in enumerate(chosen.items(), 1)
     ]
     connection.execute(rotation_item.insert(), items)
-    _retire_spares(connection, rotation_id, wanted, now)
+    if located is None:
+        _retire_old_spares(connection, rotation_id, wanted, now)
+    else:
+        _retire_located_spares(connection, rotation_id, located)
     return get_rotation(connection, rotation_id)
 
 
-def select_amphorae(connection: sa.Connection, wanted: Selection, now: float) -> dict[str, tuple[str, ...]]:
-    """Return the selected amphorae by load balancer, in the order of their replacement."""
+def select_amphorae(
+    connection: sa.Connection, wanted: Selection, now: float, located: Collection[str] | None = None
+) -> dict[str, tuple[str, ...]]:
+    """Return the selected amphorae by load balancer, in the order of their replacement.
+
+    `located` is the same as for `request_rotation`.
+    """
     found: dict[str, list[str]] = {}
     for row in connection.execute(_selection_query(wanted, now)):
-        found.setdefault(row.load_balancer_id, []).append(row.id)
+        if located is None or row.id in located:
+            found.setdefault(row.load_balancer_id, []).append(row.id)
     if wanted.left_of is not None:
         get_rotation(connection, wanted.left_of)
         left = {one.load_balancer_id: one.amphorae for one in list_items(connection, wanted.left_of)}
@@ -298,7 +321,17 @@ def _lock_requests(connection: sa.Connection) -> None:
         connection.execute(duty.insert().values(name=_REQUEST_LOCK, owner="", epoch=1, leased_until=0.0))
 
 
-def _retire_spares(connection: sa.Connection, rotation_id: int, wanted: Selection, now: float) -> None:
+def _retire_located_spares(connection: sa.Connection, rotation_id: int, located: Collection[str]) -> None:
+    """Retire the spares at an evacuated location, so that they replace no amphora."""
+    reason = f"rotation {rotation_id} evacuates its location"
+    for pool in spare_pools.list_pools(connection):
+        spare_pools.make_pool_due(connection, pool.load_balancer_id)
+        query = sa.select(amphora.c.id).where(amphora.c.load_balancer_id == pool.load_balancer_id)
+        for spare in sorted(set(connection.execute(query).scalars()) & set(located)):
+            spare_pools.retire_spare(connection, spare, pool.load_balancer_id, reason)
+
+
+def _retire_old_spares(connection: sa.Connection, rotation_id: int, wanted: Selection, now: float) -> None:
     """Retire old spares, so that they replace no amphora. Pools check the images of spares themselves."""
     if not wanted.everything and wanted.older_than is None:
         return

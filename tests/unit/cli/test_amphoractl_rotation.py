@@ -8,6 +8,8 @@ import time
 import migrated
 import pytest
 
+from amphora_driver.cli import rotation
+from amphora_driver.compute.interface import Location
 from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import amphora, job
 from amphora_driver.queue.jobs import acquire_duty
@@ -145,3 +147,29 @@ def test_controllers_are_listed_and_drained(run, database):
     assert f"its host {HOST} is drained" in run("controller", "resume", "here:1:aa", fails=True)
     run("controller", "resume", "--host", HOST)
     assert one.heartbeat() is False
+
+
+class LocatingCompute:
+    """A compute backend whose hypervisors have a name and a digest, as in Nova."""
+
+    def locations(self):
+        first, second = (f"{name[:-1]}9" for name in NAMES)
+        return {first: Location(host="digest of compute1", zone="az1"), second: Location(host="other", zone="az2")}
+
+    def host_names(self, name):
+        return frozenset({name, f"digest of {name}"})
+
+
+@pytest.mark.parametrize("words", [("--host", "compute1"), ("--zone", "az1")])
+def test_an_evacuation_asks_the_compute_backends(run, database, monkeypatch, words):
+    monkeypatch.setattr(rotation.Catalogue, "computes", lambda _self: {"nova": LocatingCompute()})
+    assert run("rotate", *words, "--dry-run", "-f", "json") == {"Load balancers": 1, "Amphorae": 1}
+    made = run("rotate", *words, "-f", "json")
+    assert (made["Wanted"], made["Load balancers"]) == (" ".join(words), {"waiting": 1})
+    (item,) = run("rotation", "item", "list", str(made["ID"]), "-f", "json")
+    assert item["Load balancer"] == NAMES[0]
+
+
+def test_an_evacuation_of_an_unused_location_is_refused(run, monkeypatch):
+    monkeypatch.setattr(rotation.Catalogue, "computes", lambda _self: {"nova": LocatingCompute()})
+    assert "no amphora to replace" in run("rotate", "--host", "compute9", fails=True)

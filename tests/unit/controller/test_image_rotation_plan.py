@@ -246,3 +246,36 @@ def test_the_rotation_ends_without_candidates(state, items, end):
 
 def test_new_candidates_continue_the_rotation():
     assert not any(isinstance(move, FinishRotation) for move in outcome(AFTER))
+
+
+# --- evacuations ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wanted", "place", "what"),
+    [
+        ({"host": "compute1", "hosts": ("compute1", "digest")}, {"host": "digest"}, "hypervisor compute1"),
+        ({"host": "compute1", "hosts": ("compute1", "digest")}, {"host": "compute1"}, "hypervisor compute1"),
+        ({"zone": "az1"}, {"host": "h", "zone": "az1"}, "availability zone az1"),
+    ],
+)
+def test_a_new_amphora_at_the_evacuated_location_is_a_failure(wanted, place, what):
+    facts = but(AFTER, live=(seen(NEW, **place),))
+    moves = outcome(facts, **wanted)
+    assert [type(move) for move in moves] == [FinishItem, PauseRotation]
+    assert moves[0].state is ItemState.FAILED
+    assert f"amphora new runs on the evacuated {what}" in moves[0].reason
+
+
+@pytest.mark.parametrize(
+    ("wanted", "place"),
+    [
+        ({"host": "compute1", "hosts": ("compute1", "digest")}, {"host": "other", "zone": "az1"}),
+        ({"host": "compute1", "hosts": ("compute1", "digest")}, {}),
+        ({"zone": "az1"}, {"host": "h", "zone": "az2"}),
+        ({"zone": "az1"}, {}),
+    ],
+)
+def test_an_evacuation_is_done_when_the_new_amphora_serves_elsewhere(wanted, place):
+    (move,) = outcome(but(AFTER, live=(seen(NEW, **place),)), **wanted)
+    assert move.state is ItemState.DONE

@@ -258,3 +258,27 @@ def test_old_rotations_are_removed(database):
     database.write(lambda c: rotations.purge_old_rotations(c, time.time() + 60))
     assert [one.id for one in database.read(lambda c: rotations.list_newest_rotations(c, 9))] == [new.id]
     assert items(database, old.id) == {}
+
+
+def test_an_evacuation_selects_the_located_amphorae_and_retires_located_spares(database):
+    spec = SparePoolSpec(number=2)
+
+    def fill(connection):
+        fleet(connection)
+        load_balancer(connection, spec.id, ("s1", "ready", "new", 5), ("s2", "ready", "new", 5), op="spares")
+
+    database.write(fill)
+    evacuation = Selection(host="compute1", hosts=("compute1", "digest"))
+    located = {"a1", "c1", "s2", "d1"}
+    made = database.write(lambda c: rotations.request_rotation(c, evacuation, 1, "admin@host", located))
+    assert {name: one.amphorae for name, one in items(database, made.id).items()} == {"a": ("a1",), "c": ("c1",)}
+    assert made.wanted == evacuation
+    found = database.read(lambda c: c.execute(sa.select(amphora.c.id, amphora.c.state, amphora.c.reason)).all())
+    spares = {row.id: (row.state, row.reason) for row in found if row.id.startswith("s")}
+    assert spares == {"s1": ("ready", None), "s2": ("retiring", f"rotation {made.id} evacuates its location")}
+
+
+def test_an_evacuation_without_located_amphorae_is_refused(database):
+    database.write(fleet)
+    with pytest.raises(Conflict, match="no amphora to replace"):
+        database.write(lambda c: rotations.request_rotation(c, Selection(zone="az9"), 1, None, set()))
