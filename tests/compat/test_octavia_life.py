@@ -17,6 +17,7 @@ def client(compat_network):
     return compat_network.thread("cl")
 
 
+@pytest.mark.extended
 def test_a_reboot_restores_the_load_balancer(worker, booted, client, compat_network):
     amphora = booted()
     worker.drive(amphora)

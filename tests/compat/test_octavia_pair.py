@@ -36,6 +36,7 @@ def nodes(compat_network, controllers, tmp_path):
             compat_network.pull_out(node.where)
 
 
+@pytest.mark.extended
 def test_a_pair_created_by_octavia_fails_over(worker, nodes, compat_network):
     client = compat_network.thread("cl")
     for node, partner, priority in zip(nodes, reversed(nodes), PRIORITIES, strict=True):

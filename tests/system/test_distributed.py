@@ -26,7 +26,7 @@ from amphora_driver.queue.rabbitmq import HintSender
 from sandbox import demo, topology
 from sandbox.processes import Program
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.extended]
 FIRST, OTHER = "amphora-controller", "other-controller"
 # Seconds between two polls of the other host's controller: an earlier reaction proves a hint.
 POLL = 45.0
@@ -148,7 +148,6 @@ def test_a_controller_of_another_host_receives_a_hint(cloud, stack):
         assert len(cloud.amphorae(made)) == 1
 
 
-@pytest.mark.extended
 def test_hosts_share_the_work_and_a_hint_twice_is_one_job(cloud, stack, broker):
     with other_host(stack, alone=False):
         log = len(text(stack, FIRST))
@@ -170,7 +169,6 @@ def test_hosts_share_the_work_and_a_hint_twice_is_one_job(cloud, stack, broker):
             assert len(cloud.amphorae(one)) == 1, "the load balancer has one amphora"
 
 
-@pytest.mark.extended
 def test_a_broken_broker_delays_no_call(cloud, stack, broker):
     balancer = cloud.served("hung", ("member1",))
     pool = cloud.pool_of(balancer)

@@ -171,6 +171,7 @@ def change_option(file, group, name, value):
         parser.write(opened)
 
 
+@pytest.mark.extended
 def test_an_operator_repairs_and_diagnoses_drift(lab, balancer, tmp_path):
     (one,) = lab.of(balancer)
     before = lab.row(one.id).confirmed_at

@@ -134,4 +134,4 @@ def test_capabilities_list_the_accepted_keys(cloud):
     assert not {"amp_image_tag", "sriov_vip"} & listed
     response = cloud.balancers.get(cloud.url("providers/haproxy/availability_zone_capabilities"))
     zones = {one["name"] for one in response.json()["availability_zone_capabilities"]}
-    assert zones == {"compute_zone", "valid_vip_networks"}
+    assert zones == {"compute_zone", "compute_zones", "valid_vip_networks"}

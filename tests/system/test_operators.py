@@ -153,6 +153,7 @@ def test_a_resync_repairs_manually_changed_rows_of_octavia(lab, balancer):
     ctl.run("loadbalancer", "history", balancer.id[:8], "--limit", "6")
 
 
+@pytest.mark.extended
 def test_a_resync_reports_active_only_for_served_changes(lab, balancer):
     """During continuous changes, ACTIVE in Octavia means that the amphora serves the change."""
     cloud, database = lab.cloud, lab.cloud.database

@@ -213,6 +213,7 @@ def test_a_rotation_under_load_is_paused_resumed_aborted_and_repeated(fleet, bal
     told(record_property, clients)
 
 
+@pytest.mark.extended
 def test_a_failed_replacement_pauses_the_rotation(fleet, balancers, python):
     one, other = balancers[-2:]
     before = fleet.serving([one, other])

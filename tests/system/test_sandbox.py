@@ -111,6 +111,7 @@ class TestVip:
         assert cloud.answers(balancer.vip_address, 2) == {"member2": 2}
 
 
+@pytest.mark.extended
 def test_down_and_up_again_serves_as_before(stack, cloud, monkeypatch):
     # From here on the programs start as in an operator's sandbox, without forks (tests/preloaded.py).
     monkeypatch.setattr(stack.supervision, "spawn", detached_process.spawn)

@@ -56,6 +56,7 @@ def page(settings):
         yield one
 
 
+@pytest.mark.extended
 def test_a_fail_over_appears_on_an_open_page(cloud, settings, page):
     balancer = cloud.served(HOSTILE)
     before = cloud.amphorae(balancer)

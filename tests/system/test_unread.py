@@ -48,6 +48,7 @@ def states(found):
     return {one.name: one.provisioning_status for one in found}
 
 
+@pytest.mark.extended
 def test_only_unreadable_objects_are_omitted(lab):
     cloud, secrets = lab.cloud, Path(lab.settings.tls)
     (secrets / "authority.crt").write_text(AUTHORITY)

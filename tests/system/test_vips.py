@@ -220,6 +220,7 @@ def fail_over(cloud, balancer):
     )
 
 
+@pytest.mark.extended
 @pytest.mark.feature("lb.vip_sg_id")
 def test_security_groups(place, network):
     """The driver does not receive their changes: the provider reads them from Octavia after its commit."""
@@ -267,6 +268,7 @@ def rate(cloud, address):
     return namespaces.run_inside(namespaces.path(cloud.settings.host(topology.CLIENT)), ask)
 
 
+@pytest.mark.extended
 @pytest.mark.feature("lb.vip_qos_policy_id")
 def test_qos_policy(place, network):
     cloud, balancer, addresses = place

@@ -106,6 +106,7 @@ def machines(cloud, load_balancer_id):
     return cloud.database.read(lambda c: amphorae.load_amphorae(c, load_balancer_id))
 
 
+@pytest.mark.extended
 def test_an_address_that_comes_later(cloud, answers):
     made = cloud.post("loadbalancers", {"loadbalancer": wish("later", additional_vips=[{"subnet_id": SIX}])})
     one = made["loadbalancer"]

@@ -127,6 +127,7 @@ def project(tmp_path):
     return Project(tmp_path)
 
 
+@pytest.mark.extended
 def test_a_failure_in_the_parallel_part_has_a_second_attempt(project):
     project.write("unit", "test_quiet.py", QUIET)
     project.write("system", "test_nervous.py", NOT_CALM.format(count=MOST_REPEATED))
@@ -141,6 +142,7 @@ def test_a_failure_in_the_parallel_part_has_a_second_attempt(project):
         assert f"[operation.{line}]\ndriver.haproxy=complete\n" in matrix
 
 
+@pytest.mark.extended
 def test_a_test_on_the_list_gets_no_second_attempt_in_the_second_part(project):
     project.write("system", "test_nervous.py", NOT_CALM.format(count=1))
     nodeid = "tests/system/test_nervous.py::test_nervous[0]"
@@ -150,6 +152,7 @@ def test_a_test_on_the_list_gets_no_second_attempt_in_the_second_part(project):
     assert (status, f"on the list of tests/second-attempts.txt, and failed again: {nodeid}" in said) == (1, True), said
 
 
+@pytest.mark.extended
 def test_a_test_on_the_list_gets_no_second_attempt_after_the_second_part(project):
     project.write("system", "test_stalled.py", STALLED)
     project.known("tests/system/test_stalled.py::test_stalled")
@@ -159,6 +162,7 @@ def test_a_test_on_the_list_gets_no_second_attempt_after_the_second_part(project
     assert (status, "failed again: tests/system/test_stalled.py::test_stalled" in said) == (1, True), said
 
 
+@pytest.mark.extended
 def test_extended_tests_run_with_all_only(project):
     project.write("unit", "test_quiet.py", QUIET)
     project.write("unit", "test_slow.py", EXTENDED)
@@ -172,6 +176,7 @@ def test_extended_tests_run_with_all_only(project):
     assert (status, "2 failed, 1 passed" in said) == (1, True), said
 
 
+@pytest.mark.extended
 def test_a_second_failure_fails_the_run(project):
     project.write("unit", "test_quiet.py", QUIET + BAD)
     assert project.together()[0] == 1
