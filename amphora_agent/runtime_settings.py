@@ -44,7 +44,7 @@ class RuntimeSettings:
 
     @property
     def digest(self) -> str:
-        """The SHA-256 of the document with sorted keys and without spaces; a controller computes the same."""
+        """The SHA-256 of the document with sorted keys and without spaces, as in the controller."""
         text = json.dumps(self.to_document(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -96,7 +96,10 @@ def stored(settings: Settings, paths: Paths) -> Settings:
 
 
 def keep(found: RuntimeSettings, paths: Paths) -> None:
-    """Store the settings for the next start of the agent. Raises MachineError; the former document then stays."""
+    """Store the settings for the next start of the agent.
+
+    Raises MachineError. The former document then stays.
+    """
     try:
         write_atomically(paths.settings, json.dumps(found.to_document()))
     except OSError as error:

@@ -32,7 +32,10 @@ class LiveSettings:
         return runtime_settings.current(self._sender.settings)
 
     def change(self, wanted: RuntimeSettings) -> None:
-        """Store and use settings. Raises SettingsRefused and MachineError; the former settings then stay in use."""
+        """Store settings, then use them.
+
+        Raises SettingsRefused and MachineError. The former settings then stay in use.
+        """
 
         def adopt(present: Settings) -> Settings:
             if present.heartbeat_format == "octavia":

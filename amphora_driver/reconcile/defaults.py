@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values from the configuration: settings that a load balancer's profile does not set, and settings of agents.
+"""Values from the configuration: defaults of load balancers, and settings of agents.
+
+A default is the value of a setting that a load balancer's profile does not set.
 
 Invariant: every push reads the configuration, so a changed option applies to a load balancer with its next change.
 Values of a profile do not change.
