@@ -12,7 +12,9 @@ from flask import Flask, jsonify
 from flask.typing import ResponseReturnValue
 from werkzeug.exceptions import HTTPException
 
+from amphora_agent import runtime_settings
 from amphora_agent.api import certificate, diagnostics, state, vrrp
+from amphora_agent.api import settings as settings_api
 from amphora_agent.apply.applier import Applier
 from amphora_agent.apply.components import Components
 from amphora_agent.apply.recovery import RecoveryLoop
@@ -69,7 +71,7 @@ def create(settings: Settings, paths: Paths, identity: Identity, inheritance: In
             wanted, paths, collector, lambda: applier.generation, lambda: vrrp_state.holds_vip, drift.heartbeat
         )
 
-    sender = ActiveSender(octavia_settings.stored(settings, paths), sender_for)
+    sender = ActiveSender(octavia_settings.stored(runtime_settings.stored(settings, paths), paths), sender_for)
     responder = ResponderDaemon(paths, services, inner, RESPONDER_PORT)
     keepalived = Keepalived(paths, services, inner)
     vrrp_state = VrrpState(inner, lambda: applier.vrrp_instance, changed=sender.send_now)
@@ -81,10 +83,13 @@ def create(settings: Settings, paths: Paths, identity: Identity, inheritance: In
     parts = Components(paths, haproxy, keepalived, inner, virtual)
     applier = Applier(settings, parts, on_applied=after, set_ping_targets=responder.set_targets)
     drift_checker = DriftChecker(applier, parts)
+    repair = DriftRepair(drift_checker, drift, sender.settings.audit_interval, sender.send_now)
+    live = settings_api.LiveSettings(paths, sender, repair)
     handover = VipHandover(paths, inner, vrrp_state, lambda: applier.vrrp_instance)
     app = Flask("amphora_agent")
     app.config["MAX_CONTENT_LENGTH"] = LARGEST_BODY
-    app.register_blueprint(state.blueprint(settings, paths, applier, inner, vrrp_state, identity, drift))
+    app.register_blueprint(state.blueprint(settings, paths, applier, inner, vrrp_state, identity, drift, live))
+    app.register_blueprint(settings_api.blueprint(live))
     app.register_blueprint(vrrp.blueprint(handover))
     app.register_blueprint(certificate.blueprint(settings, identity))
     app.register_blueprint(
@@ -110,7 +115,7 @@ def create(settings: Settings, paths: Paths, identity: Identity, inheritance: In
     vrrp_state.start()
     handover.start()
     sender.start()
-    DriftRepair(drift_checker, drift, settings.audit_interval, sender.send_now).start()
+    repair.start()
     return app
 
 

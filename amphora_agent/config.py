@@ -9,6 +9,7 @@ from __future__ import annotations
 import configparser
 import ipaddress
 import logging
+import math
 import uuid
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -18,6 +19,9 @@ from amphora_agent.paths import Paths
 
 HEARTBEAT_KEY_BYTES = 32
 AUDIT_SECONDS = 30.0
+# Longest interval in seconds: the clocks of the kernel and of Python accept it.
+LONGEST_INTERVAL = 1e9
+_LAST_PORT = 65535
 _FORMATS = ("native", "octavia")
 _LEVELS = {"DEBUG": logging.DEBUG, "INFO": logging.INFO, "WARNING": logging.WARNING}
 
@@ -72,12 +76,12 @@ def load(paths: Paths) -> Settings:
             bind_port=parser.getint("agent", "bind_port", fallback=9443),
             services=parser.get("agent", "services", fallback="systemd"),
             log_level=_LEVELS[_one_of(_LEVELS, "log_level", parser.get("agent", "log_level", fallback="INFO"))],
-            interval=_positive(parser.getfloat("heartbeat", "interval", fallback=3.0)),
+            interval=check_interval(parser.getfloat("heartbeat", "interval", fallback=3.0)),
             targets=parse_targets(parser.get("heartbeat", "targets", fallback="")),
             heartbeat_key=_key((paths.etc / "heartbeat.key").read_text(encoding="ascii"), heartbeat_format),
             heartbeat_format=heartbeat_format,
             pair=parser.getboolean("octavia", "pair", fallback=False),
-            audit_interval=_positive(parser.getfloat("audit", "interval", fallback=AUDIT_SECONDS)),
+            audit_interval=check_interval(parser.getfloat("audit", "interval", fallback=AUDIT_SECONDS)),
         )
     except (OSError, configparser.Error, ValueError) as error:
         raise SettingsError(
@@ -91,9 +95,10 @@ def _one_of(known: Collection[str], setting: str, name: str) -> str:
     return name
 
 
-def _positive(value: float) -> float:
-    if value <= 0:
-        raise ValueError(f"interval = {value} is not positive")
+def check_interval(value: float) -> float:
+    """Return an interval in seconds. Raises ValueError if it is not positive or too long."""
+    if math.isnan(value) or not 0 < value <= LONGEST_INTERVAL:
+        raise ValueError(f"interval = {value} is not above 0 and at most {LONGEST_INTERVAL:.0f}")
     return value
 
 
@@ -108,8 +113,12 @@ def _key(text: str, heartbeat_format: str) -> bytes:
 
 def parse_targets(text: str) -> tuple[Target, ...]:
     """Parse addresses with ports, separated by commas and perhaps in quotes. Raises ValueError."""
-    targets = []
-    for item in filter(None, (part.strip("'\" ") for part in text.split(","))):
-        host, _, port = item.rpartition(":")
-        targets.append(Target(str(ipaddress.ip_address(host.strip("[]"))), int(port)))
-    return tuple(targets)
+    return tuple(parse_target(item) for item in filter(None, (part.strip("'\" ") for part in text.split(","))))
+
+
+def parse_target(text: str) -> Target:
+    """Parse one address with a port. Raises ValueError."""
+    host, _, port = text.rpartition(":")
+    if not (port.isascii() and port.isdecimal() and 0 < int(port) <= _LAST_PORT):
+        raise ValueError(f"{text!r} does not end with a port from 1 to {_LAST_PORT}")
+    return Target(str(ipaddress.ip_address(host.strip("[]"))), int(port))

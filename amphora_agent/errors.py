@@ -44,6 +44,18 @@ class MalformedCertificate(AgentError):
     status = 400
 
 
+class MalformedSettings(AgentError):
+    """The body is not a document with settings."""
+
+    status = 400
+
+
+class SettingsRefused(AgentError):
+    """Another control plane sets the heartbeats of this amphora."""
+
+    status = 409
+
+
 class CertificateRefused(AgentError):
     """The certificate belongs to another amphora, is not valid, or would lock out the controllers."""
 

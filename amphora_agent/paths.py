@@ -61,6 +61,8 @@ class Paths:
         self.earlier = run / "earlier"
         self.totals = var / "totals.json"
         self.epoch = var / "epoch"
+        # The file `settings.json` has the settings that a controller sent last. They replace values of agent.conf.
+        self.settings = var / "settings.json"
         self.pings = run / "pings"
 
         # The file `vrrp.released` has 1 while the VIPs move to the partner, and otherwise 0. keepalived reads the file.

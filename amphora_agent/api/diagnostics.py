@@ -14,7 +14,7 @@ from typing import Any
 from flask import Blueprint, Response
 from flask.typing import ResponseReturnValue
 
-from amphora_agent import host_info
+from amphora_agent import host_info, runtime_settings
 from amphora_agent.apply.applier import Applier
 from amphora_agent.config import Settings
 from amphora_agent.haproxy.process import SERVICE, Haproxy
@@ -70,6 +70,7 @@ def blueprint(
         "time": time.time,
         "versions": _versions,
         "agent.conf": partial(read_if_exists, paths.etc / "agent.conf"),
+        "settings": lambda: runtime_settings.current(sender.settings).to_document(),
         "machine.cfg": partial(read_if_exists, paths.machine_configuration),
         "haproxy.cfg": partial(read_if_exists, paths.configuration),
         "keepalived.conf": partial(read_if_exists, paths.keepalived_configuration),

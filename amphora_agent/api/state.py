@@ -14,6 +14,7 @@ from flask import Blueprint, request
 from flask.typing import ResponseReturnValue
 
 from amphora_agent import host_info
+from amphora_agent.api.settings import LiveSettings
 from amphora_agent.apply.applier import Applier
 from amphora_agent.config import Settings
 from amphora_agent.drift.report import DriftReport
@@ -28,7 +29,8 @@ from amphora_agent.tls_identity import Identity
 from amphora_agent.version import agent_version
 
 CAPABILITIES = [
-    "bundle-1", "heartbeat-1", "haproxy-reload", "haproxy-runtime", "vrrp", "certificate", "audit", "configuration"
+    "bundle-1", "heartbeat-1", "haproxy-reload", "haproxy-runtime", "vrrp", "certificate", "audit", "configuration",
+    "settings",
 ]  # fmt: skip
 
 
@@ -40,6 +42,7 @@ def blueprint(
     vrrp_state: VrrpState,
     identity: Identity,
     drift: DriftReport,
+    live: LiveSettings,
 ) -> Blueprint:
     """Return the routes."""
     routes = Blueprint("state", __name__)
@@ -58,6 +61,7 @@ def blueprint(
             "holds_vip": vrrp_state.holds_vip,
             "changes": applier.change_counts(),
             "drift": drift.document(),
+            "settings_digest": live.current().digest,
             "capabilities": CAPABILITIES,
         }
 
@@ -73,6 +77,7 @@ def blueprint(
             "applied_at": confirmed.applied_at if confirmed is not None else None,
             "digest": confirmed.digest if confirmed is not None else None,
             "lost_generation": lost.bundle.generation if lost is not None else None,
+            "settings_digest": live.current().digest,
         }
 
     @routes.get("/v2/configuration")

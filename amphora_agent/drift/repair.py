@@ -40,6 +40,7 @@ class DriftRepair:
         self._checker = checker
         self._report = report
         self._interval = interval
+        self._interval_changed = threading.Event()
         self._on_finding = on_finding
         self._min_pause = 0.0
         self._backoff, self._skip = 1, 0
@@ -50,9 +51,20 @@ class DriftRepair:
     def start(self) -> None:
         threading.Thread(target=self._run, name="audit", daemon=True).start()
 
+    def set_interval(self, seconds: float) -> None:
+        """Change the interval; the pause in progress counts as a part of it."""
+        self._interval = seconds
+        self._interval_changed.set()
+
+    def _pause(self) -> None:
+        begun = time.monotonic()
+        while (left := begun + max(self._interval, self._min_pause) - time.monotonic()) > 0:
+            self._interval_changed.wait(left)
+            self._interval_changed.clear()
+
     def _run(self) -> None:
         while True:
-            time.sleep(max(self._interval, self._min_pause))
+            self._pause()
             try:
                 self.check_and_repair()
             except AgentError as error:

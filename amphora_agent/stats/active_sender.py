@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The thread that sends heartbeats, and its replacement by a thread with other settings."""
+"""The thread that sends heartbeats, and the change of its settings or of its format."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ SAMPLE_SECONDS = 1.0
 
 
 class Sender:
-    """A thread that samples all daemons and sends heartbeats of one format, with fixed settings."""
+    """A thread that samples all daemons and sends heartbeats of one format.
+
+    The sockets have no peer, so one socket of each family serves all targets, also after a change of the settings.
+    """
 
     def __init__(self, settings: Settings, collector: Collector) -> None:
         self._settings = settings
@@ -38,6 +41,13 @@ class Sender:
         self._wakeup.set()
         self._thread.join()
 
+    def update(self, settings: Settings) -> None:
+        """Use other targets or another interval from the next heartbeat on, which is sent at once."""
+        self._settings = settings
+        # The errors belong to the former targets.
+        self._errors = {}
+        self.send_now()
+
     def send_now(self) -> None:
         """Send a heartbeat at once, if the format supports this; does not wait."""
 
@@ -56,7 +66,6 @@ class Sender:
         raise NotImplementedError
 
     def _run(self) -> None:
-        step = min(SAMPLE_SECONDS, self._settings.interval)
         due = time.monotonic()
         while not self._stopping.is_set():
             try:
@@ -66,7 +75,7 @@ class Sender:
                     self._send()
             except Exception as error:  # noqa: BLE001 - the controller replaces an amphora without heartbeats
                 self._record_error("report", error)
-            self._wakeup.wait(step)
+            self._wakeup.wait(min(SAMPLE_SECONDS, self._settings.interval))
         for link in self._sockets.values():
             link.close()
 
@@ -113,8 +122,17 @@ class ActiveSender:
     def errors(self) -> dict[str, dict[str, Any]]:
         return self._sender.errors()
 
+    def update(self, change: Callable[[Settings], Settings]) -> None:
+        """Change targets or intervals of the sender. It continues, so no heartbeat is lost or numbered anew.
+
+        `change` returns the new settings, of the same format; if it raises an exception, nothing changes.
+        """
+        with self._lock:
+            self.settings = change(self.settings)
+            self._sender.update(self.settings)
+
     def change(self, settings: Settings) -> None:
-        """Replace the sender by one with other settings."""
+        """Replace the sender by one with other settings, perhaps of another format."""
         with self._lock:
             self._sender.close()
             self.settings = settings

@@ -81,8 +81,10 @@ class HeartbeatSender(Sender):
             self._collector.write()
         except OSError as error:
             self._record_error("write the counters", error)
-        amphora, key = self._settings.amphora_id, self._settings.heartbeat_key
+        # All datagrams of a document go to the same targets, also if the settings change meanwhile.
+        settings = self._settings
+        amphora, key = settings.amphora_id, settings.heartbeat_key
         for datagram in heartbeat_codec.datagrams(amphora, key, self._epoch, self._sequence + 1, document):
             self._sequence += 1
-            for target in self._settings.targets:
+            for target in settings.targets:
                 self._send_to(target, datagram)

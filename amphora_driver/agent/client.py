@@ -24,7 +24,7 @@ import urllib3
 from urllib3.exceptions import ClosedPoolError, HTTPError, NewConnectionError, ProtocolError, SSLError
 from urllib3.exceptions import TimeoutError as HTTPTimeoutError
 
-from amphora_driver.agent.responses import Applied, BundleState, Generation, Info, Loaded, Renewed, Vrrp
+from amphora_driver.agent.responses import Applied, BundleState, Generation, Info, Loaded, Renewed, SettingsState, Vrrp
 from amphora_driver.agent.tls import EXCHANGE, Exchange, TlsIdentity
 from amphora_driver.deadline import Deadline
 from amphora_driver.errors import AgentRefused, AgentUnreachable, AgentUntrusted
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from amphora_driver.certificates.trust_store import TrustStore
 
 # Other modules import the response types of the agent from this module, so `__all__` contains these types.
-__all__ = ["AgentClient", "Applied", "BundleState", "Info", "Loaded", "Renewed", "Vrrp"]
+__all__ = ["AgentClient", "Applied", "BundleState", "Info", "Loaded", "Renewed", "SettingsState", "Vrrp"]
 T = TypeVar("T")
 
 # The client keeps connections to at most 256 amphorae. Two connections to each amphora suffice, because at most one
@@ -116,6 +116,13 @@ class AgentClient:
     def bundle_state(self, amphora_id: str, address: str, *, deadline: Deadline | None = None) -> BundleState:
         call = _Call("GET", "/v2/bundle", f"get the bundle state of amphora {amphora_id}")
         return _decode(self._request(amphora_id, address, call, deadline), BundleState, call)
+
+    def put_settings(
+        self, amphora_id: str, address: str, body: bytes, *, deadline: Deadline | None = None
+    ) -> SettingsState:
+        """Change heartbeat targets and intervals. Older agents answer 404."""
+        call = _Call("PUT", "/v2/settings", f"change the settings of amphora {amphora_id}", body=body)
+        return _decode(self._request(amphora_id, address, call, deadline), SettingsState, call)
 
     def prepare(self) -> ssl.SSLContext:
         """Return the TLS context of a call. The method may wait for the database, and raises StoreError too."""

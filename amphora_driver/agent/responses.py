@@ -32,11 +32,21 @@ class Applied(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BundleState(msgspec.Struct, frozen=True, kw_only=True):
-    """The last confirmed bundle. All fields are None before the first bundle."""
+    """The last confirmed bundle. Its fields are None before the first bundle.
+
+    Older agents report no digest of their settings.
+    """
 
     generation: Generation | None = None
     applied_at: dt.datetime | None = None
     digest: str | None = None
+    settings_digest: str | None = None
+
+
+class SettingsState(msgspec.Struct, frozen=True, kw_only=True):
+    """The settings that an agent uses."""
+
+    digest: str
 
 
 class Info(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,9 +13,13 @@ OPTIONS: dict[str, dict[cfg.Opt, str]] = {
         cfg.PortOpt("bind_port", default=9879): "UDP port on which the health manager receives heartbeats. 0 to 65535.",
         cfg.ListOpt("targets", default=[]): (
             "Addresses of all health managers as address:port, separated by commas. Every amphora sends its heartbeats "
-            "to each of them. The default is none: no heartbeat is sent."
+            "to each of them. A change reaches running amphorae without a rotation. Use the same value for all "
+            "controllers. The default is none: no heartbeat is sent."
         ),
-        cfg.FloatOpt("interval", default=3.0, min=0.1): "Seconds between two heartbeats of an amphora. At least 0.1.",
+        cfg.FloatOpt("interval", default=3.0, min=0.1): (
+            "Seconds between two heartbeats of an amphora. A change reaches running amphorae without a rotation. At "
+            "least 0.1."
+        ),
         cfg.FloatOpt("flush_interval", default=0.5, min=0.05): (
             "Seconds between two writes to the database. Status changes in between are written together. At least 0.05."
         ),

@@ -19,7 +19,7 @@ OPTIONS: dict[str, dict[cfg.Opt, str]] = {
         ),
         cfg.FloatOpt("agent_interval", default=30.0, min=0.1): (
             "Seconds between two drift checks of an agent, which compares its machine with the confirmed "
-            "configuration. At least 0.1."
+            "configuration. A change reaches running amphorae without a rotation. At least 0.1."
         ),
     },
     "amp_rotation": {

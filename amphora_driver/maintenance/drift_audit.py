@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor, wait
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 import sqlalchemy as sa
@@ -30,6 +30,7 @@ from amphora_driver.database.tables import object_status
 from amphora_driver.deadline import Deadline
 from amphora_driver.errors import AmphoraDriverError
 from amphora_driver.maintenance.duty_loop import run_duty
+from amphora_driver.maintenance.settings_update import SettingsUpdate
 from amphora_driver.model.amphora import Amphora
 from amphora_driver.model.enums import Provisioning
 from amphora_driver.model.secret_refs import secrets_of_tree
@@ -147,6 +148,10 @@ class _Target(msgspec.Struct, frozen=True):
     digest: str
 
 
+# The state that an agent reports, and why its settings differ from the configured ones: empty if they are equal.
+_Answer: TypeAlias = "tuple[BundleState, str]"
+
+
 class DriftAuditor:
     """Audits every amphora once in an interval, a few in each round.
 
@@ -158,6 +163,7 @@ class DriftAuditor:
         self._database = context.database
         self._owner = owner
         self._on_due = on_due
+        self._settings = SettingsUpdate(context)
         audit = context.conf.amp_drift
         self._interval: float = audit.interval
         self._most: int = audit.most_at_once
@@ -181,6 +187,7 @@ class DriftAuditor:
         def work() -> None:
             if self._hold_duty(at_once=True):
                 self.run_round(pool, self._until_end(stopping, draining))
+                self._settings.run_round(pool, self._until_end(stopping, draining))
 
         def release() -> None:
             release_duty(self._database, DUTY, self._owner)
@@ -232,7 +239,7 @@ class DriftAuditor:
         return done
 
     def _compare(self, pool: ThreadPoolExecutor, targets: Iterator[_Target | None], goes_on: Callable[[], bool]) -> int:
-        asked: dict[Future[BundleState], _Target] = {}
+        asked: dict[Future[_Answer], _Target] = {}
         done, more = 0, True
         try:
             while goes_on() and (asked or more):
@@ -240,7 +247,7 @@ class DriftAuditor:
                     target = next(targets, _END)
                     more = target is not _END
                     if isinstance(target, _Target):
-                        asked[pool.submit(self._get_state, target.amphora)] = target
+                        asked[pool.submit(self._query, target.amphora)] = target
                     if more:
                         continue
                 for answer in wait(asked, _CHECK_EVERY, FIRST_COMPLETED).done:
@@ -282,12 +289,12 @@ class DriftAuditor:
         made = build_bundles(recorded, self._context.conf, self._context.vault)
         return {one: hashlib.sha256(body).hexdigest() for one, body in made.items()}
 
-    def _handle_answer(self, target: _Target, answer: Future[BundleState]) -> int:
+    def _handle_answer(self, target: _Target, answer: Future[_Answer]) -> int:
         """Record the result of one amphora; return 1 if the amphora was audited, 0 otherwise."""
         try:
-            reported = answer.result()
+            reported, settings = answer.result()
             drift = classify_drift(target.recorded.generation, target.digest, reported)
-            self._record(target.recorded, target.amphora, drift, reported)
+            self._record(target.recorded, target.amphora, drift, reported, settings)
         except (Exception, CancelledError) as error:  # noqa: BLE001 - an error must not stop the audit of others
             _log_failure(f"amphora {target.amphora.id}", error)
             self._put_off([target.amphora.id])
@@ -298,16 +305,23 @@ class DriftAuditor:
         at = time.monotonic() + min(_RETRY_AFTER, self._interval)
         self._retry_at |= dict.fromkeys(amphora_ids, at)
 
+    def _query(self, amphora: Amphora) -> _Answer:
+        reported = self._get_state(amphora)
+        failure = self._settings.compare(amphora.id, str(amphora.management_address), reported.settings_digest)
+        return reported, failure
+
     def _get_state(self, amphora: Amphora) -> BundleState:
         deadline = Deadline(_AGENT_TIMEOUT, f"audit amphora {amphora.id}")
         return self._context.agents.bundle_state(amphora.id, str(amphora.management_address), deadline=deadline)
 
-    def _record(self, recorded: BundleInputs, amphora: Amphora, drift: Drift, reported: BundleState) -> None:
+    def _record(
+        self, recorded: BundleInputs, amphora: Amphora, drift: Drift, reported: BundleState, settings: str
+    ) -> None:
         of, generation = recorded.tree.id, recorded.generation
         now = self._database.now()
         why = f"generation: it confirmed {generation} and reports {reported.generation}"
         if drift is Drift.NONE:
-            why = ""
+            why = settings
             self._outdated.pop(of, None)
         elif drift is Drift.RENDERER:
             why = "renderer: another version or other options rendered the same generation"

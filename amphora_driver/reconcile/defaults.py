@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values from the configuration for settings that a load balancer's profile does not set.
+"""Values from the configuration: defaults of load balancers, and settings of agents.
+
+A default is the value of a setting that a load balancer's profile does not set.
 
 Invariant: every push reads the configuration, so a changed option applies to a load balancer with its next change.
 Values of a profile do not change.
@@ -12,12 +14,13 @@ from oslo_config.cfg import ConfigOpts
 
 from amphora_driver.errors import ConfigurationError, UnsupportedOption
 from amphora_driver.model.loadbalancer import LoadBalancer
+from amphora_driver.render.agent_settings import AgentSettings, render_agent_settings
 from amphora_driver.render.effective_defaults import Defaults
 from amphora_driver.validation import flavors, log_format
 
 
 def validate_defaults(conf: ConfigOpts) -> None:
-    """Validate `[amp_haproxy]` like a flavor: a wrong value would affect every load balancer.
+    """Validate `[amp_haproxy]` like a flavor, and the settings of agents: they affect every load balancer.
 
     Raises:
         ConfigurationError: an option is invalid; the message names it.
@@ -28,6 +31,20 @@ def validate_defaults(conf: ConfigOpts) -> None:
         log_format.check_log_format(said.get("log_format", ""))
     except UnsupportedOption as error:
         raise ConfigurationError("use the options of [amp_haproxy]", str(error).rstrip(".")) from error
+    agent_settings(conf)
+
+
+def agent_settings(conf: ConfigOpts) -> AgentSettings:
+    """Return the heartbeat settings and intervals of all agents.
+
+    Raises:
+        ConfigurationError: a target is not an IP address with a port.
+    """
+    try:
+        return render_agent_settings(conf.amp_health.targets, conf.amp_health.interval, conf.amp_drift.agent_interval)
+    except ValueError as error:
+        remedy = "Write an IP address and a port, for example 192.0.2.10:9879 or [2001:db8::10]:9879."
+        raise ConfigurationError("use the option [amp_health] targets", str(error), remedy) from error
 
 
 def rendering_defaults(conf: ConfigOpts) -> Defaults:

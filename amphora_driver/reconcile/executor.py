@@ -38,6 +38,7 @@ from amphora_driver.network.interface import Network
 from amphora_driver.queue.jobs import guard_lease
 from amphora_driver.reconcile import steps, vip_allocation
 from amphora_driver.reconcile.context import ReconcileContext
+from amphora_driver.reconcile.defaults import agent_settings
 from amphora_driver.reconcile.drain import AmphoraRemoval
 from amphora_driver.reconcile.job import Job
 from amphora_driver.reconcile.push import BundlePush
@@ -220,9 +221,7 @@ class StepExecutor:
             amphora.id,
             port=self._conf.amp_agent.port,
             services=self._conf.amp_agent.services,
-            heartbeat_interval=self._conf.amp_health.interval,
-            heartbeat_targets=self._conf.amp_health.targets,
-            audit_interval=self._conf.amp_drift.agent_interval,
+            settings=agent_settings(self._conf),
         )
         if isinstance(view, steps.SparePoolView):
             profile = view.stock.spec.profile()

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from amphora_driver.render.agent_settings import AgentSettings
 
 _AGENT_CONF = """\
 [agent]
@@ -13,29 +13,21 @@ bind_port = {port}
 services = {services}
 
 [heartbeat]
-interval = {interval:g}
+interval = {interval}
 targets = {targets}
 
 [audit]
-interval = {audit_interval:g}
+interval = {audit_interval}
 """
 
 
-def render_agent_conf(
-    amphora_id: str,
-    *,
-    port: int,
-    services: str,
-    heartbeat_interval: float,
-    heartbeat_targets: Sequence[str],
-    audit_interval: float,
-) -> str:
+def render_agent_conf(amphora_id: str, *, port: int, services: str, settings: AgentSettings) -> str:
     """Return the content of agent.conf. The compute backend fills in `{management_address}`."""
     return _AGENT_CONF.format(
         amphora_id=amphora_id,
         port=port,
         services=services,
-        interval=heartbeat_interval,
-        targets=", ".join(heartbeat_targets),
-        audit_interval=audit_interval,
+        interval=settings.heartbeat.interval,
+        targets=", ".join(settings.heartbeat.targets),
+        audit_interval=settings.audit_interval,
     )

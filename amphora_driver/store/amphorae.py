@@ -17,7 +17,7 @@ import msgspec
 import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 
-from amphora_driver.database.rows import chunks, to_struct
+from amphora_driver.database.rows import chunks, load_as, to_struct
 from amphora_driver.database.tables import DUE_NOW, amphora, amphora_heartbeat, job, object_status
 from amphora_driver.database.tables_fleet import failover
 from amphora_driver.database.vault import SecretLocation, Vault
@@ -49,6 +49,13 @@ class LastHeartbeat(msgspec.Struct, frozen=True, kw_only=True):
     sequence: int
     holds_vip: bool | None = None
     agent_version: str | None = None
+
+
+class ReachableAmphora(msgspec.Struct, frozen=True, kw_only=True):
+    """An amphora whose agent can be called."""
+
+    id: str
+    management_address: str
 
 
 # The SQL statements are module constants, because SQLAlchemy needs more time to build a statement than to execute it.
@@ -235,6 +242,12 @@ def load_serving_states(connection: sa.Connection, amphora_ids: Sequence[str]) -
 def load_balancer_ids(connection: sa.Connection) -> dict[str, str]:
     """Return the load balancer id of every recorded amphora."""
     return {row.id: row.load_balancer_id for row in connection.execute(_LOAD_BALANCER_IDS)}
+
+
+def list_reachable(connection: sa.Connection) -> list[ReachableAmphora]:
+    """Return all ready amphorae, also warm spares."""
+    ready = amphora.c.state == AmphoraState.READY.value, amphora.c.management_address.is_not(None)
+    return load_as(connection, ReachableAmphora, sa.select(amphora.c.id, amphora.c.management_address).where(*ready))
 
 
 def last_heartbeats(connection: sa.Connection, amphora_ids: Sequence[str] | None = None) -> dict[str, tuple[int, int]]:

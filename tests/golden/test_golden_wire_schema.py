@@ -14,10 +14,12 @@ from jsonschema import Draft202012Validator
 from test_golden_udp import CASE
 
 from amphora_agent import bundle as agent
+from amphora_agent import runtime_settings as agent_settings
 from amphora_agent.l4 import model as agent_l4
 from amphora_driver.agent import responses
 from amphora_driver.model.amphora import AttachedPort
 from amphora_driver.model.network import FixedAddress, Port, Subnet
+from amphora_driver.render import agent_settings as driver_settings
 from amphora_driver.render import bundle as driver
 from amphora_driver.render import udp
 from amphora_driver.render.haproxy import render
@@ -40,6 +42,8 @@ SHARED = {
     "persistence": (udp.VirtualPersistence, agent_l4.Persistence),
     "monitor": (udp.VirtualMonitor, agent_l4.Monitor),
     "member": (udp.VirtualMember, agent_l4.Member),
+    "settings": (driver_settings.AgentSettings, agent_settings.RuntimeSettings),
+    "heartbeat_settings": (driver_settings.HeartbeatSettings, agent_settings.HeartbeatSettings),
 }
 ANSWERS = {
     "applied": responses.Applied,
@@ -47,6 +51,7 @@ ANSWERS = {
     "info": responses.Info,
     "vrrp_state": responses.Vrrp,
     "renewed": responses.Renewed,
+    "settings_state": responses.SettingsState,
 }
 
 
@@ -90,6 +95,22 @@ def test_the_controller_reads_only_keys_of_the_schema(name):
     assert fields.keys() <= DEFINITIONS[name]["properties"].keys()
     needed = {key for key, one in fields.items() if one.required}
     assert needed <= {*DEFINITIONS[name]["required"]}
+
+
+@pytest.mark.parametrize(
+    ("targets", "interval", "audit"),
+    [
+        ([], 3.0, 30.0),
+        (["192.0.2.10:9879"], 3, 600),
+        ([" '[2001:DB8::10]:9879' ", "2001:db8:0::11:80", "192.0.2.10:0065535"], 0.1, 1e9),
+        (["192.0.2.10:9879", "192.0.2.10:9879"], 1 / 3, 1e-7),
+    ],
+)
+def test_controller_and_agent_compute_the_same_digest_of_valid_settings(targets, interval, audit):
+    made = driver_settings.render_agent_settings(targets, interval, audit)
+    schema = {"$ref": "#/$defs/settings", "$defs": DEFINITIONS}
+    Draft202012Validator(schema).validate(json.loads(made.encode()))
+    assert agent_settings.parse(made.encode()).digest == made.digest
 
 
 def test_all_definitions_are_compared():

@@ -149,10 +149,14 @@ class DriftLab(Cloud):
 
     def use_agent(self, python):
         """Run agents with another Python from now on."""
+        self.configure("amp_compute_netns", "agent_python", str(python))
+
+    def configure(self, group, name, value):
+        """Restart the controller with another value of an option."""
         self.stack.supervision.stop("amphora-controller")
         parser = configparser.ConfigParser(interpolation=None, strict=False)
         parser.read(self.settings.driver_configuration)
-        parser.set("amp_compute_netns", "agent_python", str(python))
+        parser.set(group, name, value)
         with self.settings.driver_configuration.open("w") as opened:
             parser.write(opened)
         self.restart()

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sends changed heartbeat settings and check intervals to the agents, without a rotation.
+
+Invariant: the settings depend on the configuration only, so an update needs no lease and may be repeated. The holder of
+the duty `audit` queries every ready amphora, also spares and amphorae of load balancers with an open job. The number of
+amphorae in a round is limited. The drift audit reports the digests that it reads anyway, which saves queries.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING
+
+from amphora_driver.deadline import Deadline
+from amphora_driver.errors import AgentError, AgentRefused, AmphoraDriverError
+from amphora_driver.reconcile.defaults import agent_settings
+from amphora_driver.store import amphorae
+from amphora_driver.store.amphorae import ReachableAmphora
+
+if TYPE_CHECKING:
+    from amphora_driver.reconcile.context import ReconcileContext
+
+LOG = logging.getLogger(__name__)
+# Time-out in seconds of one query or one update.
+_AGENT_TIMEOUT = 5.0
+# Number of amphorae in a round, as a multiple of the amphorae that are queried at the same time.
+_ROUND_FACTOR = 8
+# Maximum number of seconds until a failed query or update is repeated.
+_RETRY_AFTER = 60.0
+# Number of audit intervals after which a settled amphora is queried again. The drift audit reads its digest earlier.
+_INTERVALS = 2
+# Maximum number of seconds for which a round waits before it checks whether it must end.
+_CHECK_EVERY = 0.2
+_NOT_FOUND = 404
+
+
+def choose_amphorae(
+    ready: Sequence[ReachableAmphora], due_at: Mapping[str, float], moment: float, most: int
+) -> list[ReachableAmphora]:
+    """Return at most `most` amphorae that are due; first those that this process has never queried."""
+    due = [one for one in ready if due_at.get(one.id, moment) <= moment]
+    return sorted(due, key=lambda one: (due_at.get(one.id, float("-inf")), one.id))[:most]
+
+
+class SettingsUpdate:
+    """Compares the settings of agents with the configuration, and sends the configured ones. Thread-safe."""
+
+    def __init__(self, context: ReconcileContext) -> None:
+        self._database = context.database
+        self._agents = context.agents
+        self._wanted = agent_settings(context.conf)
+        self._interval: float = context.conf.amp_drift.interval
+        self._most: int = _ROUND_FACTOR * context.conf.amp_drift.most_at_once
+        # By amphora id: the time of the next query, on the clock of `time.monotonic()`.
+        self._due_at: dict[str, float] = {}
+
+    def run_round(self, pool: ThreadPoolExecutor, goes_on: Callable[[], bool] = lambda: True) -> int:
+        """Query the amphorae that are due, and update those with other settings; return the number of answers."""
+        ready = self._database.read(amphorae.list_reachable)
+        moment = time.monotonic()
+        known = {one.id for one in ready}
+        self._due_at = {one: at for one, at in self._due_at.items() if one in known}
+        chosen = choose_amphorae(ready, self._due_at, moment, self._most)
+        # A query that never ends must not be repeated in each round.
+        for one in chosen:
+            self._put_off(one.id)
+        asked = {pool.submit(self._query, one): one for one in chosen}
+        done = 0
+        try:
+            while asked and goes_on():
+                for answer in wait(asked, _CHECK_EVERY, FIRST_COMPLETED).done:
+                    done += _log_result(asked.pop(answer), answer)
+        finally:
+            for answer in asked:
+                answer.cancel()
+        return done
+
+    def compare(self, amphora_id: str, address: str, reported: str | None) -> str:
+        """Send the settings if an agent reports another digest; return why it still has other settings.
+
+        The result is empty if the settings are equal. It is also empty for an agent of an earlier version, which
+        reports no digest: only a rotation changes its settings.
+        """
+        if reported is not None and reported != self._wanted.digest:
+            failure = self._send(amphora_id, address)
+            if failure:
+                self._put_off(amphora_id)
+                return failure
+        self._due_at[amphora_id] = time.monotonic() + _INTERVALS * self._interval
+        return ""
+
+    def _query(self, one: ReachableAmphora) -> str:
+        deadline = Deadline(_AGENT_TIMEOUT, f"get the settings of amphora {one.id}")
+        reported = self._agents.bundle_state(one.id, one.management_address, deadline=deadline).settings_digest
+        return self.compare(one.id, one.management_address, reported)
+
+    def _send(self, amphora_id: str, address: str) -> str:
+        deadline = Deadline(_AGENT_TIMEOUT, f"change the settings of amphora {amphora_id}")
+        try:
+            actual = self._agents.put_settings(amphora_id, address, self._wanted.encode(), deadline=deadline).digest
+        except AgentError as error:
+            if isinstance(error, AgentRefused) and error.status == _NOT_FOUND:
+                # An agent of an earlier version has started since the query.
+                return ""
+            return f"settings: it has other heartbeat settings than configured: {error.happened}"
+        if actual != self._wanted.digest:
+            return "settings: it reports other settings than those that it has accepted"
+        LOG.info("the controller sent the configured heartbeat settings and intervals to amphora %s", amphora_id)
+        return ""
+
+    def _put_off(self, amphora_id: str) -> None:
+        self._due_at[amphora_id] = time.monotonic() + min(_RETRY_AFTER, self._interval)
+
+
+def _log_result(one: ReachableAmphora, answer: Future[str]) -> int:
+    """Log a failure; return 1 if the amphora has answered, 0 otherwise."""
+    error = answer.exception()
+    if isinstance(error, AmphoraDriverError):
+        LOG.info("the controller cannot compare the settings of amphora %s and tries again later: %s", one.id, error)
+    elif error is not None:
+        LOG.error("the comparison of the settings of amphora %s failed unexpectedly", one.id, exc_info=error)
+    elif failure := answer.result():
+        LOG.warning("the controller cannot change the settings of amphora %s and tries again: %s", one.id, failure)
+    return int(error is None)

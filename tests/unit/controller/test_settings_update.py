@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of agents: choice of the amphorae, update of those with other settings, failures and old agents."""
+
+import json
+import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+import pytest
+import sqlalchemy as sa
+from control import TREE, World, controlled
+
+from amphora_driver.agent.client import BundleState, SettingsState
+from amphora_driver.database.tables import amphora, job
+from amphora_driver.errors import AgentRefused, AgentUnreachable, ConfigurationError
+from amphora_driver.maintenance import drift_audit
+from amphora_driver.maintenance.drift_audit import DriftAuditor
+from amphora_driver.maintenance.settings_update import SettingsUpdate, choose_amphorae
+from amphora_driver.model.amphora import AmphoraState
+from amphora_driver.reconcile.defaults import agent_settings, validate_defaults
+from amphora_driver.render.agent_conf import render_agent_conf
+from amphora_driver.render.agent_settings import render_agent_settings
+from amphora_driver.store.amphorae import ReachableAmphora
+from amphora_driver.topology import SingleTopology
+
+MANY = 3
+OLD = render_agent_settings(["192.0.2.1:9879"], 3.0, 30.0)
+
+
+class Agents(World):
+    """One amphora for each load balancer; agents that keep settings, as far as they know them."""
+
+    roles = SingleTopology.roles
+    priorities = SingleTopology.priorities
+
+    def __init__(self):
+        super().__init__()
+        self.settings = {}
+        self.failure = {}
+        self.old = set()
+        self.queried = []
+        self.sent = []
+
+    def bundle_state(self, amphora_id, _address, *, deadline):
+        assert deadline.left() <= 5
+        self._reach(amphora_id)
+        self.queried.append(amphora_id)
+        known = None if amphora_id in self.old else self.settings.setdefault(amphora_id, OLD.digest)
+        return BundleState(generation=1, digest="d", settings_digest=known)
+
+    def put_settings(self, amphora_id, _address, body, *, deadline):
+        assert deadline.left() <= 5
+        self._reach(amphora_id)
+        self.sent.append(amphora_id)
+        if amphora_id in self.failure:
+            raise self.failure[amphora_id]
+        document = json.loads(body)
+        made = render_agent_settings(**document["heartbeat"], audit_interval=document["audit_interval"])
+        self.settings[amphora_id] = made.digest
+        return SettingsState(digest=made.digest)
+
+
+@pytest.fixture
+def control(tmp_path):
+    with controlled(tmp_path, Agents()) as made:
+        for number in range(MANY):
+            listeners = tuple(
+                msgspec.structs.replace(one, id=f"li{number}", loadbalancer_id=f"lb{number}") for one in TREE.listeners
+            )
+            vip = msgspec.structs.replace(TREE.vip, address=f"198.51.100.{number + 1}", port_id=f"p{number}")
+            tree = msgspec.structs.replace(TREE, id=f"lb{number}", vip=vip, listeners=listeners)
+            made.intents.create_load_balancer(tree, read_back=False)
+        made.work(100)
+        made.conf.set_override("targets", ["192.0.2.2:9879"], "amp_health")
+        yield made
+
+
+@pytest.fixture
+def pool():
+    with ThreadPoolExecutor(4) as made:
+        yield made
+
+
+def update(control):
+    return SettingsUpdate(control.reconciler._context)
+
+
+def ids(control):
+    return sorted(control.database.read(lambda c: c.execute(sa.select(amphora.c.id)).scalars().all()))
+
+
+def wanted(control):
+    return agent_settings(control.conf).digest
+
+
+# -- pure functions ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("due_at", "most", "chosen"),
+    [
+        ({}, 9, "abc"),
+        ({}, 2, "ab"),
+        ({"a": 5.0, "b": 20.0}, 9, "ca"),
+        ({"a": 5.0, "b": 4.0}, 2, "cb"),
+        ({"a": 10.0, "b": 10.1, "c": 11.0}, 9, "a"),
+        ({}, 0, ""),
+    ],
+)
+def test_unknown_amphorae_are_queried_first(due_at, most, chosen):
+    ready = [ReachableAmphora(id=one, management_address="203.0.113.9") for one in "abc"]
+    assert [one.id for one in choose_amphorae(ready, due_at, 10.0, most)] == [*chosen]
+
+
+@pytest.mark.parametrize(
+    ("given", "canonical"),
+    [
+        ("192.0.2.10:9879", "192.0.2.10:9879"),
+        (" '[2001:DB8:0::1]:80' ", "[2001:db8::1]:80"),
+        ("2001:db8::1:80", "[2001:db8::1]:80"),
+    ],
+)
+def test_a_target_has_one_spelling(given, canonical):
+    assert render_agent_settings([given], 3, 30).heartbeat.targets == (canonical,)
+
+
+@pytest.mark.parametrize("target", ["health.example:9879", "192.0.2.10", "192.0.2.10:0", "192.0.2.10:x", ""])
+def test_an_invalid_target_prevents_the_start(control, target):
+    control.conf.set_override("targets", [target], "amp_health")
+    with pytest.raises(ConfigurationError, match=r"\[amp_health\] targets"):
+        validate_defaults(control.conf)
+
+
+def test_agent_conf_has_exact_intervals():
+    made = render_agent_settings(["192.0.2.1:1", "[2001:db8::1]:2"], 1234567.25, 0.1)
+    text = render_agent_conf("am", port=9443, services="systemd", settings=made)
+    assert "interval = 1234567.25\ntargets = 192.0.2.1:1, [2001:db8::1]:2\n" in text
+    assert "[audit]\ninterval = 0.1\n" in text
+
+
+# -- rounds ------------------------------------------------------------------------------------------------------------
+
+
+def test_every_agent_gets_changed_settings_once(control, pool):
+    made = update(control)
+    assert made.run_round(pool) == MANY
+    assert control.world.settings == dict.fromkeys(ids(control), wanted(control))
+    assert made.run_round(pool) == 0
+    assert update(control).run_round(pool) == MANY
+    assert sorted(control.world.sent) == ids(control)
+
+
+def test_spares_and_amphorae_of_open_jobs_get_settings(control, pool):
+    spare, busy, _ = ids(control)
+
+    def write(connection):
+        job_of = {one: amphora.c.id == one for one in (spare, busy)}
+        for one, values in ((spare, {"op": "spares"}), (busy, {"dirty": True})):
+            of = sa.select(amphora.c.load_balancer_id).where(job_of[one]).scalar_subquery()
+            connection.execute(job.update().where(job.c.load_balancer_id == of).values(**values))
+
+    control.database.write(write)
+    assert update(control).run_round(pool) == MANY
+    assert sorted(control.world.sent) == ids(control)
+
+
+def test_amphorae_that_are_not_ready_are_not_queried(control, pool):
+    states = dict(zip(ids(control), (AmphoraState.BOOTING, AmphoraState.RETIRING), strict=False))
+
+    def write(connection):
+        for one, state in states.items():
+            connection.execute(amphora.update().where(amphora.c.id == one).values(state=state.value))
+
+    control.database.write(write)
+    assert update(control).run_round(pool) == 1
+    assert control.world.sent == [ids(control)[2]]
+
+
+def test_the_number_of_updates_in_a_round_is_limited(control, pool):
+    made = update(control)
+    made._most = 2
+    assert [made.run_round(pool) for _ in range(3)] == [2, 1, 0]
+
+
+def test_an_old_agent_gets_no_settings(control, pool):
+    first, second, third = ids(control)
+    control.world.old.add(first)
+    # The second agent has answered before its version was replaced by an earlier one.
+    control.world.failure[second] = AgentRefused("change", "it answered 404", status=404)
+    made = update(control)
+    assert made.run_round(pool) == MANY
+    assert sorted(control.world.sent) == [second, third]
+    assert made.run_round(pool) == 0
+
+
+@pytest.mark.parametrize(
+    "failure", [AgentUnreachable("change", "away"), AgentRefused("change", "disk full", status=500)]
+)
+def test_a_failed_update_is_repeated_later(control, pool, caplog, failure):
+    caplog.set_level(logging.INFO)
+    first = ids(control)[0]
+    control.world.failure[first] = failure
+    made = update(control)
+    assert made.run_round(pool) == MANY
+    assert f"cannot change the settings of amphora {first}" in caplog.text
+    assert made.run_round(pool) == 0, "the update is postponed"
+    control.world.failure.clear()
+    made._due_at[first] = 0.0
+    assert made.run_round(pool) == 1
+    assert control.world.settings[first] == wanted(control)
+
+
+def test_an_unreachable_agent_stops_no_round(control, pool):
+    first = ids(control)[0]
+    control.world.dead.add(first)
+    made = update(control)
+    assert made.run_round(pool) == MANY - 1
+    assert made.run_round(pool) == 0
+    assert first not in control.world.sent
+
+
+def test_a_round_ends_while_an_agent_does_not_answer(control, pool, monkeypatch):
+    released = threading.Event()
+    monkeypatch.setattr(control.world, "bundle_state", lambda *_, **__: released.wait(60))
+    made, allowed = update(control), iter([True])
+    try:
+        assert made.run_round(pool, lambda: next(allowed, False)) == 0
+        assert made.run_round(pool) == 0, "the running queries are not repeated"
+    finally:
+        released.set()
+
+
+# -- drift audit -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def audits(control, monkeypatch):
+    """An auditor for which all load balancers are due in each round."""
+    monkeypatch.setattr(
+        drift_audit.DriftAuditor, "_expected_digests", lambda _, recorded: {one.id: "d" for one in recorded.amphorae}
+    )
+    control.conf.set_override("interval", 1.0, "amp_drift")
+    control.database.write(lambda c: c.execute(amphora.update().values(confirmed_at=1.0, audited_at=None)))
+    made = DriftAuditor(control.reconciler._context, "me", lambda: None)
+    made._most, made._round = 4, 1.0
+    yield made
+    control.conf.clear_override("interval", "amp_drift")
+
+
+def findings(control):
+    rows = control.database.read(lambda c: c.execute(sa.select(amphora.c.id, amphora.c.drifts, amphora.c.drift)).all())
+    return {row.id: (row.drifts, row.drift) for row in rows}
+
+
+def test_the_drift_audit_sends_settings_and_needs_no_second_query(control, audits, pool):
+    assert audits.run_round(pool) == MANY
+    assert sorted(control.world.sent) == ids(control)
+    assert findings(control) == dict.fromkeys(ids(control), (False, None))
+    assert audits._settings.run_round(pool) == 0
+
+
+def test_settings_that_an_agent_refuses_are_drift(control, audits, pool):
+    first = ids(control)[0]
+    control.world.failure[first] = AgentRefused("change", "disk full", status=500)
+    assert audits.run_round(pool) == MANY
+    drifts, words = findings(control)[first]
+    assert drifts
+    assert words == "settings: it has other heartbeat settings than configured: disk full"
+    dirty = control.database.read(lambda c: c.execute(sa.select(job.c.dirty)).scalars().all())
+    assert dirty == [False] * MANY, "a push does not change settings"
