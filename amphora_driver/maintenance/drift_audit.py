@@ -59,6 +59,8 @@ _AGENT_TIMEOUT = 5.0
 # Maximum number of seconds until the drift audit repeats a failed or postponed audit of an amphora.
 _RETRY_AFTER = 60.0
 _MOST_REMEMBERED = 10_000
+# Longest pause in seconds between two rounds that compare the settings of agents.
+_SETTINGS_PAUSE = 10.0
 # Maximum duration of a round of the drift audit in seconds.
 _ROUND_TIMEOUT = 20.0
 # Maximum number of seconds for which a round waits for answers. After each wait, the round checks whether it must end.
@@ -164,6 +166,7 @@ class DriftAuditor:
         self._owner = owner
         self._on_due = on_due
         self._settings = SettingsUpdate(context)
+        self._settings_at = 0.0
         audit = context.conf.amp_drift
         self._interval: float = audit.interval
         self._most: int = audit.most_at_once
@@ -187,7 +190,7 @@ class DriftAuditor:
         def work() -> None:
             if self._hold_duty(at_once=True):
                 self.run_round(pool, self._until_end(stopping, draining))
-                self._settings.run_round(pool, self._until_end(stopping, draining))
+                self._update_settings(pool, self._until_end(stopping, draining))
 
         def release() -> None:
             release_duty(self._database, DUTY, self._owner)
@@ -213,6 +216,12 @@ class DriftAuditor:
                 return False
             self._renewed_at = begun
         return True
+
+    def _update_settings(self, pool: ThreadPoolExecutor, goes_on: Callable[[], bool]) -> None:
+        # Each round reads the addresses of all amphorae, so the pause limits the load of the database.
+        if time.monotonic() >= self._settings_at:
+            self._settings.run_round(pool, goes_on)
+            self._settings_at = time.monotonic() + min(_SETTINGS_PAUSE, self._interval)
 
     def run_round(self, pool: ThreadPoolExecutor, goes_on: Callable[[], bool] = lambda: True) -> int:
         """Run one round; return the number of audited amphorae. `goes_on` returns whether the round continues."""

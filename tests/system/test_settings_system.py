@@ -12,7 +12,7 @@ from amphora_driver.host import namespaces
 from amphora_driver.model.amphora import AmphoraState
 from sandbox.topology import CONTROL_ADDRESS
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.extended]
 OPTIONS = {"amp_spares": {"number": "1"}}
 
 
