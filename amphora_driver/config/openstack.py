@@ -18,8 +18,9 @@ OPTIONS: dict[str, dict[cfg.Opt, str]] = {
             "letters, digits, '.', '_' or '-'."
         ),
         cfg.StrOpt("octavia_config"): (
-            "Path of an octavia.conf. The account is read from its groups [neutron] and [service_auth] instead of "
-            "this group. The default is none: the account is in this group, with the options of keystoneauth."
+            "Path of an octavia.conf. The account is read from its groups [neutron], [nova], [glance] and "
+            "[service_auth] instead of this group. The default is none: the account is in this group, with the "
+            "options of keystoneauth."
         ),
         cfg.StrOpt("region_name"): ("Region of the services. The default is the first one of the catalogue."),
         cfg.StrOpt("interface", choices=["public", "internal", "admin"]): (
