@@ -28,7 +28,8 @@ from keystoneauth1.identity import v3
 from openstack.connection import Connection
 
 HERE = Path(__file__).parent
-VENV = HERE.parents[1] / ".sandbox/openstack-venv"
+# The environment of the services. ./run-tests --all uses a larger one, which also has the services of `whole_cloud.py`.
+VENV = Path(os.environ.get("AMPHORA_OPENSTACK_VENV", HERE.parents[1] / ".sandbox/openstack-venv"))
 _START_SECONDS = 120.0
 _THREADS = {"keystone": 4, "neutron": 8}
 
