@@ -9,7 +9,9 @@ from amphora_driver.validation.backend_capabilities import Backend, Deployment
 NETNS = Backend(name="netns", supports=frozenset({"compute_flavor", "compute_zone", "compute_zones"}), wiring="bridge")
 CLOUD = Backend(
     name="cloud",
-    supports=frozenset({"compute_flavor", "amp_image_tag", "compute_zone", "compute_zones", "volume_zone", "management_network"}),
+    supports=frozenset(
+        {"compute_flavor", "amp_image_tag", "compute_zone", "compute_zones", "volume_zone", "management_network"}
+    ),
     wiring="cloud",
 )
 IMAGES = msgspec.structs.replace(CLOUD, name="images", wiring="bridge")
