@@ -4,7 +4,8 @@
 Invariant: the drive is untrusted; nothing on it is executed. The program reads regular files of bounded size and
 follows no link. It writes only files of mode 0600 in /etc/amphora-agent (a file system in memory), networkd's file for
 the management interface, and the time servers. Existing files stay: a second run does not revert a renewed certificate.
-The program uses the standard library only:
+The files come from ``files`` of ``meta_data.json`` and from a JSON document in ``user_data``, with the same limits. The
+program uses the standard library only:
 
     python3 -I -S config_drive.py
 
@@ -44,10 +45,13 @@ MOST_FILES, LARGEST_FILE, LARGEST_DOCUMENT = 64, 256 * 1024, 1024 * 1024
 _HEADER_BYTES = 34 * 1024
 _LOOK_SECONDS = 1.0
 _CLOCK_SECONDS = 2.0
+_FOLDER = "/etc/amphora-agent"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _HOSTNAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?)*")
 _PUBLIC_KEY = re.compile(r"(ssh|ecdsa|sk-ssh|sk-ecdsa)-[ -~]{16,8192}")
 _KEYS = "authorized_keys"
+# The key of the files in a document of the user data; `amphora_driver/compute/boot_document.py` writes it.
+USER_DATA_KEY = "amphora_files"
 # The program mounts the config drive read-only. Further flags of mount(2) forbid set-user-id programs, device files,
 # running programs, and following symbolic links.
 _MOUNT_FLAGS = 1 | 2 | 4 | 8 | 256
@@ -68,12 +72,17 @@ class Places:
 
 @dataclass(frozen=True)
 class DriveContent:
-    """The content of the drive; ``skipped`` are the paths of files outside /etc/amphora-agent."""
+    """The content of the drive.
+
+    ``skipped`` are the paths of files outside /etc/amphora-agent. ``other_user_data`` means that the user data are not
+    a document of boot files.
+    """
 
     hostname: str | None
     files: Mapping[str, bytes]
     skipped: tuple[str, ...]
     network: Mapping[str, Any]
+    other_user_data: bool = False
 
 
 def label(header: bytes) -> tuple[str, str] | None:
@@ -151,12 +160,27 @@ def read(root: int) -> DriveContent:
     Raises SettingsError if this is no config drive, or a document is invalid.
     """
     meta = _document(root, "meta_data.json")
-    try:
-        network = _document(root, "network_data.json")
-    except SettingsError as error:
-        if not isinstance(error.__cause__, FileNotFoundError):
-            raise
-        network = {}
+    network = _optional(root, "network_data.json")
+    files, skipped = _injected_files(root, meta)
+    user_data = _user_data_files(root)
+    for name, data in (user_data or {}).items():
+        if _agent_file(f"{_FOLDER}/{name}") is None:
+            skipped.append(f"user_data: {name[:200]}")
+        elif name in files:
+            # Neither of two contents is more trustworthy than the other.
+            raise SettingsError("read the files of the config drive", f"{name} is in meta_data.json and in user_data")
+        else:
+            files[name] = data
+    if len(files) > MOST_FILES:
+        raise SettingsError("read the files of the config drive", f"they are more than {MOST_FILES}")
+    keys = _public_keys(meta.get("public_keys"))
+    if keys:
+        files[_KEYS] = keys
+    return DriveContent(_hostname(meta), files, tuple(skipped), network, other_user_data=user_data is None)
+
+
+def _injected_files(root: int, meta: Mapping[str, Any]) -> tuple[dict[str, bytes], list[str]]:
+    """Return the files for /etc/amphora-agent that ``files`` of meta_data.json lists, and the paths of the others."""
     files: dict[str, bytes] = {}
     skipped = []
     listed = meta.get("files") or []
@@ -170,10 +194,49 @@ def read(root: int) -> DriveContent:
             skipped.append(one["path"][:200])
         else:
             files[name] = content(root, f"openstack/{one['content_path'].lstrip('/')}", LARGEST_FILE)
-    keys = _public_keys(meta.get("public_keys"))
-    if keys:
-        files[_KEYS] = keys
-    return DriveContent(_hostname(meta), files, tuple(skipped), network)
+    return files, skipped
+
+
+def _user_data_files(root: int) -> dict[str, bytes] | None:
+    """Return the files of the document in the user data; None if the user data are something else."""
+    wanted = "read the files of user_data"
+    try:
+        text = content(root, f"{LATEST}/user_data", LARGEST_DOCUMENT)
+    except SettingsError as error:
+        if not isinstance(error.__cause__, FileNotFoundError):
+            raise
+        text = b""
+    if not text.strip():
+        return {}
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(found, dict) or USER_DATA_KEY not in found:
+        return None
+    listed = found[USER_DATA_KEY]
+    if not isinstance(listed, dict) or len(listed) > MOST_FILES:
+        raise SettingsError(wanted, f"{USER_DATA_KEY} is not an object of at most {MOST_FILES} files")
+    if not all(isinstance(data, str) for data in listed.values()):
+        raise SettingsError(wanted, "the content of a file is not a text")
+    try:
+        files = {name: data.encode() for name, data in listed.items()}
+    except UnicodeEncodeError:
+        # The error of the encoder would quote the content of a file.
+        raise SettingsError(wanted, "the content of a file is not Unicode") from None
+    for name, data in files.items():
+        if len(data) > LARGEST_FILE:
+            raise SettingsError(wanted, f"{name[:200]!r} has more than {LARGEST_FILE} bytes")
+    return files
+
+
+def _optional(root: int, name: str) -> dict[str, Any]:
+    try:
+        return _document(root, name)
+    except SettingsError as error:
+        if not isinstance(error.__cause__, FileNotFoundError):
+            raise
+        return {}
 
 
 def content(root: int, path: str, largest: int) -> bytes:
@@ -220,7 +283,7 @@ def _document(root: int, name: str) -> dict[str, Any]:
 
 def _agent_file(path: str) -> str | None:
     folder, _, name = path.rpartition("/")
-    return name if folder == "/etc/amphora-agent" and name != _KEYS and _NAME.fullmatch(name) else None
+    return name if folder == _FOLDER and name != _KEYS and _NAME.fullmatch(name) else None
 
 
 def _public_keys(found: object) -> bytes:
@@ -313,7 +376,9 @@ def main() -> None:
             _write(places.network, cloud_network.FALLBACK)
         sys.exit(f"amphora: {error}")
     for path in told.skipped:
-        _log(f"{path!r} is not written: it is not in /etc/amphora-agent")
+        _log(f"{path!r} is not written: it is not a permitted file of {_FOLDER}")
+    if told.other_user_data:
+        _log("the user data are ignored: they are not a document of boot files, and nothing in them is executed")
     _log(f"{len(told.files)} files of {device.name} are in {places.files}")
 
 

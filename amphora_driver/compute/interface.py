@@ -83,6 +83,8 @@ class BootRequest(msgspec.Struct, frozen=True, kw_only=True):
             first one.
         partners: the machines of the same load balancer.
         placement: the placement relative to the partners.
+        spare: the machine belongs to a pool of warm spares, whose id is in `load_balancer_id`. The placement is then a
+            preference only.
     """
 
     amphora_id: str
@@ -95,6 +97,7 @@ class BootRequest(msgspec.Struct, frozen=True, kw_only=True):
     management_networks: tuple[str, ...] = ()
     partners: tuple[BootPartner, ...] = ()
     placement: Placement = Placement.PREFERRED
+    spare: bool = False
 
 
 class Compute(Protocol):

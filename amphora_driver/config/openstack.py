@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of the OpenStack cloud: groups [amp_openstack] and [amp_network_neutron].
+"""Options of the OpenStack cloud: groups [amp_openstack], [amp_network_neutron] and [amp_compute_nova].
 
 The options of keystoneauth for account and TLS (auth_type, auth_url, username, cafile, ...) are valid in
 [amp_openstack] too. Keystoneauth registers them when a backend connects.
@@ -26,6 +26,61 @@ OPTIONS: dict[str, dict[cfg.Opt, str]] = {
             "Interface of the services' endpoints. The default is public."
         ),
         cfg.StrOpt("network_endpoint_override"): "Address of Neutron. The default is the endpoint in the catalogue.",
+        cfg.StrOpt("compute_endpoint_override"): "Address of Nova. The default is the endpoint in the catalogue.",
+        cfg.StrOpt("image_endpoint_override"): "Address of Glance. The default is the endpoint in the catalogue.",
+    },
+    "amp_compute_nova": {
+        cfg.ListOpt("management_networks", default=[]): (
+            "Ids of the management networks, separated by commas. The backend nova requires this option. Each amphora "
+            "has a port on each network. The controllers reach its agent on the first one."
+        ),
+        cfg.StrOpt("image_owner"): (
+            "Id of the project that owns the images of amphorae. The backend nova requires this option, because a tag "
+            "alone does not prove the origin of an image. There is no default."
+        ),
+        cfg.StrOpt("image_tag", default="amphora"): (
+            "Tag of the image for load balancers whose flavor does not name one. The newest active image of the owner "
+            "with this tag is used."
+        ),
+        cfg.StrOpt("flavor"): (
+            "Id or name of the Nova flavor for load balancers whose flavor does not name one. Without this option, "
+            "only load balancers whose flavor has a compute_flavor boot. There is no default."
+        ),
+        cfg.ListOpt("zones", default=[]): (
+            "Availability zones for load balancers whose availability zone does not name one, separated by commas. "
+            "The amphorae of a pair get different zones. The default is the choice of Nova."
+        ),
+        cfg.StrOpt("key_name"): (
+            "Name of the key pair of the service account for logins with ssh, if the image permits them. The default "
+            "is none."
+        ),
+        cfg.BoolOpt("server_groups", default=False): (
+            "Make a server group with anti-affinity for each load balancer. Without it, the backend uses the "
+            "scheduler hint different_host. The quota of the project must allow one server group for each load "
+            "balancer."
+        ),
+        cfg.IntOpt("boot_volume_size", default=0, min=0, max=10000): (
+            "Size in GiB of a boot volume in Cinder, which Nova deletes with the server. 0 to 10000; 0 means a disk "
+            "of the hypervisor."
+        ),
+        cfg.StrOpt("boot_volume_type"): "Type of the boot volume. The default is that of Cinder.",
+        cfg.StrOpt("name_prefix", default="octavia-amphora", regex="^[A-Za-z0-9][A-Za-z0-9-]{0,25}$"): (
+            "First part of the names of servers, before the id of the amphora. 1 to 26 letters, digits or '-'."
+        ),
+        cfg.FloatOpt("request_timeout", default=60.0, min=0.1, max=600.0): (
+            "Time limit in seconds for a connection to Nova, Glance or Keystone, and for each part of the answer. "
+            "0.1 to 600."
+        ),
+        cfg.FloatOpt("deletion_timeout", default=15.0, min=0.0, max=600.0): (
+            "Seconds for which a job waits until Nova has removed a server or an interface. After this time a later "
+            "job continues. 0 to 600."
+        ),
+        cfg.FloatOpt("cache_time", default=60.0, min=0.0, max=3600.0): (
+            "Seconds for which flavors, zones and images are kept after they were read. 0 to 3600."
+        ),
+        cfg.IntOpt("page_size", default=1000, min=1, max=10000): (
+            "Number of objects in one answer of a list. Nova may send fewer. 1 to 10000."
+        ),
     },
     "amp_network_neutron": {
         cfg.FloatOpt("request_timeout", default=30.0, min=0.1, max=600.0): (

@@ -43,7 +43,8 @@ class PortRequest(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         amphora_id: the owner of the port.
         network_id: the network; an amphora has at most one port on a network.
-        subnet_ids: the port gets one address on each of these subnets.
+        subnet_ids: the port gets one address on each of these subnets. Empty: the backend `neutron` lets Neutron
+            choose an address of each family.
         purpose: a port for VIPs can also reach members on the same network.
         load_balancer_id: None for a warm spare.
         project_id: the project of the load balancer; empty for a warm spare.

@@ -16,7 +16,7 @@ from amphora_driver.errors import ConfigurationError, DeadlinePassed
 from amphora_driver.model.loadbalancer import Vip
 from amphora_driver.model.network import Port, Subnet, VipOptions, VipRequest
 from amphora_driver.network import neutron_objects as objects
-from amphora_driver.network.interface import NotYet, Owners, PortRequest
+from amphora_driver.network.interface import NotYet, Owners, PortPurpose, PortRequest
 from amphora_driver.network.neutron_client import Neutron
 from amphora_driver.network.neutron_groups import Groups
 from amphora_driver.network.neutron_ports import AmphoraPorts
@@ -125,6 +125,10 @@ class NeutronNetwork:
         """All ports of this amphora."""
         return self._ports.of_amphora(amphora_id)
 
+    def management_ports(self, amphora_id: str) -> tuple[Port, ...]:
+        """The ports of this amphora on its management networks. The compute backend `nova` owns them."""
+        return self._ports.of_amphora(amphora_id, PortPurpose.MANAGEMENT)
+
     def delete_port(self, port_id: str) -> None:
         """Delete a port of this deployment; no error if it does not exist."""
         self._ports.delete(port_id)
@@ -141,3 +145,13 @@ class NeutronNetwork:
         attempt = f"read subnet {subnet_id}"
         with translated(attempt):
             return objects.to_subnet(self._references.subnet(subnet_id, project_id, attempt))
+
+    def require_network(self, network_id: str) -> None:
+        """Check a network that the operator names.
+
+        Raises:
+            UnsupportedOption: it does not exist.
+        """
+        attempt = f"read network {network_id}"
+        with translated(attempt):
+            self._references.require_network(network_id, None, attempt)

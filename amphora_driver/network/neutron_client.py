@@ -8,11 +8,10 @@ refusal is an `ApiError`.
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from amphora_driver.openstack.cache import TimedCache
 from amphora_driver.openstack.errors import ApiError
 
 if TYPE_CHECKING:
@@ -46,9 +45,7 @@ class Neutron:
     def __init__(self, service: Service, page_size: int, cache_time: float) -> None:
         self._service = service
         self._page_size = page_size
-        self._cache_time = cache_time
-        self._lock = threading.Lock()
-        self._cache: dict[tuple[str, ...], tuple[float, Any]] = {}
+        self._cache = TimedCache(cache_time)
         self._extensions: frozenset[str] | None = None
 
     def project_id(self) -> str:
@@ -148,24 +145,11 @@ class Neutron:
 
     def cached(self, key: tuple[str, ...], read: Callable[[], T]) -> T:
         """Return a value that was read less than the cache time ago, or read it."""
-        now = time.monotonic()
-        with self._lock:
-            until, value = self._cache.get(key, (0.0, None))
-        if now < until:
-            found: T = value
-            return found
-        value = read()
-        with self._lock:
-            # Expired values of other keys are removed too, because no call reads the keys of deleted networks again.
-            self._cache = {one: kept for one, kept in self._cache.items() if now < kept[0]}
-            self._cache[key] = (now + self._cache_time, value)
-        return value
+        return self._cache.get(key, read)
 
     def forget(self, *keys: tuple[str, ...]) -> None:
         """Remove values from the cache."""
-        with self._lock:
-            for key in keys:
-                self._cache.pop(key, None)
+        self._cache.forget(*keys)
 
 
 def query(fields: Sequence[str], filters: Mapping[str, str | Sequence[str]]) -> tuple[tuple[str, str], ...]:

@@ -93,9 +93,11 @@ def amphora_port_body(
         "network_id": request.network_id,
         "mac_address": mac,
         "admin_state_up": True,
-        "fixed_ips": [{"subnet_id": subnet_id} for subnet_id in request.subnet_ids],
         "binding:vnic_type": request.vnic_type,
     }
+    if request.subnet_ids:
+        # Neutron makes a port without any address of an empty list, and chooses addresses if the list is missing.
+        body["fixed_ips"] = [{"subnet_id": subnet_id} for subnet_id in request.subnet_ids]
     if request.vnic_type == DIRECT:
         body |= {"port_security_enabled": False, "security_groups": []}
     else:

@@ -67,11 +67,12 @@ class AmphoraPorts:
                 return self._with_mtu(port, wanted)
         raise NetworkError(wanted, f"other processes changed it {_ATTEMPTS} times")
 
-    def of_amphora(self, amphora_id: str) -> tuple[Port, ...]:
-        """Return all ports of an amphora."""
+    def of_amphora(self, amphora_id: str, purpose: PortPurpose | None = None) -> tuple[Port, ...]:
+        """Return all ports of an amphora, or those with one purpose."""
         wanted = f"list the ports of amphora {amphora_id}"
+        named = {} if purpose is None else {"name": objects.port_name(amphora_id, purpose)}
         with translated(wanted):
-            return tuple(self._with_mtu(one, wanted) for one in self._list(amphora_id))
+            return tuple(self._with_mtu(one, wanted) for one in self._list(amphora_id, **named))
 
     def delete(self, port_id: str) -> None:
         """Delete a port of this deployment; no error if it does not exist."""
@@ -113,13 +114,8 @@ class AmphoraPorts:
         return objects.oldest(self._list(amphora_id, network_id=network_id))
 
     def _list(self, amphora_id: str, **more: str) -> list[Json]:
-        return self._neutron.find(
-            "ports",
-            name=objects.port_names(amphora_id),
-            description=self._mark,
-            project_id=self._neutron.project_id(),
-            **more,
-        )
+        filters: dict[str, str | tuple[str, ...]] = {"name": objects.port_names(amphora_id), **more}
+        return self._neutron.find("ports", description=self._mark, project_id=self._neutron.project_id(), **filters)
 
     def _create(self, request: PortRequest, wanted: str) -> Json:
         body = objects.amphora_port_body(

@@ -2,18 +2,31 @@
 """Errors of OpenStack's services, as errors of this provider.
 
 Invariant: the reason is the service's own message. A quota and a missing right are final, because a retry does not
-help; failures of the service and of the connection are not.
+help; failures of the service and of the connection are not. A refusal of Neutron can be a mistake of the user. A
+refusal of Nova or Glance never is, so it becomes a `ComputeError`.
 """
 
 from __future__ import annotations
 
+import html
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from amphora_driver.errors import AmphoraDriverError, ConfigurationError, Conflict, NetworkError, UnsupportedOption
+from amphora_driver.errors import (
+    AmphoraDriverError,
+    ComputeError,
+    ConfigurationError,
+    Conflict,
+    NetworkError,
+    RequestError,
+    UnsupportedOption,
+)
 
 _MOST = 500
+_HTML_HEAD, _HTML_TAG = re.compile(r"<head\b.*?</head>", re.DOTALL | re.IGNORECASE), re.compile(r"<[^>]*>")
+_QUOTA_REMEDY = "Raise the quota of the project."
 
 
 class ApiError(Exception):
@@ -44,18 +57,27 @@ def read_message(body: str) -> tuple[str, str]:
     """Return name and message of an error, from the body of an answer; the length is limited."""
     try:
         answer = json.loads(body)
-        found = next(iter(answer.values())) if isinstance(answer, dict) else None
+        name, found = next(iter(answer.items())) if isinstance(answer, dict) else ("", None)
     except (ValueError, StopIteration):
-        found = None
+        name, found = "", None
     if isinstance(found, dict):
-        kind, message = str(found.get("type") or found.get("title") or ""), str(found.get("message") or "")
+        # Nova names the error by the key: {"forbidden": {"code": 403, "message": ...}}.
+        kind = str(found.get("type") or found.get("title") or (name if "code" in found else ""))
+        message = str(found.get("message") or "")
     else:
-        kind, message = "", found if isinstance(found, str) else body
+        kind, message = "", found if isinstance(found, str) else _strip_html(body)
     return kind, " ".join(message.split()).rstrip(".")[:_MOST]
 
 
+def _strip_html(body: str) -> str:
+    """Return the text of a page, which Glance sends for an error; other texts stay."""
+    if not body.lstrip().startswith("<"):
+        return body
+    return html.unescape(_HTML_TAG.sub(" ", _HTML_HEAD.sub("", body))).strip() or body
+
+
 def translate(error: ApiError, wanted: str) -> AmphoraDriverError:
-    """Return the error for the caller of a backend.
+    """Return the error for the caller of a network backend.
 
     Args:
         error: the refusal.
@@ -64,12 +86,11 @@ def translate(error: ApiError, wanted: str) -> AmphoraDriverError:
     reason = f"{error.message} ({error.request})"
     match error.status:
         case 401:
-            return ConfigurationError(wanted, reason, "Check the service account in [amp_openstack].")
+            return _rejected_account(wanted, reason)
         case 403:
-            remedy = "Give the service account the roles in docs/reference/neutron.md."
-            return NetworkError(wanted, f"the service account lacks a right: {reason}", remedy, final=True)
+            return NetworkError(wanted, *_missing_right(reason, "docs/reference/neutron.md"), final=True)
         case 409 if "overquota" in error.kind.lower():
-            return NetworkError(wanted, f"a quota is used up: {reason}", "Raise the quota of the project.", final=True)
+            return NetworkError(wanted, f"a quota is used up: {reason}", _QUOTA_REMEDY, final=True)
         case 409:
             return Conflict(wanted, reason)
         case 400 | 404:
@@ -78,13 +99,48 @@ def translate(error: ApiError, wanted: str) -> AmphoraDriverError:
             return NetworkError(wanted, f"status {error.status}: {reason}")
 
 
+def translate_compute(error: ApiError, wanted: str) -> AmphoraDriverError:
+    """Return the error for the caller of a compute backend; see `translate`."""
+    reason = f"{error.message} ({error.request})"
+    match error.status:
+        case 401:
+            return _rejected_account(wanted, reason)
+        case 403 if "quota" in error.message.lower():
+            return ComputeError(wanted, f"a quota is used up: {reason}", _QUOTA_REMEDY, final=True)
+        case 403:
+            return ComputeError(wanted, *_missing_right(reason, "docs/reference/nova.md"), final=True)
+        case 400 | 406:
+            return ComputeError(wanted, reason, final=True)
+        case _:
+            return ComputeError(wanted, f"status {error.status}: {reason}")
+
+
+def _rejected_account(wanted: str, reason: str) -> ConfigurationError:
+    return ConfigurationError(wanted, reason, "Check the service account in [amp_openstack].")
+
+
+def _missing_right(reason: str, page: str) -> tuple[str, str]:
+    return f"the service account lacks a right: {reason}", f"Give the service account the roles in {page}."
+
+
 @contextmanager
 def translated(wanted: str) -> Iterator[None]:
-    """Translate the refusals of a service within the block."""
+    """Translate the refusals of a service within the block, for the caller of a network backend."""
     try:
         yield
     except ApiError as error:
         raise translate(error, wanted) from error
+
+
+@contextmanager
+def translated_for_compute(wanted: str) -> Iterator[None]:
+    """Translate refusals within the block, for the caller of a compute backend; also those of the network backend."""
+    try:
+        yield
+    except ApiError as error:
+        raise translate_compute(error, wanted) from error
+    except (NetworkError, RequestError) as error:
+        raise ComputeError(wanted, f"{error.wanted}: {error.happened}", error.remedy, final=error.final) from error
 
 
 def transport_error(error: Exception, wanted: str) -> AmphoraDriverError:

@@ -29,7 +29,7 @@ class Service:
 
     Args:
         conf: our options.
-        kind: the type of the service in the catalogue: `network` or `compute`.
+        kind: the type of the service in the catalogue: `network`, `compute` or `image`.
         octavia_group: the group of octavia.conf with options of this service, for `octavia_config`.
         timeout: seconds that a request waits for a connection, and for each part of the answer.
     """
@@ -65,8 +65,17 @@ class Service:
         params: Sequence[tuple[str, str]] = (),
         json: object = None,
         headers: Mapping[str, str] | None = None,
+        secret: bool = False,
     ) -> Any:
         """Send one request; return the decoded answer, None without a body.
+
+        Args:
+            method: the HTTP method.
+            path: the path below the endpoint.
+            params: the parameters of the query.
+            json: the body.
+            headers: further headers.
+            secret: request or answer have secrets, so keystoneauth must not log them, not even for debugging.
 
         Raises:
             ApiError: the service refuses the request.
@@ -74,7 +83,9 @@ class Service:
             DeadlinePassed: the operation of this thread has no time left.
         """
         adapter = self._connected()
-        more = {} if json is None else {"json": json}
+        more: dict[str, Any] = {} if json is None else {"json": json}
+        if secret:
+            more["log"] = False
         try:
             answer = adapter.request(
                 path,

@@ -244,6 +244,7 @@ class StepExecutor:
                 # The partner may have booted in this job, after the observation.
                 partners=boot_partners(self._read_amphorae(), amphora.id),
                 placement=Placement(self._conf.amp_compute.placement),
+                spare=isinstance(view, steps.SparePoolView),
                 files=files,
             )
         )

@@ -186,6 +186,128 @@ def test_public_keys_are_one_line_each(drive):
     assert read(root).files == {"authorized_keys": f"{good}\n".encode()}
 
 
+# -- user data ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "other"),
+    [
+        (b"", False),
+        (b" \n", False),
+        (b"#cloud-config\nwrite_files: []\n", True),
+        (b"#!/bin/sh\nreboot\n", True),
+        (b"\xff\xfe", True),
+        (b"{", True),
+        (b"[" * 100_000, True),
+        (b"[]", True),
+        (b'{"write_files": []}', True),
+        (b'{"amphora_files": {}}', False),
+    ],
+)
+def test_other_user_data_are_ignored(drive, text, other):
+    root, put = drive
+    put("openstack/latest/meta_data.json", {})
+    put("openstack/latest/user_data", text)
+    told = read(root)
+    assert (told.files, told.skipped, told.other_user_data) == ({}, (), other)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        [],
+        1,
+        None,
+        {"agent.conf": 1},
+        {"agent.conf": None},
+        {"agent.conf": {"content": "secret"}},
+        {"agent.conf": "secret \ud800"},
+        {"agent.conf": "secret" * config_drive.LARGEST_FILE},
+        {"agent.conf": "é" * (config_drive.LARGEST_FILE // 2 + 1)},
+        dict.fromkeys(map(str, range(config_drive.MOST_FILES + 1)), "secret"),
+    ],
+)
+def test_invalid_files_of_the_user_data_are_refused_and_not_quoted(drive, files):
+    root, put = drive
+    put("openstack/latest/meta_data.json", {})
+    put("openstack/latest/user_data", {"amphora_files": files})
+    with pytest.raises(SettingsError) as caught:
+        read(root)
+    assert "secret" not in f"{caught.value} {caught.value.__cause__}"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        ".",
+        "..",
+        ".hidden",
+        "../passwd",
+        "/etc/passwd",
+        "sub/agent.conf",
+        "a\nb",
+        "a\0b",
+        "a" * 65,
+        "authorized_keys",
+    ],
+)
+def test_unknown_names_of_the_user_data_are_not_written(drive, name):
+    root, put = drive
+    put("openstack/latest/meta_data.json", {})
+    put("openstack/latest/user_data", {"amphora_files": {name: "x", "agent.conf": "y"}})
+    told = read(root)
+    assert told.files == {"agent.conf": b"y"}
+    assert told.skipped == (f"user_data: {name}",)
+
+
+def test_both_places_have_files(drive):
+    root, put = drive
+    put("openstack/content/0000", SETTINGS)
+    put("openstack/latest/meta_data.json", listed(("/etc/amphora-agent/agent.conf", "/content/0000")))
+    put("openstack/latest/user_data", {"amphora_files": {"server.pem": "key"}})
+    assert read(root).files == {"agent.conf": SETTINGS, "server.pem": b"key"}
+
+
+def test_a_file_in_both_places_is_refused(drive):
+    root, put = drive
+    put("openstack/content/0000", SETTINGS)
+    put("openstack/latest/meta_data.json", listed(("/etc/amphora-agent/agent.conf", "/content/0000")))
+    put("openstack/latest/user_data", {"amphora_files": {"agent.conf": "other"}})
+    with pytest.raises(SettingsError, match="agent.conf is in meta_data.json and in user_data"):
+        read(root)
+
+
+def test_the_number_of_files_is_bounded_over_both_places(drive):
+    root, put = drive
+    half = config_drive.MOST_FILES // 2
+    put("openstack/content/0000", b"x")
+    put(
+        "openstack/latest/meta_data.json",
+        listed(*((f"/etc/amphora-agent/a{one}", "/content/0000") for one in range(half + 1))),
+    )
+    put("openstack/latest/user_data", {"amphora_files": {f"b{one}": "x" for one in range(half)}})
+    with pytest.raises(SettingsError, match="more than"):
+        read(root)
+
+
+def test_user_data_that_are_no_file_of_a_bounded_size_are_refused(drive):
+    root, put = drive
+    put("openstack/latest/meta_data.json", {})
+    put("openstack/latest/user_data", b" " * (config_drive.LARGEST_DOCUMENT + 1))
+    with pytest.raises(SettingsError, match="more than"):
+        read(root)
+    (root / "openstack/latest/user_data").unlink()
+    (root.parent / "elsewhere").write_text('{"amphora_files": {"agent.conf": "not yours"}}')
+    (root / "openstack/latest/user_data").symlink_to(root.parent / "elsewhere")
+    with pytest.raises(SettingsError):
+        read(root)
+    (root / "openstack/latest/user_data").unlink()
+    os.mkfifo(root / "openstack/latest/user_data")
+    with pytest.raises(SettingsError, match="it is not a file"):
+        read(root)
+
+
 # -- written files -----------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests to Nova: servers by tag, interfaces, server groups, flavors, zones.
+
+Invariant: each method sends one request, a paged list one for each page. A missing object is None or False, any other
+refusal is an `ApiError`. No request is repeated.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from amphora_driver.openstack.errors import ApiError
+
+if TYPE_CHECKING:
+    from amphora_driver.openstack.session import Service
+
+Json = dict[str, Any]
+# Tags in the creating request need 2.52, the type of a boot volume 2.67. Nova has it since OpenStack Stein (2019).
+MICROVERSION = "2.67"
+_HEADERS = {"OpenStack-API-Version": f"compute {MICROVERSION}"}
+# Nova quotes a refused body in its message. Long runs of these characters can be user data.
+_ENCODED = re.compile(r"[A-Za-z0-9+/=]{64,}")
+
+
+class Nova:
+    """A client of Nova. Its methods are safe for threads.
+
+    Args:
+        service: sends the requests.
+        page_size: number of objects in one answer of a list.
+    """
+
+    def __init__(self, service: Service, page_size: int) -> None:
+        self._service = service
+        self._page_size = page_size
+
+    def project_id(self) -> str:
+        """Return the project of the service account."""
+        return self._service.project_id()
+
+    def find_servers(self, *tags: str) -> list[Json]:
+        """Return the details of all servers of the project that have each of these tags; only a few exist."""
+        found: list[Json] = self._send("GET", "/servers/detail", params=[("tags", ",".join(tags))])["servers"]
+        return found
+
+    def list_servers(self, tag: str, *, detail: bool) -> list[Json]:
+        """Return all servers of the project with a tag, with id and name only or with details."""
+        return self._pages("/servers/detail" if detail else "/servers", "servers", [("tags", tag)])
+
+    def create_server(self, body: Mapping[str, object]) -> Json:
+        """Create a server; return its id and links."""
+        try:
+            made: Json = self._send("POST", "/servers", json=dict(body), secret=True)["server"]
+        except ApiError as error:
+            message = _ENCODED.sub("***", error.message)
+            raise ApiError(error.request, error.status, error.kind, message) from None
+        return made
+
+    def delete_server(self, server_id: str) -> bool:
+        """Begin the deletion of a server; return whether it exists."""
+        return self._delete(f"/servers/{server_id}")
+
+    def interface(self, server_id: str, port_id: str) -> Json | None:
+        """Return the interface of a port; None if the port is not attached to the server."""
+        return self._get(f"/servers/{server_id}/os-interface/{port_id}", "interfaceAttachment")
+
+    def attach_port(self, server_id: str, port_id: str) -> Json:
+        """Attach a port to a server; return the interface."""
+        body = {"interfaceAttachment": {"port_id": port_id}}
+        made: Json = self._send("POST", f"/servers/{server_id}/os-interface", json=body)["interfaceAttachment"]
+        return made
+
+    def detach_port(self, server_id: str, port_id: str) -> bool:
+        """Begin the removal of an interface; return whether it exists."""
+        return self._delete(f"/servers/{server_id}/os-interface/{port_id}")
+
+    def flavor(self, flavor_id: str) -> Json | None:
+        """Return the flavor with an id."""
+        return self._get(f"/flavors/{flavor_id}", "flavor")
+
+    def flavors(self) -> list[Json]:
+        """Return id and name of all flavors that the service account sees."""
+        return self._pages("/flavors", "flavors", [("is_public", "None")])
+
+    def zones(self) -> frozenset[str]:
+        """Return the names of all availability zones."""
+        found = self._send("GET", "/os-availability-zone")["availabilityZoneInfo"]
+        return frozenset(one["zoneName"] for one in found)
+
+    def server_groups(self, name: str) -> list[Json]:
+        """Return the server groups of the project with a name. Nova has no filter, so all groups are read."""
+        found: list[Json] = []
+        while True:
+            where = [("limit", str(self._page_size)), ("offset", str(len(found)))]
+            page = self._send("GET", "/os-server-groups", params=where)["server_groups"]
+            if not page:
+                return [one for one in found if one["name"] == name]
+            found += page
+
+    def create_server_group(self, name: str, policy: str) -> Json:
+        """Create a server group; return it."""
+        body = {"server_group": {"name": name, "policy": policy}}
+        made: Json = self._send("POST", "/os-server-groups", json=body)["server_group"]
+        return made
+
+    def delete_server_group(self, group_id: str) -> bool:
+        """Delete a server group; return whether it existed."""
+        return self._delete(f"/os-server-groups/{group_id}")
+
+    def _pages(self, path: str, many: str, params: Sequence[tuple[str, str]]) -> list[Json]:
+        found: list[Json] = []
+        while True:
+            last = [("marker", found[-1]["id"])] if found else []
+            answer = self._send("GET", path, params=[*params, ("limit", str(self._page_size)), *last])
+            found += answer[many]
+            # A page can be shorter than the limit, because Nova has a limit of its own. The link says if more follow.
+            if not (answer[many] and answer.get(f"{many}_links")):
+                return found
+
+    def _get(self, path: str, one: str) -> Json | None:
+        try:
+            found: Json = self._send("GET", path)[one]
+        except ApiError as error:
+            if error.status == 404:
+                return None
+            raise
+        return found
+
+    def _delete(self, path: str) -> bool:
+        try:
+            self._send("DELETE", path)
+        except ApiError as error:
+            if error.status == 404:
+                return False
+            raise
+        return True
+
+    def _send(self, method: str, path: str, **more: Any) -> Any:
+        return self._service.request(method, path, headers=_HEADERS, **more)
