@@ -11,13 +11,14 @@ import configparser
 import os
 import secrets
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import ClassVar
 
@@ -106,6 +107,8 @@ class Cloud:
                 stdout=log,
                 stderr=log,
                 env=environment,
+                # A separate process group: the children of a program end with it.
+                start_new_session=True,
             )
 
     def await_answer(self, name):
@@ -123,7 +126,8 @@ class Cloud:
     def kill(self, name):
         """End a server at once: its clients see a refused connection."""
         process = self._processes.pop(name)
-        process.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait(60)
 
     def stop(self):

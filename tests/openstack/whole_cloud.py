@@ -18,11 +18,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import claimed
-import lab_socket
 import mariadb
 import rabbitmq
 import sqlalchemy as sa
 from cloud_lab import HERE, START_SECONDS, VENV, write_ini
+from plugins import lab_socket
 from whole_cloud_options import ServiceOptions
 
 from amphora_driver.host import namespaces
