@@ -180,7 +180,7 @@ def read(root: int) -> DriveContent:
 
 
 def _injected_files(root: int, meta: Mapping[str, Any]) -> tuple[dict[str, bytes], list[str]]:
-    """Return the files for /etc/amphora-agent that ``files`` of meta_data.json lists, and the paths of the others."""
+    """Return the files that ``files`` of meta_data.json lists, and the paths outside /etc/amphora-agent."""
     files: dict[str, bytes] = {}
     skipped = []
     listed = meta.get("files") or []
@@ -205,16 +205,13 @@ def _user_data_files(root: int) -> dict[str, bytes] | None:
     except SettingsError as error:
         if not isinstance(error.__cause__, FileNotFoundError):
             raise
-        text = b""
+        return {}
     if not text.strip():
         return {}
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
+    document = _parse_user_data(text)
+    if document is None:
         return None
-    if not isinstance(found, dict) or USER_DATA_KEY not in found:
-        return None
-    listed = found[USER_DATA_KEY]
+    listed = document[USER_DATA_KEY]
     if not isinstance(listed, dict) or len(listed) > MOST_FILES:
         raise SettingsError(wanted, f"{USER_DATA_KEY} is not an object of at most {MOST_FILES} files")
     if not all(isinstance(data, str) for data in listed.values()):
@@ -228,6 +225,15 @@ def _user_data_files(root: int) -> dict[str, bytes] | None:
         if len(data) > LARGEST_FILE:
             raise SettingsError(wanted, f"{name[:200]!r} has more than {LARGEST_FILE} bytes")
     return files
+
+
+def _parse_user_data(text: bytes) -> dict[str, Any] | None:
+    """Return the document of boot files; None if the text is something else."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) and USER_DATA_KEY in found else None
 
 
 def _optional(root: int, name: str) -> dict[str, Any]:

@@ -190,7 +190,7 @@ class NovaCompute:
                     raise ComputeError(wanted, "Nova has not detached it yet")
 
     def destroy(self, amphora_id: str) -> None:
-        """Delete all servers of the amphora, wait for the end of the deletion, then delete its management ports."""
+        """Delete all servers of the amphora, wait for the end of the deletion, then delete its ports."""
         wanted = f"destroy amphora {amphora_id}"
         with translated_for_compute(wanted):
             self._remove(amphora_id, self._find(amphora_id), wanted)

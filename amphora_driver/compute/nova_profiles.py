@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nova's flavors and zones, Glance's images and Neutron's networks that flavors and availability zones name.
+"""Checks of the Nova flavors, zones, images and networks that Octavia's flavors and zones name.
 
 Invariant: an object that exists is cached. A missing one is read again at the next check, so that the operator can
 create it meanwhile.

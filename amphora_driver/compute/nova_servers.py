@@ -171,7 +171,7 @@ def location_of(server: Json) -> Location:
 
 
 def state_of(server: Json) -> MachineState:
-    """Return the state of a server. A status that is unknown here is no failure: the boot time-out decides."""
+    """Return the state of a server. An unknown status is no failure: the boot time-out decides."""
     if is_deleting(server) or server["status"] in _FAILED:
         return MachineState.FAILED
     return MachineState.RUNNING if server["status"] in _RUNNING else MachineState.BUILDING

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of the OpenStack cloud: groups [amp_openstack], [amp_network_neutron] and [amp_compute_nova].
+"""Options of the OpenStack cloud: [amp_openstack], [amp_network_neutron] and [amp_compute_nova].
 
 The options of keystoneauth for account and TLS (auth_type, auth_url, username, cafile, ...) are valid in
 [amp_openstack] too. Keystoneauth registers them when a backend connects.
@@ -32,7 +32,7 @@ OPTIONS: dict[str, dict[cfg.Opt, str]] = {
     "amp_compute_nova": {
         cfg.ListOpt("management_networks", default=[]): (
             "Ids of the management networks, separated by commas. The backend nova requires this option. Each amphora "
-            "has a port on each network. The controllers reach its agent on the first one."
+            "has a port on each network. The controllers reach its agent on the first one. There is no default."
         ),
         cfg.StrOpt("image_owner"): (
             "Id of the project that owns the images of amphorae. The backend nova requires this option, because a tag "
@@ -60,8 +60,8 @@ OPTIONS: dict[str, dict[cfg.Opt, str]] = {
             "balancer."
         ),
         cfg.IntOpt("boot_volume_size", default=0, min=0, max=10000): (
-            "Size in GiB of a boot volume in Cinder, which Nova deletes with the server. 0 to 10000; 0 means a disk "
-            "of the hypervisor."
+            "Number of GiB of the boot volume in Cinder, which Nova deletes with the server. 0 to 10000; 0 means a "
+            "disk of the hypervisor."
         ),
         cfg.StrOpt("boot_volume_type"): "Type of the boot volume. The default is that of Cinder.",
         cfg.StrOpt("name_prefix", default="octavia-amphora", regex="^[A-Za-z0-9][A-Za-z0-9-]{0,25}$"): (

@@ -134,7 +134,7 @@ def translated(wanted: str) -> Iterator[None]:
 
 @contextmanager
 def translated_for_compute(wanted: str) -> Iterator[None]:
-    """Translate refusals within the block, for the caller of a compute backend; also those of the network backend."""
+    """Translate refusals within the block, also those of the network backend, to `ComputeError`."""
     try:
         yield
     except ApiError as error:

@@ -274,7 +274,7 @@ def test_a_file_in_both_places_is_refused(drive):
     put("openstack/content/0000", SETTINGS)
     put("openstack/latest/meta_data.json", listed(("/etc/amphora-agent/agent.conf", "/content/0000")))
     put("openstack/latest/user_data", {"amphora_files": {"agent.conf": "other"}})
-    with pytest.raises(SettingsError, match="agent.conf is in meta_data.json and in user_data"):
+    with pytest.raises(SettingsError, match=r"agent\.conf is in meta_data.json and in user_data"):
         read(root)
 
 

@@ -13,6 +13,12 @@ TAGS = ["amphora-deployment:one", f"amphora:{AMPHORA}"]
 KEY = "the private key"
 FIND = f"GET /servers/detail?tags={TAGS[0]},{TAGS[1]}"
 NOTHING = {"servers": []}
+FLAVOR = ("GET /flavors/amphora", {"flavor": {"id": "amphora", "name": "amphora"}})
+POST = "POST /servers"
+MADE = (POST, {"server": {"id": "server-9"}})
+# The requests of a boot.
+CREATED = [(FIND, NOTHING), FLAVOR, MADE]
+GONE = ApiError("GET /servers", 404, "itemNotFound", "Instance could not be found")
 
 
 def server(server_id="server-1", status="ACTIVE", **values):
@@ -44,6 +50,10 @@ def refused(status, message, kind="badRequest"):
     return ApiError("POST /servers", status, kind, message)
 
 
+def delete(server_id):
+    return f"DELETE /servers/{server_id}"
+
+
 def boot_request(**values):
     files = {
         "agent.conf": Secret(b"[agent]\nbind_address = {management_address}\n"),
@@ -60,17 +70,24 @@ def port(port_id="vip-port", addresses=("198.51.100.5",), network_id="front"):
 class Script:
     """A `Service` that answers requests in the order of a script, and records their bodies.
 
-    The last answer to a repeated query stays: a test of a wait gives it once.
+    The last answer of a script is repeated if it is a query, so that a wait ends at its time limit.
     """
 
     def __init__(self, answers):
-        self._left = list(answers)
+        self._answers = list(answers)
+        self._next = 0
+        self._used = 0
         self.requests = []
         self.bodies = []
         self.secret = []
 
     def project_id(self):
         return "project"
+
+    def continue_with(self, *answers):
+        """Replace the answers that are left."""
+        self._answers[self._used :] = answers
+        self._next = self._used
 
     def request(self, method, path, *, params=(), json=None, headers=None, secret=False):
         assert headers == {"OpenStack-API-Version": "compute 2.67"}
@@ -80,17 +97,18 @@ class Script:
         if json is not None:
             self.bodies.append(json)
             self.secret.append(secret)
-        wanted, answer = self._left[0]
+        wanted, answer = self._answers[self._next]
         assert made == wanted, f"after {self.requests[:-1]}"
-        if len(self._left) > 1 or method != "GET":
-            self._left.pop(0)
+        self._used = self._next + 1
+        if self._used < len(self._answers) or method != "GET":
+            self._next += 1
         if isinstance(answer, Exception):
             raise answer
         return answer
 
     def finished(self):
-        """Whether only a repeated query is left, or nothing."""
-        return len(self._left) <= 1
+        """Whether each answer was used."""
+        return self._used == len(self._answers)
 
 
 class Glance:

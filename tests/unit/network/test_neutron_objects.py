@@ -6,12 +6,12 @@ import uuid
 
 import pytest
 
-from amphora_driver.errors import ConfigurationError, Conflict, NetworkError, UnsupportedOption
+from amphora_driver.errors import ComputeError, ConfigurationError, Conflict, NetworkError, UnsupportedOption
 from amphora_driver.model.network import ListenerRule, VipOptions, VipRequest
 from amphora_driver.network import neutron_objects as objects
 from amphora_driver.network.interface import PortPurpose, PortRequest
 from amphora_driver.network.neutron_rules import Group, Rule, difference, group_rules, load_balancer_rules, read_rule
-from amphora_driver.openstack.errors import ApiError, read_message, translate
+from amphora_driver.openstack.errors import ApiError, read_message, translate, translate_compute
 
 LB, AMPHORA = (str(uuid.uuid4()) for _ in range(2))
 MARK = objects.mark("one")
@@ -103,6 +103,12 @@ def test_the_body_of_a_port():
     direct = objects.amphora_port_body(request(vnic_type="direct"), "service", MARK, "fa:00:00:00:00:01", [])
     assert (direct["port_security_enabled"], direct["security_groups"]) == (False, [])
     assert not {"allowed_address_pairs", "qos_policy_id"} & set(direct)
+
+
+def test_neutron_chooses_the_addresses_of_a_port_without_subnets():
+    chosen = objects.amphora_port_body(request(subnet_ids=()), "service", MARK, "fa:00:00:00:00:01", [])
+    assert "fixed_ips" not in chosen
+    assert objects.completion(port(), request(subnet_ids=(), vips=())) == {}
 
 
 FIXED = [
@@ -203,6 +209,36 @@ def test_refusals_of_neutron(status, kind, error, final):
     found = translate(ApiError.of("POST", "/ports", status, body), "create a port")
     assert (type(found), found.final) == (error, final)
     assert "The reason" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "error", "final"),
+    [
+        (400, {"badRequest": {"code": 400, "message": "The reason."}}, ComputeError, True),
+        (401, {"error": {"code": 401, "title": "Unauthorized", "message": "The reason."}}, ConfigurationError, True),
+        (403, {"forbidden": {"code": 403, "message": "Quota exceeded: The reason"}}, ComputeError, True),
+        (403, {"forbidden": {"code": 403, "message": "The reason"}}, ComputeError, True),
+        (404, {"itemNotFound": {"code": 404, "message": "The reason"}}, ComputeError, False),
+        (406, {"computeFault": {"code": 406, "message": "The reason"}}, ComputeError, True),
+        (409, {"conflictingRequest": {"code": 409, "message": "The reason"}}, ComputeError, False),
+        (500, {"computeFault": {"code": 500, "message": "The reason"}}, ComputeError, False),
+    ],
+)
+def test_refusals_of_nova(status, body, error, final):
+    made = ApiError.of("POST", "/servers", status, json.dumps(body))
+    found = translate_compute(made, "boot an amphora")
+    assert (type(found), found.final) == (error, final)
+    assert "The reason" in str(found)
+    assert ("quota" in str(found)) is ("Quota" in str(body))
+    assert made.kind == next(iter(body)) or status == 401
+
+
+def test_a_page_of_glance_is_read_as_text():
+    page = (
+        "<html>\n <head>\n  <title>403 Forbidden</title>\n </head>\n <body>\n  <h1>403 Forbidden</h1>\n"
+        "  You are not authorized &amp; so on.<br /><br />\n\n\n </body>\n</html>"
+    )
+    assert read_message(page) == ("", "403 Forbidden You are not authorized & so on")
 
 
 @pytest.mark.parametrize(

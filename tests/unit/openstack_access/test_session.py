@@ -66,6 +66,19 @@ def test_a_refusal_and_an_empty_answer(tmp_path):
     assert service(Answer(204, ""), tmp_path).request("DELETE", "/") is None
 
 
+@pytest.mark.parametrize(("secret", "logged"), [(False, {}), (True, {"log": False})])
+def test_a_request_with_secrets_is_not_logged(tmp_path, secret, logged):
+    class Recorded(Adapter):
+        def request(self, *_, **options):
+            self.log = {name: value for name, value in options.items() if name == "log"}
+            return self._answer
+
+    made = service(None, tmp_path)
+    made._adapter = Recorded(Answer(204, ""))
+    made.request("POST", "/servers", json={}, secret=secret)
+    assert made._adapter.log == logged
+
+
 def test_an_account_that_is_not_configured(tmp_path):
     found = service(None, tmp_path)
     found._adapter = None
