@@ -86,6 +86,11 @@ class ServiceOptions(Cloud):
             **{name: self.auth("nova") for name in ("neutron", "placement", "glance", "cinder")},
             "vnc": {"enabled": False},
             "scheduler": {"workers": 1},
+            # Nova's default filters, and the one that evaluates the hint of the backend (docs/reference/nova.md).
+            "filter_scheduler": {
+                "enabled_filters": "ComputeFilter,ComputeCapabilitiesFilter,ImagePropertiesFilter,"
+                "ServerGroupAntiAffinityFilter,ServerGroupAffinityFilter,DifferentHostFilter"
+            },
             "conductor": {"workers": 1},
             "oslo_messaging_notifications": {"driver": "noop"},
         }
