@@ -15,6 +15,12 @@ from amphora_driver import config
 from amphora_driver.network.neutron import NeutronNetwork
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    """Tests of the complete cloud are the last ones: its services use the processor until the run ends."""
+    items.sort(key=lambda item: "provider_stack" in getattr(item, "fixturenames", ()))
+
+
 @pytest.fixture(scope="session")
 def cloud():
     with cloud_lab.cloud() as started:
