@@ -25,6 +25,7 @@ from pathlib import Path
 from hypervisor_switch import CloudSwitch
 
 from amphora_agent import cloud_network, config_drive
+from amphora_agent.errors import SettingsError
 from amphora_driver.host import namespaces
 from amphora_driver.host.detached_process import signal_and_wait
 from amphora_driver.network import bridges
@@ -43,12 +44,23 @@ class Guest:
         self.ports = []
         self._python = python
         self._switch = switch
+        self._network = None
         self._process = None
 
     def boot(self, drive, ports):
-        """Read the config drive and start the guest."""
+        """Plug the interfaces and start the guest. A guest that finds no files of an amphora runs without a process."""
         self.folder.mkdir()
         namespaces.ensure(self.name)
+        self.ports = list(ports)
+        try:
+            self._read(drive)
+        except SettingsError as error:
+            # As a machine does: Nova does not learn of it.
+            (self.folder / "console.log").write_text(f"amphora: {error}\n")
+        self.start()
+
+    def _read(self, drive):
+        """Write the files of the config drive as the image does, and the specification of the supervisor."""
         descriptor = os.open(drive, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             told = config_drive.read(descriptor)
@@ -56,12 +68,11 @@ class Guest:
             os.close(descriptor)
         places = config_drive.Places(self.folder)
         config_drive.write_files(places, told)
-        (self.folder / "var").mkdir()
-        spec = {"hostname": told.hostname or self.name, "etc": str(places.files), "var": str(self.folder / "var")}
-        (self.folder / "spec.json").write_text(json.dumps({**spec, "python": self._python}))
-        self.ports = list(ports)
         self._network = cloud_network.management(told.network, _bind_address(told.files))
-        self.start()
+        if "agent.conf" in told.files:
+            (self.folder / "var").mkdir()
+            spec = {"hostname": told.hostname or self.name, "etc": str(places.files), "var": str(self.folder / "var")}
+            (self.folder / "spec.json").write_text(json.dumps({**spec, "python": self._python}))
 
     def start(self):
         """Plug all interfaces and start the first process of the guest."""
@@ -70,6 +81,8 @@ class Guest:
             self._plug(port, MANAGEMENT_INTERFACE if port["mac"] == first else None)
             if port["mac"] == first:
                 self._configure(port)
+        if not (self.folder / "spec.json").exists():
+            return
         argv = [
             *("setpriv", "--pdeathsig", "KILL", "nsenter", f"--net={namespaces.path(self.name)}", "--"),
             *("unshare", "--fork", "--kill-child=KILL", "--pid", "--mount", "--uts", "--ipc"),
@@ -108,6 +121,9 @@ class Guest:
         for port in self.ports:
             self._switch.unplug(port["id"])
         namespaces.remove(self.name)
+        if self.folder.exists():
+            # Nova may boot a server with this id again. The console may explain a failure.
+            self.folder.rename(self.folder.with_name(f"{self.folder.name}.{time.monotonic_ns()}"))
 
     def console(self):
         path = self.folder / "console.log"

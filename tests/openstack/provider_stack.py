@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 from cloud_lab import write_ini
 from cryptography.fernet import Fernet
+from cryptography.hazmat.primitives import serialization
 from whole_cloud import FLAVOR, IMAGE_TAG, ZONES
 
 from amphora_driver.certificates.ca import Authority, create_authority
@@ -46,10 +47,13 @@ class ProviderStack:
 
     Attributes:
         options: options of the provider by group; they override the usual ones.
+        incumbent: whether Octavia's own provider `amphora` runs too, with octavia-worker. Its amphorae have no agent:
+            the worker uses its driver without operation.
     """
 
-    def __init__(self, cloud, options=None):
+    def __init__(self, cloud, options=None, *, incumbent=False):
         self.cloud = cloud
+        self.incumbent = incumbent
         self.deployment_id = "lab"
         self.folder = cloud.folder / "provider"
         self.options = options or {}
@@ -71,6 +75,11 @@ class ProviderStack:
         (self.folder / "policy.yaml").write_text("{}\n")
         migrate.upgrade(self.database_url)
         names = ("forward-out", "octavia", "octavia-driver-agent", *_PROGRAMS)
+        if self.incumbent:
+            write_ini(self.folder / "worker.conf", self._worker_options())
+            # A request that the API sends before the queue of the worker exists is lost.
+            self.serve("octavia-worker")
+            self.await_ready("octavia-worker")
         for name in names:
             self.serve(name)
         for name in names:
@@ -92,8 +101,9 @@ class ProviderStack:
             bind = f"127.0.0.1:{cloud.ports['octavia']}"
             argv = [*python, "gunicorn", "--bind", bind, "--threads", "8", "--timeout", "120", "--no-control-socket"]
             argv += ["--chdir", HERE, "serve_octavia:api()"]
-        elif name == "octavia-driver-agent":
+        elif name in ("octavia-driver-agent", "octavia-worker"):
             argv = [Path(sys.executable).parent / name, "--config-file", self.octavia_configuration]
+            argv += ["--config-file", self.folder / "worker.conf"] if name == "octavia-worker" else []
         else:
             argv = ["nsenter", f"--net={namespaces.path(cloud.namespace(CONTROL))}", "--", *python, _PROGRAMS[name]]
         cloud.run(name, argv, environment)
@@ -108,6 +118,7 @@ class ProviderStack:
             "forward-out": lambda: forward_out.is_listening(control, tuple(self._forwarded())),
             "octavia-driver-agent": lambda: self._has_sockets("reporter") and self._agent_listens(),
             "amphora-controller": lambda: self._has_sockets("controller"),
+            "octavia-worker": lambda: "Starting V2 consumer" in cloud.log(name),
             "amphora-health-manager": lambda: _has_udp_port(control, _HEALTH_PORT),
         }
         cloud.until(name, ready[name])
@@ -194,7 +205,9 @@ class ProviderStack:
             "api_settings": {
                 "auth_strategy": "keystone",
                 "api_base_uri": f"http://127.0.0.1:{cloud.ports['octavia']}",
-                "enabled_provider_drivers": "haproxy: HAProxy and keepalived in amphorae",
+                "enabled_provider_drivers": ",".join(
+                    ["haproxy: HAProxy and keepalived in amphorae", *(["amphora: Octavia"] if self.incumbent else [])]
+                ),
                 "default_provider_driver": "haproxy",
             },
             "keystone_authtoken": cloud.token("octavia"),
@@ -208,6 +221,38 @@ class ProviderStack:
                 "enabled_provider_agents": "haproxy",
                 "provider_agent_shutdown_timeout": 5,
             },
+        }
+
+    def _worker_options(self):
+        place = self.folder
+        certificate, key = create_authority("incumbent")
+        _write_private(place / "incumbent.pem", certificate)
+        # Octavia reads only encrypted keys.
+        encrypted = serialization.load_pem_private_key(key.reveal(), None).private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.TraditionalOpenSSL,
+            serialization.BestAvailableEncryption(self.cloud.password.encode()),
+        )
+        _write_private(place / "incumbent.key", encrypted)
+        compute = self.cloud.connect().compute
+        return {
+            "certificates": {
+                "cert_generator": "local_cert_generator",
+                "ca_certificate": place / "incumbent.pem",
+                "ca_private_key": place / "incumbent.key",
+                "ca_private_key_passphrase": self.cloud.password,
+            },
+            "controller_worker": {
+                "workers": 1,
+                "amphora_driver": "amphora_noop_driver",
+                "amp_image_tag": IMAGE_TAG,
+                "amp_flavor_id": next(one.id for one in compute.flavors() if one.name == FLAVOR),
+                "amp_boot_network_list": self.deployment.network_id,
+                "client_ca": place / "incumbent.pem",
+                "amp_active_retries": 60,
+                "amp_active_wait_sec": 1,
+            },
+            "nova": {"enable_anti_affinity": True},
         }
 
     # --- hosts of the tests -----------------------------------------------------------------------------------------
