@@ -110,11 +110,13 @@ class Compute(Protocol):
         supports: the flavor and availability zone keys that the backend implements. The driver refuses all others.
         wiring: how a port becomes an interface. The network backend must have the same value.
         plugs_while_booting: whether `attach` accepts a machine whose operating system has not started yet.
+        listing_interval: seconds between two calls of `machines`, which can be expensive.
     """
 
     supports: ClassVar[frozenset[str]]
     wiring: ClassVar[str]
     plugs_while_booting: ClassVar[bool]
+    listing_interval: float
 
     def validate_profile(self, metadata: Mapping[str, object]) -> None:
         """Check that flavor, image, zones and networks that the metadata names exist.

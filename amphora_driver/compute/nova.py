@@ -71,6 +71,7 @@ class NovaCompute:
     def __init__(self, conf: cfg.ConfigOpts, network: CloudNetwork) -> None:
         options, deployment_id = conf.amp_compute_nova, conf.amp_openstack.deployment_id
         _require(options, deployment_id)
+        self.listing_interval: float = options.listing_interval
         self._options = options
         self._network = network
         self._deployment_id: str = deployment_id

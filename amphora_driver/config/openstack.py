@@ -18,8 +18,9 @@ OPTIONS: dict[str, dict[cfg.Opt, str]] = {
             "letters, digits, '.', '_' or '-'."
         ),
         cfg.StrOpt("octavia_config"): (
-            "Path of an octavia.conf. The account is read from its groups [neutron] and [service_auth] instead of "
-            "this group. The default is none: the account is in this group, with the options of keystoneauth."
+            "Path of an octavia.conf. The account is read from its groups [neutron], [nova], [glance] and "
+            "[service_auth] instead of this group. The default is none: the account is in this group, with the "
+            "options of keystoneauth."
         ),
         cfg.StrOpt("region_name"): ("Region of the services. The default is the first one of the catalogue."),
         cfg.StrOpt("interface", choices=["public", "internal", "admin"]): (
@@ -74,6 +75,9 @@ OPTIONS: dict[str, dict[cfg.Opt, str]] = {
         cfg.FloatOpt("deletion_timeout", default=15.0, min=0.0, max=600.0): (
             "Seconds for which a job waits until Nova has removed a server or an interface. After this time a later "
             "job continues. 0 to 600."
+        ),
+        cfg.FloatOpt("listing_interval", default=600.0, min=0.0, max=86400.0): (
+            "Seconds between two lists of all servers, for the cleanup of orphans. 0 to 86400."
         ),
         cfg.FloatOpt("cache_time", default=60.0, min=0.0, max=3600.0): (
             "Seconds for which flavors, zones and images are kept after they were read. 0 to 3600."

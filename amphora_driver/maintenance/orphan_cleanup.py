@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from oslo_config.cfg import ConfigOpts
 
+    from amphora_driver.compute.interface import Compute
     from amphora_driver.database.engine import Database
     from amphora_driver.network.interface import Network
     from amphora_driver.plugins import Catalogue
@@ -40,7 +41,7 @@ class OrphanCleaner:
         self._grace: float = conf.amp_controller.orphan_grace
         self._database = database
         self._catalogue = catalogue
-        self._listed_at: dict[str, float] = {}
+        self._listed_at: dict[tuple[str, str], float] = {}
 
     def clean_up(self) -> int:
         """Record orphans and remove old ones; return the number of removed objects.
@@ -49,11 +50,27 @@ class OrphanCleaner:
         """
         removed = 0
         for name, compute in self._catalogue.computes().items():
-            removed += self._clean(OrphanKind.MACHINE, name, compute.machines, compute.destroy)
+            removed += self._clean_compute(name, compute)
         for name, network in self._catalogue.networks().items():
             removed += self._clean_network(name, network)
         self._database.write(orphans.delete_stale_rows)
         return removed
+
+    def _clean_compute(self, name: str, compute: Compute) -> int:
+        """Clean up machines, if the last list of this backend is older than its interval."""
+        now = time.monotonic()
+
+        def list_machines() -> frozenset[str]:
+            found = compute.machines()
+            self._listed_at["compute", name] = now
+            return found
+
+        if not self._is_due("compute", name, compute.listing_interval, now):
+            return 0
+        return self._clean(OrphanKind.MACHINE, name, list_machines, compute.destroy)
+
+    def _is_due(self, kind: str, name: str, interval: float, now: float) -> bool:
+        return now - self._listed_at.get((kind, name), -math.inf) >= interval
 
     def _clean_network(self, name: str, network: Network) -> int:
         """Clean up ports and VIPs, if the last list of this backend is older than its interval."""
@@ -63,14 +80,14 @@ class OrphanCleaner:
                 network.delete_port(port.id)
 
         now = time.monotonic()
-        if now - self._listed_at.get(name, -math.inf) < network.listing_interval:
+        if not self._is_due("network", name, network.listing_interval, now):
             return 0
         try:
             owners = network.owners()
         except AmphoraDriverError as error:
             LOG.warning(_FAILED, name, error)
             return 0
-        self._listed_at[name] = now
+        self._listed_at["network", name] = now
         return self._clean(OrphanKind.PORTS, name, lambda: owners.amphorae, remove_ports) + self._clean(
             OrphanKind.VIP, name, lambda: owners.load_balancers, network.release_load_balancer
         )

@@ -4,32 +4,15 @@
 Invariant: each test has a deployment of its own, and its servers are removed at its end.
 """
 
-import time
 import uuid
 
 import pytest
+from nova_boots import SECONDS
 from whole_cloud import FLAVOR
 
 from amphora_driver import config
-from amphora_driver.compute.interface import BootPartner, BootRequest, MachineState
 from amphora_driver.compute.nova import NovaCompute
 from amphora_driver.network.neutron import NeutronNetwork
-from amphora_driver.secret import Secret
-
-_SECONDS = 120.0
-
-
-def new_id():
-    return str(uuid.uuid4())
-
-
-def until(question, what):
-    """Poll until the result is true; return it."""
-    deadline = time.monotonic() + _SECONDS
-    while not (answer := question()):
-        assert time.monotonic() < deadline, f"not in {_SECONDS:.0f} s: {what}"
-        time.sleep(0.2)
-    return answer
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +80,7 @@ def make_nova(nova_cloud, management, image, tmp_path):
                 "image_tag": "nova-test",
                 "management_networks": management.id,
                 "flavor": FLAVOR,
-                "deletion_timeout": _SECONDS,
+                "deletion_timeout": SECONDS,
                 **options,
             },
         }
@@ -132,50 +115,3 @@ def deployment():
 @pytest.fixture
 def nova(make_nova, deployment):
     return make_nova(deployment)
-
-
-def request(**values):
-    conf = b"[agent]\nbind_address = {management_address}\n"
-    files = {"agent.conf": Secret(conf), "server.pem": Secret(b"the private key\n")}
-    return BootRequest(**{"amphora_id": new_id(), "load_balancer_id": new_id(), "files": files, **values})
-
-
-def settled(nova, amphora_id):
-    """The machine when Nova has finished its boot."""
-    return until(
-        lambda: one if (one := nova.get(amphora_id)).state is not MachineState.BUILDING else None,
-        f"amphora {amphora_id} is built",
-    )
-
-
-def running(nova, wanted):
-    nova.boot(wanted)
-    found = settled(nova, wanted.amphora_id)
-    assert found.state is MachineState.RUNNING, found.reason
-    return found
-
-
-def partner(wanted, machine):
-    return BootPartner(amphora_id=wanted.amphora_id, compute_id=machine.compute_id, location=machine.location)
-
-
-def tagged(nova_admin, deployment):
-    return list(nova_admin.compute.servers(tags=f"amphora-deployment:{deployment}"))
-
-
-def ports_of(nova_admin, amphora_id):
-    return list(nova_admin.network.ports(name=f"amphora-management-{amphora_id}"))
-
-
-class Requests:
-    """Records the requests of a backend to Nova."""
-
-    def __init__(self, nova):
-        self.made = []
-        self._service = nova._nova._service
-        self._send = self._service.request
-        self._service.request = self._record
-
-    def _record(self, method, path, **more):
-        self.made.append(f"{method} {path.split('/')[1]}")
-        return self._send(method, path, **more)

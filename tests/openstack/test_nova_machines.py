@@ -4,7 +4,7 @@
 from contextlib import suppress
 
 import pytest
-from nova_fixtures import Requests, new_id, ports_of, request, running, settled, tagged, until
+from nova_boots import Requests, new_id, ports_of, request, running, settled, tagged, until
 from openstack.exceptions import HttpException, NotFoundException
 from whole_cloud import FLAVOR, ZONES
 

@@ -106,17 +106,34 @@ def test_orphaned_ports_and_vips(database, network, sweeper):
     assert noted(database) == set()
 
 
-def test_a_backend_is_listed_once_per_interval(catalogue, sweeper, monkeypatch):
-    network = catalogue.network(None)
+@pytest.mark.parametrize("kind", ["network", "compute"])
+def test_a_backend_is_listed_once_per_interval(catalogue, sweeper, monkeypatch, kind):
+    backend = catalogue.network(None) if kind == "network" else catalogue.compute(None, None)
+    name = "owners" if kind == "network" else "machines"
     lists = []
-    real = network.owners
-    monkeypatch.setattr(network, "owners", lambda: lists.append(1) or real())
+    real = getattr(backend, name)
+    monkeypatch.setattr(backend, name, lambda: lists.append(1) or real())
     sweeper.clean_up()
-    assert len(lists) == 1, "one list serves ports and VIPs"
-    monkeypatch.setattr(network, "listing_interval", 3600.0, raising=False)
+    assert len(lists) == 1, "one list of a network backend serves ports and VIPs"
+    monkeypatch.setattr(backend, "listing_interval", 3600.0, raising=False)
     sweeper.clean_up()
     assert len(lists) == 1
-    monkeypatch.setattr(network, "listing_interval", 0.0, raising=False)
+    monkeypatch.setattr(backend, "listing_interval", 0.0, raising=False)
+    sweeper.clean_up()
+    assert len(lists) == 2
+
+
+def test_a_failed_list_of_machines_is_repeated_by_the_next_run(catalogue, sweeper, monkeypatch):
+    backend = catalogue.compute(None, None)
+    lists = []
+
+    def fail():
+        lists.append(1)
+        raise ComputeError("list amphorae", "no answer")
+
+    monkeypatch.setattr(backend, "machines", fail)
+    monkeypatch.setattr(backend, "listing_interval", 3600.0, raising=False)
+    sweeper.clean_up()
     sweeper.clean_up()
     assert len(lists) == 2
 
