@@ -47,14 +47,16 @@ class CloudUser:
 
     def load_balancer(self, name, **more):
         """Create a load balancer with a listener, a pool and both members; return it when it is ACTIVE."""
+        return self.settled(self.request(name, **more).id)
+
+    def request(self, name, **more):
+        """Request a load balancer with a listener, a pool and both members; return at once."""
         common = {"protocol_port": demo_hosts.MEMBER_PORT, "subnet_id": self.back_subnet.id}
         members = [{"name": one, "address": address, **common} for one, address in self.members.items()]
         pool = {"name": name, "protocol": "HTTP", "lb_algorithm": "ROUND_ROBIN", "members": members}
         listener = {"name": name, "protocol": "HTTP", "protocol_port": 80, "default_pool": pool}
-        made = self.balancers.create_load_balancer(
-            name=name, vip_subnet_id=self.front_subnet.id, listeners=[listener], **more
-        )
-        return self.settled(made.id)
+        wanted = {"name": name, "vip_subnet_id": self.front_subnet.id, "listeners": [listener], **more}
+        return self.balancers.create_load_balancer(**wanted)
 
     def settled(self, balancer_id, status="ACTIVE"):
         """Wait for ACTIVE or ERROR; the load balancer must have this status then."""

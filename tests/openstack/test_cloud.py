@@ -22,6 +22,21 @@ def test_a_single_load_balancer_serves_and_leaves_nothing(user):
     user.delete(balancer)
 
 
+def test_a_boot_that_fails_on_a_hypervisor_is_repeated(user):
+    user.cloud.ask("refuse", reasons=["the disk is full"])
+    made = user.request("refused")
+
+    def active():
+        found = user.balancers.get_load_balancer(made.id)
+        return found if found.provisioning_status == "ACTIVE" else None
+
+    balancer = user.until(active, "the load balancer is ACTIVE", 240)
+    assert user.answers(balancer.vip_address) == {"member1": 4, "member2": 4}
+    assert "the disk is full" in user.cloud.log("compute0") + user.cloud.log("compute1")
+    assert len(user.servers()) == 1
+    user.delete(balancer)
+
+
 def test_a_pair_uses_two_hosts_and_survives_a_killed_amphora(user, topology):
     balancer = user.load_balancer("pair", flavor_id=topology("ACTIVE_STANDBY"))
     assert user.answers(balancer.vip_address) == {"member1": 4, "member2": 4}
