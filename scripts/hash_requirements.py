@@ -84,6 +84,12 @@ LISTINGS = (
         ("build",),
         named=("keystone>=30,<31", "neutron>=29,<30", "PyMySQL", "waitress"),
     ),
+    Listing(
+        "cloud-venv",
+        "All OpenStack services except Octavia for tests (tests/openstack/test_cloud.py).",
+        ("openstack-venv",),
+        named=("nova>=34,<35", "openstack-placement>=16,<17", "glance>=33,<34", "barbican>=23,<24"),
+    ),
     Listing("image", "Installs the agent in an image, and does not stay there.", named=("pip",)),
     Listing(
         "diskimage-venv",

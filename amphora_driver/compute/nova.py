@@ -233,15 +233,22 @@ class NovaCompute:
             different_hosts=different_hosts,
         )
         zones = servers.zone_order(request.zones or options.zones, request.partners, failed)
-        server_id = self._create_in_zone(new, zones)
-        return Machine(compute_id=server_id, state=MachineState.BUILDING, management_address=address, image=image_id)
+        server_id, zone = self._create_in_zone(new, zones)
+        return Machine(
+            compute_id=server_id,
+            state=MachineState.BUILDING,
+            management_address=address,
+            image=image_id,
+            # The partner may boot before Nova reports the zone of this server.
+            location=Location(zone=zone),
+        )
 
-    def _create_in_zone(self, new: NewServer, zones: Sequence[str | None]) -> str:
-        """Create a server in the first zone that Nova accepts; return its id."""
+    def _create_in_zone(self, new: NewServer, zones: Sequence[str | None]) -> tuple[str, str | None]:
+        """Create a server in the first zone that Nova accepts; return its id and the zone."""
         *others, last = zones
         for zone in others:
             try:
-                return str(self._nova.create_server(servers.server_body(new, zone))["id"])
+                return str(self._nova.create_server(servers.server_body(new, zone))["id"]), zone
             except ApiError as error:
                 if error.status != 400 or "availability zone" not in error.message.lower():
                     raise
@@ -251,7 +258,7 @@ class NovaCompute:
                     new.name,
                     error.message,
                 )
-        return str(self._nova.create_server(servers.server_body(new, last))["id"])
+        return str(self._nova.create_server(servers.server_body(new, last))["id"]), last
 
     def _placement(self, request: BootRequest, failed: Sequence[Json]) -> tuple[str | None, tuple[str, ...]]:
         """Return the server group of a new server, and the servers whose hypervisors it must not use."""

@@ -11,14 +11,16 @@ import configparser
 import os
 import secrets
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import ClassVar
 
 import mariadb
 import requests
@@ -28,25 +30,43 @@ from keystoneauth1.identity import v3
 from openstack.connection import Connection
 
 HERE = Path(__file__).parent
-VENV = HERE.parents[1] / ".sandbox/openstack-venv"
-_START_SECONDS = 120.0
-_THREADS = {"keystone": 4, "neutron": 8}
+# The environment of the services. ./run-tests --all uses a larger one, which also has the services of `whole_cloud.py`.
+VENV = Path(os.environ.get("AMPHORA_OPENSTACK_VENV", HERE.parents[1] / ".sandbox/openstack-venv"))
+START_SECONDS = 120.0
 
 
 class Cloud:
-    """Two API servers, and the users `admin`, `octavia` and `demo`.
+    """Two API servers and the users `admin`, `octavia` (role admin, project service) and `demo` (role member).
 
-    `octavia` has the role admin in the project service, `demo` has the role member.
+    Args:
+        folder: the directory of all files.
+        databases: URLs of empty databases by service.
+        ports: ports of the API servers by service.
+
+    Attributes:
+        threads: the API servers, and the number of threads of each.
+        accounts: users with their project and roles; the projects exist.
+        catalogue: the services that the catalogue names: type and path of their endpoints.
     """
 
-    def __init__(self, folder, urls):
+    threads: ClassVar = {"keystone": 4, "neutron": 8}
+    accounts: ClassVar = (
+        ("neutron", "service", ("admin", "service")),
+        ("octavia", "service", ("admin",)),
+        ("plain", "service", ("member",)),
+        ("demo", "demo", ("member",)),
+        ("other", "other", ("member",)),
+    )
+    catalogue: ClassVar = {"neutron": ("network", "")}
+
+    def __init__(self, folder, databases, ports):
         self.folder = folder
         self.password = secrets.token_hex(16)
-        self._databases = dict(zip(("keystone", "neutron"), urls, strict=True))
-        self._ports = dict(zip(("keystone", "neutron"), free_ports(2), strict=True))
+        self.databases = databases
+        self.ports = ports
         self._processes = {}
         self._http = []
-        self.auth_url = f"http://127.0.0.1:{self._ports['keystone']}/v3"
+        self.auth_url = f"http://127.0.0.1:{ports['keystone']}/v3"
         self.projects = {}
 
     # --- start and stop ---------------------------------------------------------------------------------------------
@@ -55,8 +75,8 @@ class Cloud:
         """Prepare both databases in parallel, start both servers, and create the users."""
         self._write_configuration()
         with ThreadPoolExecutor(2) as threads:
-            tables = threads.submit(self._run, "prepare_neutron.py", "--config-file", self._file("neutron"))
-            self._run("prepare_keystone.py", self._file("keystone"), self.password, self.auth_url)
+            tables = threads.submit(self.prepare_neutron)
+            self.prepare_keystone()
             self.serve("keystone")
             self.await_answer("keystone")
             tables.result()
@@ -66,36 +86,48 @@ class Cloud:
         self.await_answer("neutron")
 
     def serve(self, name):
-        """Start a server; `await_answer` returns when it answers."""
-        variables = {
-            "keystone": {"OS_KEYSTONE_CONFIG_DIR": str(self.folder / "keystone")},
-            "neutron": {
-                "OS_NEUTRON_CONFIG_DIR": str(self.folder / "neutron"),
-                "OS_NEUTRON_CONFIG_FILES": "neutron.conf",
-            },
-        }
-        words = [HERE / "serve_wsgi.py", self._ports[name], _THREADS[name], f"{name}.wsgi.api"]
+        """Start an API server; `await_answer` returns when it answers."""
+        application, variables, words = self.application(name)
+        program = [VENV / "bin/python", HERE / "serve_wsgi.py", self.ports[name], self.threads[name], application]
+        self.run(name, [*program, *words], self._environment(variables))
+
+    def application(self, name):
+        """The WSGI application of a service, the variables of its environment, and its arguments."""
+        variables = {f"OS_{name.upper()}_CONFIG_DIR": str(self.folder / name)}
+        if name == "neutron":
+            variables["OS_NEUTRON_CONFIG_FILES"] = "neutron.conf"
+        return f"{name}.wsgi.api", variables, []
+
+    def run(self, name, argv, environment):
+        """Start a program that ends with the calling thread; its output is in NAME.log."""
         with (self.folder / f"{name}.log").open("ab") as log:
             self._processes[name] = subprocess.Popen(
-                ["setpriv", "--pdeathsig", "KILL", VENV / "bin/python", *map(str, words)],
+                ["setpriv", "--pdeathsig", "KILL", *map(str, argv)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=self._environment(variables[name]),
+                env=environment,
+                # A separate process group: the children of a program end with it.
+                start_new_session=True,
             )
 
     def await_answer(self, name):
         """Wait until a server answers."""
-        deadline = time.monotonic() + _START_SECONDS
-        while not self._answers(name):
-            assert self._processes[name].poll() is None, self._log(name)
-            assert time.monotonic() < deadline, self._log(name)
+        self.until(name, lambda: self._answers(name))
+
+    def until(self, name, ready):
+        """Wait until a started program is ready; its log is in the failure."""
+        deadline = time.monotonic() + START_SECONDS
+        while not ready():
+            assert self._processes[name].poll() is None, f"{name} has ended:\n{self.log(name)}"
+            assert time.monotonic() < deadline, f"{name} is not ready:\n{self.log(name)}"
             time.sleep(0.1)
 
     def kill(self, name):
         """End a server at once: its clients see a refused connection."""
         process = self._processes.pop(name)
-        process.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait(60)
 
     def stop(self):
@@ -106,23 +138,30 @@ class Cloud:
 
     def _answers(self, name):
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self._ports[name]}/", timeout=30):
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.ports[name]}/", timeout=30):
                 return True
         except urllib.error.HTTPError:
-            return True  # 300 from Keystone, 401 from Neutron
+            return True  # 300 from Keystone and Glance, 401 from Neutron
         except OSError:
             return False
 
-    def _log(self, name):
+    def log(self, name):
+        """The end of the log of a program."""
         return (self.folder / f"{name}.log").read_text(errors="replace")[-4000:]
 
-    def _run(self, program, *words):
+    def prepare_keystone(self):
+        self._prepare("prepare_keystone.py", self.file("keystone"), self.password, self.auth_url)
+
+    def prepare_neutron(self):
+        self._prepare("prepare_neutron.py", "--config-file", self.file("neutron"))
+
+    def _prepare(self, program, *words):
         done = subprocess.run(
             [VENV / "bin/python", HERE / program, *words],
             env=self._environment({}),
             capture_output=True,
             text=True,
-            timeout=_START_SECONDS,
+            timeout=START_SECONDS,
             check=False,
         )
         assert done.returncode == 0, f"{program}: {done.stderr[-4000:]}"
@@ -146,67 +185,65 @@ class Cloud:
             "project_domain_id": "default",
         }
 
-    def _file(self, name):
+    def token(self, user):
+        """Options of keystonemiddleware for a service."""
+        return {**self.auth(user), "www_authenticate_uri": self.auth_url}
+
+    def file(self, name):
         return str(self.folder / name / f"{name}.conf")
 
     def _write_configuration(self):
-        keys = {name: self.folder / name for name in ("fernet", "credential")}
-        self._write(
-            "keystone",
-            {
-                "fernet_tokens": {"key_repository": keys["fernet"]},
-                "credential": {"key_repository": keys["credential"]},
-                # The minimum of bcrypt, because each authentication computes one digest.
-                "identity": {"password_hash_rounds": 4},
-            },
-        )
-        self._write(
-            "neutron",
-            {
-                "DEFAULT": {
-                    "core_plugin": "ml2",
-                    "service_plugins": "qos",
-                    "transport_url": "fake://",
-                    "api_paste_config": VENV / "etc/neutron/api-paste.ini",
-                    "notify_nova_on_port_status_changes": False,
-                    "notify_nova_on_port_data_changes": False,
-                },
-                "keystone_authtoken": {**self.auth("neutron"), "www_authenticate_uri": self.auth_url},
-                "ml2": {
-                    "type_drivers": "vxlan",
-                    "tenant_network_types": "vxlan",
-                    "mechanism_drivers": "lab",
-                    "extension_drivers": "port_security,qos",
-                },
-                "ml2_type_vxlan": {"vni_ranges": "1:10000"},
-                # Tests do not delete their objects, because the cloud ends with the run.
-                "quotas": {
-                    "quota_network": -1,
-                    "quota_subnet": -1,
-                    "quota_port": -1,
-                    "quota_security_group": -1,
-                    "quota_security_group_rule": -1,
-                },
-            },
-        )
+        for name in self.threads:
+            self.write(name, getattr(self, f"_{name}")())
 
-    def _write(self, name, sections):
+    def _keystone(self):
+        return {
+            "fernet_tokens": {"key_repository": self.folder / "fernet"},
+            "credential": {"key_repository": self.folder / "credential"},
+            # The least of bcrypt: each authentication computes one digest.
+            "identity": {"password_hash_rounds": 4},
+        }
+
+    def _neutron(self):
+        return {
+            "DEFAULT": {
+                "core_plugin": "ml2",
+                "service_plugins": "qos",
+                "transport_url": "fake://",
+                "api_paste_config": VENV / "etc/neutron/api-paste.ini",
+                "notify_nova_on_port_status_changes": False,
+                "notify_nova_on_port_data_changes": False,
+            },
+            "keystone_authtoken": self.token("neutron"),
+            "ml2": {
+                "type_drivers": "vxlan",
+                "tenant_network_types": "vxlan",
+                "mechanism_drivers": "lab",
+                "extension_drivers": "port_security,qos",
+            },
+            "ml2_type_vxlan": {"vni_ranges": "1:10000"},
+            # The tests leave their objects: the cloud ends with the run.
+            "quotas": {
+                "quota_network": -1,
+                "quota_subnet": -1,
+                "quota_port": -1,
+                "quota_security_group": -1,
+                "quota_security_group_rule": -1,
+            },
+        }
+
+    def write(self, name, sections):
+        """Write the configuration file of a service; these sections supplement the common ones."""
         place = self.folder / name
         place.mkdir()
         (place / "policy.yaml").write_text("{}\n")
         shared = {
             "DEFAULT": {"use_stderr": True, "state_path": place},
-            "database": {"connection": self._databases[name], "max_pool_size": 5, "max_overflow": 20},
+            "database": {"connection": self.databases[name], "max_pool_size": 5, "max_overflow": 20},
             "oslo_concurrency": {"lock_path": place / "locks"},
             "oslo_policy": {"policy_file": place / "policy.yaml"},
         }
-        # RawConfigParser would copy [DEFAULT] into all sections.
-        parser = configparser.RawConfigParser(default_section="none")
-        for section in sorted({*shared, *sections}):
-            options = {**shared.get(section, {}), **sections.get(section, {})}
-            parser[section] = {option: str(value) for option, value in options.items()}
-        with (place / f"{name}.conf").open("w") as file:
-            parser.write(file)
+        write_ini(Path(self.file(name)), merged(shared, sections))
 
     # --- users and clients ------------------------------------------------------------------------------------------
 
@@ -215,24 +252,21 @@ class Cloud:
         roles = {role.name: role for role in identity.roles()}
         for name in ("service", "demo", "other"):
             self.projects[name] = identity.create_project(name=name, domain_id="default").id
-        for user, project, names in (
-            ("neutron", "service", ("admin", "service")),
-            ("octavia", "service", ("admin",)),
-            ("plain", "service", ("member",)),
-            ("demo", "demo", ("member",)),
-            ("other", "other", ("member",)),
-        ):
+        for name in {one for *_, names in self.accounts for one in names} - roles.keys():
+            roles[name] = identity.create_role(name=name)
+        for user, project, names in self.accounts:
             made = identity.create_user(name=user, password=self.password, domain_id="default")
             for role in names:
                 identity.assign_project_role_to_user(self.projects[project], made, roles[role])
-        service = identity.create_service(type="network", name="neutron")
-        for kind in ("public", "internal"):
-            identity.create_endpoint(
-                service_id=service.id,
-                interface=kind,
-                region_id="RegionOne",
-                url=f"http://127.0.0.1:{self._ports['neutron']}",
-            )
+        for name, (kind, path) in self.catalogue.items():
+            service = identity.create_service(type=kind, name=name)
+            for interface in ("public", "internal"):
+                identity.create_endpoint(
+                    service_id=service.id,
+                    interface=interface,
+                    region_id="RegionOne",
+                    url=f"http://127.0.0.1:{self.ports[name]}{path}",
+                )
 
     def connect(self, user="octavia", project="service"):
         """Return a user's client that is independent of the code under test."""
@@ -243,13 +277,29 @@ class Cloud:
         return Connection(session=ks_session.Session(auth, session=http), region_name="RegionOne")
 
 
+def merged(first, second):
+    """The options of both dictionaries by section; the second one has priority."""
+    return {section: {**first.get(section, {}), **second.get(section, {})} for section in sorted({*first, *second})}
+
+
+def write_ini(path, sections):
+    """Write a configuration file of oslo.config."""
+    # RawConfigParser would copy [DEFAULT] into all sections.
+    parser = configparser.RawConfigParser(default_section="none")
+    for section, options in sections.items():
+        parser[section] = {option: str(value) for option, value in options.items()}
+    with path.open("w") as file:
+        parser.write(file)
+
+
 @contextmanager
 def cloud():
     """Run a cloud inside the block."""
     folder = Path(tempfile.mkdtemp(prefix="adc-"))
     try:
-        with mariadb.server("keystone", "neutron") as urls:
-            made = Cloud(folder, urls)
+        names = tuple(Cloud.threads)
+        with mariadb.server(*names) as urls:
+            made = Cloud(folder, dict(zip(names, urls, strict=True)), dict(zip(names, free_ports(2), strict=True)))
             try:
                 made.start()
                 yield made

@@ -1,14 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """One cloud for all tests of a worker. Each test has its own networks, load balancers and amphorae."""
 
+import json
 import uuid
 from collections import Counter
 
 import cloud_lab
 import pytest
+from cloud_user import CloudUser
+from provider_stack import ProviderStack
+from whole_cloud import whole_cloud
 
 from amphora_driver import config
 from amphora_driver.network.neutron import NeutronNetwork
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    """Tests of the complete cloud are the last ones: its services use the processor until the run ends."""
+    items.sort(key=lambda item: "provider_stack" in getattr(item, "fixturenames", ()))
 
 
 @pytest.fixture(scope="session")
@@ -127,3 +137,37 @@ def crash():
 @pytest.fixture
 def watch():
     return Requests
+
+
+@pytest.fixture(scope="session")
+def provider_stack():
+    """The complete cloud with Octavia and the provider, for all tests of a worker."""
+    with whole_cloud() as cloud:
+        stack = ProviderStack(cloud)
+        stack.start()
+        yield stack
+
+
+@pytest.fixture(scope="session")
+def cloud_user(provider_stack):
+    return CloudUser(provider_stack)
+
+
+@pytest.fixture
+def topology(cloud_user):
+    """Makes a flavor for a topology; return its id."""
+    balancers = cloud_user.admin.load_balancer
+    made = []
+
+    def make(name):
+        profile = balancers.create_flavor_profile(
+            name=name, provider_name="haproxy", flavor_data=json.dumps({"loadbalancer_topology": name})
+        )
+        made.append(lambda: balancers.delete_flavor_profile(profile))
+        found = balancers.create_flavor(name=name, flavor_profile_id=profile.id, is_enabled=True)
+        made.append(lambda: balancers.delete_flavor(found))
+        return found.id
+
+    yield make
+    for undo in reversed(made):
+        undo()

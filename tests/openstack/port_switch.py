@@ -26,6 +26,33 @@ class Link(msgspec.Struct, frozen=True):
     name: str
 
 
+def ruleset(live):
+    """Commands of nft that let only these ports pass packets.
+
+    Args:
+        live: for each port its interface on the bridge, its MAC address and its permitted source addresses, None for
+            all.
+    """
+    lines = [
+        "table bridge ports {}",
+        "delete table bridge ports",
+        "table bridge ports {",
+        "chain live { type filter hook forward priority 0; policy drop;",
+    ]
+    outputs = ", ".join(name for name, _, _ in live)
+    for name, mac, sources in live:
+        start = f"iifname {name} oifname {{ {outputs} }} ether saddr {mac}"
+        if sources is None:
+            lines.append(f"{start} accept")
+            continue
+        v4, v6 = (", ".join(one for one in sources if (":" in one) is six) for six in (False, True))
+        if v4:
+            lines += [f"{start} ip saddr {{ {v4} }} accept", f"{start} arp saddr ip {{ {v4} }} accept"]
+        if v6:
+            lines.append(f"{start} ip6 saddr {{ {v6} }} accept")
+    return "\n".join([*lines, "}", "}"])
+
+
 class PortSwitch:
     """One layer-2 network. Use it as a context manager."""
 
@@ -59,24 +86,16 @@ class PortSwitch:
 
     def apply(self, ports):
         """Enforce the present state of these ports."""
-        live = [port for port in ports if port.is_admin_state_up and port.status == "ACTIVE" and port.device_id]
-        lines = [
-            "table bridge ports {}",
-            "delete table bridge ports",
-            "table bridge ports {",
-            "chain live { type filter hook forward priority 0; policy drop;",
+        live = [
+            (
+                self._links[port.id].name,
+                port.mac_address,
+                [one["ip_address"] for one in (*port.fixed_ips, *(port.allowed_address_pairs or ()))],
+            )
+            for port in ports
+            if port.is_admin_state_up and port.status == "ACTIVE" and port.device_id
         ]
-        outputs = ", ".join(self._links[port.id].name for port in live)
-        for port in live:
-            name, mac = self._links[port.id].name, port.mac_address
-            pairs = [one["ip_address"] for one in (*port.fixed_ips, *(port.allowed_address_pairs or ()))]
-            start = f"iifname {name} oifname {{ {outputs} }} ether saddr {mac}"
-            v4, v6 = (", ".join(one for one in pairs if (":" in one) is six) for six in (False, True))
-            if v4:
-                lines += [f"{start} ip saddr {{ {v4} }} accept", f"{start} arp saddr ip {{ {v4} }} accept"]
-            if v6:
-                lines.append(f"{start} ip6 saddr {{ {v6} }} accept")
-        self._inside("nft", "-f", "-", text="\n".join([*lines, "}", "}"]))
+        self._inside("nft", "-f", "-", text=ruleset(live))
 
     def _inside(self, *words, text=None):
         _run("ip", "netns", "exec", self._name, *words, text=text)

@@ -1,6 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ML2 mechanism driver for tests: binds each port on each host, without an agent."""
+"""ML2 mechanism driver for tests: binds each port on each host, without an agent.
 
+If the variable LAB_HYPERVISOR names the socket of the hypervisor of the tests, the driver sends each state of a port
+there, as Neutron notifies an agent. A request to Neutron ends after the hypervisor enforces the state.
+"""
+
+import os
+
+import lab_socket
 from neutron_lib import constants
 from neutron_lib.api.definitions import portbindings
 from neutron_lib.plugins.ml2 import api
@@ -43,3 +50,22 @@ class LabMechanismDriver(api.MechanismDriver):
                 {portbindings.CAP_PORT_FILTER: True},
                 status=constants.PORT_STATUS_ACTIVE,
             )
+
+    def create_port_postcommit(self, context):
+        _send(context, context.current)
+
+    def update_port_postcommit(self, context):
+        _send(context, context.current)
+
+    def delete_port_postcommit(self, context):
+        _send(context, {"id": context.current["id"], "revision_number": None})
+
+
+def _send(context, port):
+    """Send the state of a port to the hypervisor."""
+    path = os.environ.get("LAB_HYPERVISOR")
+    if path:
+        names = ("id", "revision_number", "admin_state_up", "mac_address", "fixed_ips", "allowed_address_pairs")
+        names += ("device_id", "port_security_enabled", portbindings.HOST_ID, portbindings.VIF_TYPE)
+        found = {name: port[name] for name in names if name in port}
+        lab_socket.ask(path, "port", port=found, mtu=context.network.current.get("mtu"))

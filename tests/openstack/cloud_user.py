@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A user of the complete cloud: networks, load balancers through Octavia's API with Keystone, requests of clients."""
+
+from __future__ import annotations
+
+import http.client
+import time
+from collections import Counter
+from contextlib import closing, suppress
+
+from openstack.exceptions import NotFoundException
+
+from amphora_driver.host import namespaces
+from sandbox import demo_hosts
+
+_ACTIVE_SECONDS = 120.0
+
+
+class CloudUser:
+    """The user `demo` with a network of clients and VIPs, and a network of members.
+
+    Args:
+        stack: a started `ProviderStack`.
+    """
+
+    def __init__(self, stack):
+        self.stack = stack
+        self.cloud = stack.cloud
+        self.project_id = self.cloud.projects["demo"]
+        self.connection = self.cloud.connect("demo", "demo")
+        self.balancers = self.connection.load_balancer
+        self.admin = self.cloud.connect("admin", "admin")
+        self.front, self.front_subnet = self._network("front", "198.51.100.0/24")
+        self.back, self.back_subnet = self._network("back", "192.0.2.0/24")
+        self.cloud.host("client", self.front, self.front_subnet)
+        self.members = {
+            name: stack.member(name, self.back, self.back_subnet).fixed_ips[0]["ip_address"]
+            for name in ("member1", "member2")
+        }
+
+    def _network(self, name, cidr):
+        client = self.connection.network
+        network = client.create_network(name=name)
+        return network, client.create_subnet(network_id=network.id, name=name, ip_version=4, cidr=cidr)
+
+    # --- load balancers ---------------------------------------------------------------------------------------------
+
+    def load_balancer(self, name, **more):
+        """Create a load balancer with a listener, a pool and both members; return it when it is ACTIVE."""
+        return self.settled(self.request(name, **more).id)
+
+    def request(self, name, **more):
+        """Request a load balancer with a listener, a pool and both members; return at once."""
+        common = {"protocol_port": demo_hosts.MEMBER_PORT, "subnet_id": self.back_subnet.id}
+        members = [{"name": one, "address": address, **common} for one, address in self.members.items()]
+        pool = {"name": name, "protocol": "HTTP", "lb_algorithm": "ROUND_ROBIN", "members": members}
+        listener = {"name": name, "protocol": "HTTP", "protocol_port": 80, "default_pool": pool}
+        wanted = {"name": name, "vip_subnet_id": self.front_subnet.id, "listeners": [listener], **more}
+        return self.balancers.create_load_balancer(**wanted)
+
+    def settled(self, balancer_id, status="ACTIVE"):
+        """Wait for ACTIVE or ERROR; the load balancer must have this status then."""
+        found = self.until(
+            lambda: (
+                one if (one := self.balancers.get_load_balancer(balancer_id)).provisioning_status in ("ACTIVE", "ERROR")
+                else None
+            ),
+            f"load balancer {balancer_id} is no longer pending",
+            _ACTIVE_SECONDS,
+        )  # fmt: skip
+        assert found.provisioning_status == status, self.logs()
+        return found
+
+    def delete(self, balancer):
+        """Delete a load balancer with its children; return when Octavia does not show it any more."""
+        self.balancers.delete_load_balancer(balancer.id, cascade=True)
+
+        def gone():
+            with suppress(NotFoundException):
+                return self.balancers.get_load_balancer(balancer.id).provisioning_status == "DELETED"
+            return True
+
+        self.until(gone, f"load balancer {balancer.id} is deleted", _ACTIVE_SECONDS)
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    def get(self, address, port=80, host="client"):
+        """The body of an answer to one request over a new connection."""
+
+        def request():
+            with closing(http.client.HTTPConnection(address, port, timeout=5)) as connection:
+                connection.request("GET", "/")
+                answer = connection.getresponse()
+                assert answer.status == 200, answer.status
+                return answer.read().decode().strip()
+
+        return namespaces.run_inside(namespaces.path(self.cloud.namespace(host)), request)
+
+    def answers(self, address, number=8):
+        """The answers of this number of requests, by member."""
+        return Counter(self.get(address) for _ in range(number))
+
+    def served(self, address):
+        """Wait until the address answers."""
+
+        def ask():
+            with suppress(OSError, http.client.HTTPException, AssertionError):
+                return self.get(address)
+            return None
+
+        return self.until(ask, f"{address} answers", 30)
+
+    # --- what is left -----------------------------------------------------------------------------------------------
+
+    def servers(self):
+        """All servers of the cloud by name."""
+        return {one.name: one for one in self.admin.compute.servers(all_projects=True)}
+
+    def objects(self):
+        """All servers, server groups, ports and security groups of the cloud, and what Placement has allocated."""
+        compute, network = self.admin.compute, self.admin.network
+        found = {f"server {one.name} {one.id}" for one in self.servers().values()}
+        found |= {f"server group {one.name}" for one in compute.server_groups(all_projects=True)}
+        found |= {f"port {one.name} {one.id}" for one in network.ports()}
+        for one in self.admin.placement.resource_providers():
+            used = self.admin.placement.get(f"/resource_providers/{one.id}/usages").json()["usages"]
+            found |= {f"{amount} {kind} of {one.name}" for kind, amount in used.items() if amount}
+        return found
+
+    def until(self, question, what, seconds=60.0):
+        """Poll until the result is true; return it."""
+        deadline = time.monotonic() + seconds
+        while not (answer := question()):
+            assert time.monotonic() < deadline, f"not in {seconds:.0f} s: {what}\n{self.logs()}"
+            time.sleep(0.3)
+        return answer
+
+    def logs(self):
+        """The ends of the logs that explain a failure."""
+        names = ("amphora-controller", "octavia", "octavia-driver-agent", "hypervisor", "compute0", "compute1")
+        consoles = [
+            f"--- console of {server}\n{self.cloud.ask('console', server=server)['text'][-2000:]}"
+            for server in self.cloud.ask("guests")
+        ]
+        return "\n".join([*(f"--- {name}\n{self.cloud.log(name)}" for name in names), *consoles])

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Load balancers in a complete OpenStack: Octavia with Keystone, amphorae that Nova boots, ports of Neutron."""
+
+import pytest
+
+# In the second part of a run, one process starts one cloud for all tests (tests/README.md).
+pytestmark = [pytest.mark.extended, pytest.mark.quiet, pytest.mark.lasts(900)]
+
+
+@pytest.fixture
+def user(cloud_user):
+    """The user, with no object of the test left afterwards."""
+    before = cloud_user.objects()
+    yield cloud_user
+    cloud_user.until(lambda: cloud_user.objects() <= before, "no object is left")
+
+
+def test_a_single_load_balancer_serves_and_leaves_nothing(user):
+    balancer = user.load_balancer("single")
+    assert user.answers(balancer.vip_address) == {"member1": 4, "member2": 4}
+    assert len(user.servers()) == 1
+    user.delete(balancer)
+
+
+def test_a_boot_that_fails_on_a_hypervisor_is_repeated(user):
+    user.cloud.ask("refuse", reasons=["the disk is full"])
+    made = user.request("refused")
+
+    def active():
+        found = user.balancers.get_load_balancer(made.id)
+        return found if found.provisioning_status == "ACTIVE" else None
+
+    balancer = user.until(active, "the load balancer is ACTIVE", 240)
+    assert user.answers(balancer.vip_address) == {"member1": 4, "member2": 4}
+    assert "the disk is full" in user.cloud.log("compute0") + user.cloud.log("compute1")
+    assert len(user.servers()) == 1
+    user.delete(balancer)
+
+
+def test_a_pair_uses_two_hosts_and_survives_a_killed_amphora(user, topology):
+    balancer = user.load_balancer("pair", flavor_id=topology("ACTIVE_STANDBY"))
+    assert user.answers(balancer.vip_address) == {"member1": 4, "member2": 4}
+    before = user.servers()
+    assert {one.compute_host for one in before.values()} == {"compute0", "compute1"}
+    killed = next(iter(before.values()))
+    user.cloud.ask("power_off", server=killed.id)
+    assert user.served(balancer.vip_address)
+    user.until(lambda: killed.id not in {one.id for one in user.servers().values()}, "the amphora is replaced")
+    user.settled(balancer.id)
+    assert {one.compute_host for one in user.servers().values()} == {"compute0", "compute1"}
+    assert user.answers(balancer.vip_address) == {"member1": 4, "member2": 4}
+    user.delete(balancer)
