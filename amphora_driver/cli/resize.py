@@ -76,7 +76,10 @@ class ResizeLoadBalancer(Command):
 
 
 def _read_metadata(what: str, given: str | None) -> dict[str, Any] | None:
-    """Return metadata from the command line or, after @, from a file; raise UnsupportedOption for invalid ones."""
+    """Return metadata from the command line or, after @, from a file.
+
+    Raise UnsupportedOption if the file cannot be read, or if the metadata are no JSON object.
+    """
     if given is None:
         return None
     attempt = f"read the metadata of the {what}"
