@@ -248,7 +248,8 @@ class AmphoraProviderDriver(provider_base.ProviderDriver):
 
         Octavia 19 does not call this method. octavia_lib 3.12 declares the id of a flavor as the argument, but has no
         function that reads a flavor. The method therefore needs the metadata of the flavor, in the form in which
-        `loadbalancer_create` gets it, and refuses an id.
+        `loadbalancer_create` gets it, and refuses an id. Every listener and pool is checked, so the cost depends on the
+        size of the load balancer.
         """
         if not isinstance(flavor_id, Mapping):
             raise UnsupportedOption(

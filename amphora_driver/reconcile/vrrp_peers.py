@@ -35,7 +35,8 @@ def find_priorities(catalogue: Any, topology: str, amphorae: Iterable[Amphora]) 
         topology: the recorded topology. The amphorae may also have roles of a former topology.
     """
     present = {one.role for one in amphorae if _may_hold_vips(one) and one.plugged}
-    return effective_priorities(catalogue.topology(topology), present, map(catalogue.topology, Name))
+    known = (catalogue.topology(name.value) for name in Name)
+    return effective_priorities(catalogue.topology(topology), present, known)
 
 
 def participants(amphorae: Iterable[Amphora], priorities: Mapping[str, int]) -> tuple[Amphora, ...]:
