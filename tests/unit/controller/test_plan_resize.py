@@ -179,6 +179,14 @@ def test_an_amphora_recorded_by_a_job_of_the_former_topology_is_removed():
     assert [one for one in log if one.startswith("HandOver m")]
 
 
+def test_an_undeletable_single_amphora_does_not_delay_a_failover_of_the_pair():
+    """It is no VRRP peer, so the hand-over is between two amphorae."""
+    (old,) = retiring(O)
+    holds = but(retiring(but(M, **HOLDS))[0], confirmed=5)
+    simulation = Resize("ACTIVE_STANDBY", old, holds, but(B, confirmed=5, **STANDS_BY), applied=5)
+    assert simulation.run()[0] == "HandOver m to b"
+
+
 def test_a_deletion_ends_the_resize():
     found = planning.plan(wanted(gone=True, tree=None, generation=6, roles=("STANDALONE",)), retiring(M, B))
     assert [type(one) for one in found] == [step_types.Release] * 2
