@@ -36,13 +36,15 @@ from amphora_driver.errors import (
 )
 from amphora_driver.model import from_octavia
 from amphora_driver.model.enums import Kind
-from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Node, Pool, without_addresses
+from amphora_driver.model.loadbalancer import Listener, Node, Pool, without_addresses
 from amphora_driver.model.network import VipRequest
 from amphora_driver.model.secret_refs import SecretMaterial, SecretName
 from amphora_driver.network.interface import NotYet
 from amphora_driver.plugins import Catalogue
 from amphora_driver.queue import local_socket, notifier
+from amphora_driver.resize import Resizer, ResizeTarget
 from amphora_driver.store import desired_objects, vip_claims
+from amphora_driver.store.failovers import Cause, FailoverTrigger
 from amphora_driver.store.requests import RequestRecorder
 from amphora_driver.store.sealed_secrets import SealedSecret, secret_location
 from amphora_driver.validation import (
@@ -53,9 +55,9 @@ from amphora_driver.validation import (
     options,
     pool_members,
     profile,
-    tls,
     udp,
 )
+from amphora_driver.validation.in_context import ContextCheck
 
 LOG = logging.getLogger(__name__)
 C = TypeVar("C")
@@ -92,31 +94,14 @@ class _Shared:
     def __init__(self, conf: ConfigOpts) -> None:
         self.conf = conf
         self.database = Database(conf.amp_database.connection)
-        self.recorder = RequestRecorder(self.database, _check, self._check_in_context)
         self.catalogue = Catalogue(conf, self.database)
+        check = ContextCheck(conf, lambda name: self.catalogue.network(name).supports)
+        self.recorder = RequestRecorder(self.database, _check, check)
 
     @functools.cached_property
     def vault(self) -> Vault:
         """The vault for users' secrets, loaded at its first use."""
         return Vault.load(self.conf.amp_database.encryption_key_file)
-
-    def _check_in_context(self, node: Node, balancer: LoadBalancer) -> None:
-        """Refuse options that contradict the profile, the backends or the VIPs of the load balancer."""
-        ours, chosen = self.conf.amp_haproxy, balancer.profile
-        oldest, ciphers = chosen.tls_minimum_version or ours.tls_minimum_version, chosen.tls_ciphers
-        if isinstance(node, Listener) and tls.terminates(node):
-            tls.listener_negotiation(node, oldest, ciphers or ours.tls_ciphers)
-        elif isinstance(node, Listener) and node.uses_l4 and (pool := balancer.pool(node.default_pool_id)) is not None:
-            udp.check_address_families(pool, balancer.vips)
-        elif isinstance(node, Pool) and node.tls_enabled:
-            tls.pool_negotiation(node, oldest, ciphers or ours.tls_ciphers)
-        elif isinstance(node, Pool) and node.uses_l4:
-            udp.check_l4_algorithm(node)
-            if balancer.is_default_pool(node):
-                udp.check_address_families(node, balancer.vips)
-        elif isinstance(node, LoadBalancer) and (node.vip_qos_policy_id or node.vip_sg_ids):
-            name = chosen.network or str(self.conf.amp_network.driver)
-            options.check_vip_options(node, name, self.catalogue.network(name).supports)
 
     def vip_network(self, load_balancer_id: str) -> tuple[str, bool]:
         """Return the network backend of a load balancer's VIPs, and whether it has allocated them."""
@@ -258,13 +243,25 @@ class AmphoraProviderDriver(provider_base.ProviderDriver):
         _shared().recorder.fail_over(loadbalancer_id)
         _notify(loadbalancer_id)
 
-    def loadbalancer_failover_with_flavor(self, loadbalancer_id: str, flavor_id: str) -> None:
-        """Refuse resizing by fail-over."""
-        raise UnsupportedOption(
-            f"fail over load balancer {loadbalancer_id} to flavor {flavor_id}",
-            "changing the flavor is not supported",
-            "Fail over without a flavor, or create a load balancer with the flavor you want.",
-        )
+    def loadbalancer_failover_with_flavor(self, loadbalancer_id: str, flavor_id: str | Mapping[str, object]) -> None:
+        """Resize a load balancer: replace its amphorae according to another flavor. The zone stays.
+
+        Octavia 19 does not call this method. octavia_lib 3.12 declares the id of a flavor as the argument, but has no
+        function that reads a flavor. The method therefore needs the metadata of the flavor, in the form in which
+        `loadbalancer_create` gets it, and refuses an id. Every listener and pool is checked, so the cost depends on the
+        size of the load balancer.
+        """
+        if not isinstance(flavor_id, Mapping):
+            raise UnsupportedOption(
+                f"fail over load balancer {loadbalancer_id} to flavor {flavor_id}",
+                "a provider driver cannot read the metadata of a flavor by its id",
+                "An operator can resize it: amphoractl loadbalancer resize ID --flavor JSON.",
+            )
+        shared = _shared()
+        trigger = FailoverTrigger(cause=Cause.RESIZE, reason="Octavia requested another flavor")
+        chosen = ResizeTarget(flavor=flavor_id, trigger=trigger)
+        Resizer(shared.conf, shared.database, shared.catalogue).record(loadbalancer_id, chosen, pending=True)
+        _notify(loadbalancer_id)
 
     def loadbalancer_update(
         self, old_loadbalancer: data_models.LoadBalancer, new_loadbalancer: data_models.LoadBalancer

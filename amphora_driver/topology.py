@@ -6,7 +6,7 @@ Invariant: a topology is pure. It states the desired roles; the plan computes th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import ClassVar, Protocol
 
@@ -43,3 +43,21 @@ class ActiveStandbyTopology:
     # The VRRP priority 255 marks the owner of the addresses (RFC 9568, section 5.2.4). keepalived cannot lower the
     # priority 255, so both priorities are below 255.
     priorities: ClassVar[Mapping[str, int]] = MappingProxyType({"MASTER": 254, "BACKUP": 253})
+
+
+def effective_priorities(desired: Topology, present: Collection[str], known: Iterable[Topology]) -> dict[str, int]:
+    """Return the VRRP priorities by role, also while a load balancer changes its topology.
+
+    The result is empty without VRRP. If the desired topology has no VRRP, amphorae of a former topology hand the VIPs
+    over by VRRP before their removal. Until then the desired roles have a lower priority than the former roles.
+    Amphorae of a former topology without VRRP hand nothing over, and take no part.
+
+    Args:
+        desired: the recorded topology of the load balancer.
+        present: the roles of the amphorae that exist and may have the VIPs.
+        known: every topology that the load balancer may have had.
+    """
+    if desired.priorities or set(present) <= set(desired.roles):
+        return dict(desired.priorities)
+    former = {role: priority for one in known for role, priority in one.priorities.items() if role in present}
+    return former | dict.fromkeys(desired.roles, min(former.values()) - 1) if former else {}

@@ -226,9 +226,13 @@ class VipHandover:
             self._inner.run(connection_tunnel.remove_guard)
 
     def _is_peer_gone(self) -> bool:
-        """Return whether the far end of the tunnel is no partner any more, so that its connections are lost."""
+        """Return whether the far end of the tunnel is no partner any more, so that its connections are lost.
+
+        The last amphora of a former pair has no VRRP when its partner is deleted.
+        """
         instance, peer = self._instance(), self._inner.run(connection_tunnel.tunnel_peer)
-        return instance is not None and peer is not None and all(one.address != peer for one in instance.vrrp.peers)
+        peers = () if instance is None else instance.vrrp.peers
+        return peer is not None and all(one.address != peer for one in peers)
 
     def _is_drained(self) -> bool:
         """Return whether no connection is left that arrives by way of the partner."""

@@ -57,7 +57,8 @@ job = sa.Table(
     metadata,
     sa.Column("load_balancer_id", Id, primary_key=True),
     sa.Column("project_id", sa.String(64), nullable=True),
-    # The topology, the compute backend and the network backend of a load balancer never change after the creation.
+    # The compute backend and the network backend of a load balancer never change after the creation. A resize changes
+    # the topology, together with the profile in `desired_object`.
     sa.Column("topology", sa.String(32), nullable=False, default="SINGLE"),
     sa.Column("compute", sa.String(64), nullable=True),
     sa.Column("network", sa.String(64), nullable=True),

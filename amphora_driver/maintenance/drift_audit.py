@@ -35,7 +35,7 @@ from amphora_driver.model.amphora import Amphora
 from amphora_driver.model.enums import Provisioning
 from amphora_driver.model.secret_refs import secrets_of_tree
 from amphora_driver.queue.jobs import acquire_duty, release_duty
-from amphora_driver.reconcile import vip_allocation
+from amphora_driver.reconcile import vip_allocation, vrrp_peers
 from amphora_driver.reconcile.context import ReconcileContext
 from amphora_driver.reconcile.desired_bundle import BundleInputs, build_bundles, read_omitted_objects
 from amphora_driver.reconcile.reconciler import needed_networks
@@ -126,7 +126,7 @@ def load_record(connection: sa.Connection, load_balancer_id: str, catalogue: Any
         },
         secrets=sealed_secrets.load_secrets(connection, load_balancer_id) if uses_some else {},
         tickets=row.tickets,
-        priorities=dict(catalogue.topology(row.topology).priorities),
+        priorities=vrrp_peers.find_priorities(catalogue, row.topology, everyone),
     )
 
 

@@ -47,7 +47,7 @@ class BundleInputs(msgspec.Struct, frozen=True, kw_only=True):
         networks: the networks that the load balancer needs; a port on another network will be detached.
         failed: objects that cannot be served: reasons by object id.
         tickets: number of rotations of the TLS ticket keys; None without keys.
-        priorities: VRRP priorities by role; empty for a topology without VIP fail-over.
+        priorities: VRRP priorities by role, see `topology.effective_priorities`; empty without VRRP.
     """
 
     tree: LoadBalancer
@@ -70,7 +70,8 @@ def build_bundle(recorded: BundleInputs, amphora: Amphora, served: Served, conf:
         # A draining amphora gets the lowest VRRP priority, so that it takes no VIP from an amphora that stays.
         priority = vrrp_peers.LAST_PRIORITY
     interval = advert_interval(recorded.tree, conf)
-    pair = vrrp_peers.vrrp_instance(amphora, recorded.amphorae, recorded.tree.vip, priority, interval)
+    everyone = vrrp_peers.participants(recorded.amphorae, recorded.priorities)
+    pair = vrrp_peers.vrrp_instance(amphora, everyone, recorded.tree.vip, priority, interval)
     ports = tuple(one for one in amphora.plugged if one.port.network_id in recorded.networks)
     return bundle(recorded.tree, recorded.generation, amphora.id, ports, served, pair)
 

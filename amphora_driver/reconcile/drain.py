@@ -161,7 +161,8 @@ class AmphoraRemoval:
     def _finds_unrecorded_drain(self, amphora: Amphora, view: steps.LoadBalancerView) -> bool:
         """Return whether an amphora drains without a record: a controller may crash after a handover."""
         heard = not amphora.dead and amphora.heard_at is not None and view.now - amphora.heard_at < view.silence_limit
-        if view.gone or len(view.roles) == 1 or amphora.handed_over or not (amphora.confirmed and heard):
+        in_vrrp = amphora.role in view.priorities
+        if view.gone or not in_vrrp or amphora.handed_over or not (amphora.confirmed and heard):
             return False
         said = self._query(amphora, self._job.deadline.within(_QUERY_TIMEOUT))
         if said is None or said.draining is None or said.holds_vip is not False:

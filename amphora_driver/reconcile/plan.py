@@ -95,7 +95,7 @@ def _serving_steps(
         return [steps.ApplyVipOptions(reason=undone)]
     if amphora_set.behind(arrived):
         return amphora_set.fencing_steps() or [amphora_set.push_step(arrived)]
-    if amphora_set.missing:
+    if amphora_set.missing or amphora_set.former_holder():
         return amphora_set.handover_steps()
     if view.applied < view.generation:
         confirm = steps.Confirm(reason=f"every amphora serves generation {view.generation}")
@@ -121,29 +121,36 @@ class AmphoraSet:
     A pair is replaced one amphora at a time. The second replacement is created after the first one serves, has the
     VIPs, and its predecessor is deleted. A load balancer therefore has at most one amphora more than its topology
     requires. A dead amphora is replaced at once, before its machine is deleted.
+
+    After a change of the topology, the amphorae with a role of the former topology count as retiring. All amphorae of
+    the new topology boot at once. A former pair hands the VIPs over to the new single amphora. A former single amphora
+    takes no part in VRRP: it is removed when the new pair has the VIPs.
     """
 
     def __init__(self, view: steps.LoadBalancerView, amphorae: tuple[Amphora, ...]) -> None:
         self._view = view
         self.everyone = amphorae
-        self.live = [one for one in amphorae if one.state is not AmphoraState.RETIRING]
-        self.retiring = [one for one in amphorae if one.state is AmphoraState.RETIRING]
+        # A job that began before a change of the topology may have recorded an amphora with a role of the former one.
+        self.live = [one for one in amphorae if one.state is not AmphoraState.RETIRING and one.role in view.roles]
+        self.retiring = [one for one in amphorae if one not in self.live]
         self.missing = list((Counter(view.roles) - Counter(one.role for one in self.live)).elements())
-        self._several = len(view.roles) > 1
+        self._several = len(view.roles) > 1 or bool(view.priorities)
+        self._in_vrrp = vrrp_peers.participants(amphorae, view.priorities) if view.priorities else amphorae
         self._without_machine = {one.id for one in self.live if one.management_address is None}
         self._silent = vrrp_peers.find_silent(amphorae, view.silence_limit) | {one.id for one in amphorae if one.dead}
-        self._holder = vrrp_peers.find_holder(amphorae, view.roles[0], self._silent)
+        first_role = max(view.priorities, key=view.priorities.__getitem__) if view.priorities else view.roles[0]
+        self._holder = vrrp_peers.find_holder(self._in_vrrp, first_role, self._silent)
 
     def query_targets(self) -> tuple[str, ...]:
         """Return the amphorae to query for the VIPs before one is removed: their heartbeats may be older."""
         if self._view.holder_asked or not self._several:
             return ()
-        serving = [one for one in self.everyone if one.confirmed > 0 and one.plugged and one.id not in self._silent]
-        going = [one for one in serving if one.state is AmphoraState.RETIRING and not one.handed_over]
+        serving = [one for one in self._in_vrrp if one.confirmed > 0 and one.plugged and one.id not in self._silent]
+        going = [one for one in serving if one in self.retiring and not one.handed_over]
         return tuple(one.id for one in serving) if going and len(serving) > 1 else ()
 
     def may_add(self) -> bool:
-        serving = [one for one in self.retiring if one.confirmed > 0 and not one.dead]
+        serving = [one for one in self.retiring if one.confirmed > 0 and not one.dead and one in self._in_vrrp]
         if not serving or not self.live:
             return True
         settled = all(one.confirmed >= self._view.generation for one in self.live)
@@ -220,22 +227,38 @@ class AmphoraSet:
             if self._several
             else (tuple(one.id for one in behind),),
             optional=frozenset(one.id for one in holders),
-            whole=not self.missing and len(arrived) == len(self.live) and not self.is_new_pair(),
+            whole=self._completes(arrived),
             reason=f"generation {self._view.generation} is not confirmed yet",
         )
 
+    def _completes(self, arrived: Sequence[Amphora]) -> bool:
+        """Return whether the load balancer is served as desired after a push to these amphorae."""
+        moves = self.is_new_pair() or self.former_holder()
+        return not self.missing and len(arrived) == len(self.live) and not moves
+
     def is_new_pair(self) -> bool:
-        return self._several and bool(self._view.priorities) and not self._view.applied and not self.retiring
+        """Return whether the VIPs are new to the pair, because no amphora of it has served before.
+
+        That is a new load balancer, or a former single amphora that still serves.
+        """
+        if len(self._view.roles) == 1 or not self._view.priorities:
+            return False
+        if any(one.role in self._view.priorities for one in self.retiring):
+            return False
+        return bool(self.retiring) or not self._view.applied
 
     def handover_steps(self) -> list[steps.Step]:
-        """Return the release of replaced amphorae, or the VIP handover before the next replacement."""
+        """Return the release of replaced amphorae, or the VIP handover before the next replacement.
+
+        A handover to the amphora of another topology needs the release of the former standby first.
+        """
         roles = {one.role for one in self.live}
         # The controller hands VIPs over only between two amphorae. An amphora that still drains after an earlier
         # fail-over would be a third one, so the controller releases it first. Dead amphorae do not count, because the
         # deletion of their machines may take long.
         replaced = [
             one for one in self.retiring if not one.dead and (one.role in roles or one.drains_until is not None)
-        ]
+        ] or self._former_standbys()
         if replaced:
             return [self._release_or_hand_over(one) for one in replaced]
         if any(set(one.partners) != set(self._partners(one, self.everyone)) for one in self.live):
@@ -243,6 +266,15 @@ class AmphoraSet:
         to = self.live[0].id
         reason, holder = "it is retiring and has the VIPs", self._holder_to_hand_over()
         return [steps.HandOver(amphora_id=one.id, to=to, reason=reason) for one in holder]
+
+    def former_holder(self) -> list[Amphora]:
+        """Return the VIP holder of a former topology, if the VIPs are still to be handed over."""
+        return [one for one in self._holder_to_hand_over() if one.role not in self._view.roles] if self.live else []
+
+    def _former_standbys(self) -> list[Amphora]:
+        """Return the VRRP peers of a VIP holder of a former topology; they must not take the VIPs from it."""
+        holder = self.former_holder()
+        return [one for one in self.retiring if holder and one not in holder and not one.dead and one.plugged]
 
     def _holder_to_hand_over(self) -> list[Amphora]:
         """Return the retiring VIP holder that was not asked to hand the VIPs over; one amphora at most."""
@@ -302,7 +334,9 @@ class AmphoraSet:
 
     def _partners(self, one: Amphora, others: Sequence[Amphora]) -> tuple[Partner, ...]:
         tree = self._view.tree
-        return vrrp_peers.partners(one, others, tree.vip) if self._several and tree is not None else ()
+        if not self._several or tree is None:
+            return ()
+        return vrrp_peers.partners(one, [other for other in others if other in self._in_vrrp], tree.vip)
 
 
 def _boot_steps(view: steps.LoadBalancerView, amphora: Amphora) -> list[steps.Step]:

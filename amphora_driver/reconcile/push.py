@@ -22,7 +22,7 @@ from amphora_driver import log_context, metrics
 from amphora_driver.errors import AgentError, AgentRefused, ModelError
 from amphora_driver.health.initial_status import InitialStatuses, initial_statuses
 from amphora_driver.health.status import Statuses
-from amphora_driver.model.amphora import Amphora, AmphoraState
+from amphora_driver.model.amphora import Amphora, AmphoraState, Partner
 from amphora_driver.model.loadbalancer import LoadBalancer
 from amphora_driver.model.secret_refs import SecretName, ticket_secret_name
 from amphora_driver.queue.jobs import oldest_open_request, record_outcome
@@ -234,8 +234,8 @@ class BundlePush:
         def write(connection: sa.Connection) -> None:
             for one in served:
                 values: dict[str, Any] = {"confirmed": generation, "confirmed_at": now, "drifts": False}
-                if view.priorities:
-                    values["partners"] = vrrp_peers.partners(one, wave.recorded.amphorae, wave.recorded.tree.vip)
+                if view.priorities or one.partners:
+                    values["partners"] = _recorded_partners(one, wave.recorded)
                 amphorae.update_amphora(connection, one.id, **values)
                 if view.replacing and one.state is not AmphoraState.RETIRING:
                     failovers.record_event(connection, view.load_balancer_id, Event.CONFIRMED, now, one.id)
@@ -309,6 +309,14 @@ class BundlePush:
 
             self._write(write)
         return {**view.secrets, name: self._new_seed}
+
+
+def _recorded_partners(amphora: Amphora, recorded: BundleInputs) -> tuple[Partner, ...]:
+    """Return the VRRP peers that the bundle of an amphora contains; empty without VRRP."""
+    if amphora.role not in recorded.priorities:
+        return ()
+    everyone = vrrp_peers.participants(recorded.amphorae, recorded.priorities)
+    return vrrp_peers.partners(amphora, everyone, recorded.tree.vip)
 
 
 def _observations(found: Statuses) -> list[status_outbox.Observation]:

@@ -32,7 +32,7 @@ from amphora_driver.model.loadbalancer import LoadBalancer
 from amphora_driver.model.secret_refs import secrets_of_tree
 from amphora_driver.network.interface import Network
 from amphora_driver.queue.jobs import Jobs, Lease, guard_lease, has_open_request, record_outcome
-from amphora_driver.reconcile import steps, vip_allocation
+from amphora_driver.reconcile import steps, vip_allocation, vrrp_peers
 from amphora_driver.reconcile.boot_wait import AwaitedAgent, BootWait
 from amphora_driver.reconcile.context import ReconcileContext
 from amphora_driver.reconcile.defaults import advert_interval
@@ -234,7 +234,7 @@ class Reconciler:
             omitted=read_omitted_objects(row),
             secrets=kept,
             roles=topology.roles,
-            priorities=dict(topology.priorities),
+            priorities=vrrp_peers.find_priorities(catalogue, row.topology, observed),
             attempts=lease.attempts,
             silence_limit=_MISSED_HEARTBEATS * self._context.conf.amp_health.interval,
             tickets=row.tickets,

@@ -53,7 +53,7 @@ class LoadBalancerView(View, frozen=True, kw_only=True):
         networks: the networks an amphora needs, with their subnets; the VIP's network is the first.
         failed: objects that cannot be served: reasons by object id.
         omitted: objects omitted from the newest generation where amphorae serve it already: reasons by object id.
-        priorities: VRRP priorities by role; empty for a topology without VIP fail-over.
+        priorities: VRRP priorities by role; empty without VRRP. A role of a former topology may be among them.
         tickets: number of rotations of the TLS ticket keys; None without keys.
         clock_set: the clock jumped less than a drain time-out ago, so only the agent knows if a drain has ended.
         taking_vips: a new pair takes the VIPs between these two times, in seconds after its confirmation.

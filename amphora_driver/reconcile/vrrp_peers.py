@@ -8,11 +8,14 @@ a peer before the new amphora begins to listen.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from amphora_driver.model.amphora import Amphora, AmphoraState, Partner
+from amphora_driver.model.enums import Topology as Name
 from amphora_driver.model.loadbalancer import Vip
 from amphora_driver.render.bundle import BundlePartner, BundleVrrp
+from amphora_driver.topology import effective_priorities
 
 # All pairs of amphorae use the same VRRP router id. RFC 9568 requires distinct ids because virtual routers share a
 # multicast group. Amphorae use unicast instead, so their ids may be equal.
@@ -22,6 +25,28 @@ ROUTER_ID = 1
 LAST_PRIORITY = 1
 # Name of the interface on the VIP network inside an amphora. `render/bundle.py` always puts this interface first.
 _INTERFACE = "eth1"
+
+
+def find_priorities(catalogue: Any, topology: str, amphorae: Iterable[Amphora]) -> dict[str, int]:
+    """Return the VRRP priorities by role for the amphorae of a load balancer; empty without VRRP.
+
+    Args:
+        catalogue: the `plugins.Catalogue` of the topologies.
+        topology: the recorded topology. The amphorae may also have roles of a former topology.
+    """
+    present = {one.role for one in amphorae if _may_hold_vips(one) and one.plugged}
+    known = (catalogue.topology(name.value) for name in Name)
+    return effective_priorities(catalogue.topology(topology), present, known)
+
+
+def participants(amphorae: Iterable[Amphora], priorities: Mapping[str, int]) -> tuple[Amphora, ...]:
+    """Return the amphorae that take part in VRRP: their role has a priority."""
+    return tuple(one for one in amphorae if one.role in priorities)
+
+
+def _may_hold_vips(amphora: Amphora) -> bool:
+    """Return whether an amphora can have the VIPs, or can take them."""
+    return amphora.state is not AmphoraState.RETIRING or (amphora.confirmed > 0 and not amphora.dead)
 
 
 def own_address(amphora: Amphora, vip: Vip) -> str | None:
@@ -34,14 +59,16 @@ def own_address(amphora: Amphora, vip: Vip) -> str | None:
 
 
 def partners(amphora: Amphora, amphorae: Iterable[Amphora], vip: Vip) -> tuple[Partner, ...]:
-    """Return the VRRP peers of an amphora, in a fixed order; `amphorae` includes the amphora itself."""
+    """Return the VRRP peers of an amphora, in a fixed order.
+
+    `amphorae` are the `participants`, and include the amphora itself.
+    """
     found = []
     for other in amphorae:
         at = own_address(other, vip)
         # A retiring amphora cannot hold the VIPs if it never served or is dead. Such an amphora is therefore no VRRP
         # peer of the others.
-        takes_part = other.state is not AmphoraState.RETIRING or (other.confirmed > 0 and not other.dead)
-        if other.id != amphora.id and at is not None and takes_part:
+        if other.id != amphora.id and at is not None and _may_hold_vips(other):
             found.append(Partner(id=other.id, address=at))
     return tuple(sorted(found))
 

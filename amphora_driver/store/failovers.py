@@ -37,6 +37,7 @@ class Cause(str, Enum):
     ASKED = "asked"
     OPERATOR = "operator"
     ROTATION = "rotation"
+    RESIZE = "resize"
 
 
 class Event(str, Enum):

@@ -52,6 +52,11 @@ def bump_generation(connection: sa.Connection, load_balancer_id: str, generation
     connection.execute(mine.ordered_values(*advance_to(job.c.generation + 1)))
 
 
+def commit_last_generation(connection: sa.Connection, load_balancer_id: str) -> None:
+    """Record that the newest generation, is committed if all earlier ones are."""
+    update_job(connection, load_balancer_id, job.c.committed >= job.c.generation - 1, committed=job.c.generation)
+
+
 def start_ticket_rotation(connection: sa.Connection, load_balancer_id: str, due: float) -> None:
     """Record a load balancer's first TLS ticket keys and the time of their rotation (seconds since 1970)."""
     update_job(connection, load_balancer_id, tickets=1, tickets_due=due)

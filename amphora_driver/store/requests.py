@@ -24,10 +24,14 @@ from amphora_driver.model import from_octavia, l7policy_positions
 from amphora_driver.model.enums import Kind
 from amphora_driver.model.loadbalancer import HealthMonitor, L7Policy, Listener, LoadBalancer, Member, Node, Pool
 from amphora_driver.model.secret_refs import SECRET_FIELDS, SecretName, secrets_in_fields, secrets_of_object
-from amphora_driver.store import desired_objects, failovers, pending_rereads, sealed_secrets, status_outbox
+from amphora_driver.store import desired_objects, failovers, pending_rereads, resizes, sealed_secrets, status_outbox
+from amphora_driver.store.generations import commit_last_generation, update_job
+from amphora_driver.store.resizes import Resize
 from amphora_driver.store.sealed_secrets import SealedSecret
 
 Validate = Callable[[Node], None]
+ChooseProfile = Callable[[LoadBalancer], LoadBalancer]
+Compare = Callable[[LoadBalancer, LoadBalancer], bool]
 ValidateFit = Callable[[Node, LoadBalancer], None]
 Contents = Mapping[SecretName, SealedSecret]
 
@@ -37,6 +41,7 @@ LOG = logging.getLogger(__name__)
 # Every 50th request of a load balancer deletes old entries of the request history, and keeps the newest 200 entries.
 _HISTORY_LENGTH = 200
 _PURGE_INTERVAL = 50
+_RESIZE = "resize"
 
 
 class Op:
@@ -66,8 +71,7 @@ class RequestRecorder:
         nodes = list(desired_objects.iter_subtree(tree))
         for node in nodes:
             self._validate(node)
-            if self._validate_load_balancer:
-                self._validate_load_balancer(node, tree)
+        self._validate_tree(tree)
 
         row: dict[str, Any] = {"compute": tree.profile.compute, "network": tree.profile.network}
         row |= {"load_balancer_id": tree.id, "project_id": tree.project_id, "topology": tree.profile.topology.value}
@@ -107,6 +111,59 @@ class RequestRecorder:
             _finish(connection, load_balancer_id, generation, (), "failover loadbalancer", load_balancer_id)
 
         self._database.write(write)
+
+    def preview_resize(self, load_balancer_id: str, choose: ChooseProfile, needs_new_amphorae: Compare) -> Resize:
+        """Return the resize that `resize` would record, with the same refusals; write nothing."""
+
+        def read(connection: sa.Connection) -> Resize:
+            found = resizes.prepare_resize(connection, load_balancer_id, choose, needs_new_amphorae)
+            self._validate_tree(found.tree)
+            return found
+
+        return self._database.read(read)
+
+    def resize(
+        self,
+        load_balancer_id: str,
+        choose: ChooseProfile,
+        needs_new_amphorae: Compare,
+        trigger: failovers.FailoverTrigger,
+        *,
+        pending: bool,
+    ) -> Resize:
+        """Record another profile, and the fail-over of all amphorae if the profile needs other ones.
+
+        Args:
+            load_balancer_id: the load balancer.
+            choose: see `resizes.prepare_resize`, which also has the errors; so has `needs_new_amphorae`.
+            trigger: the cause of the fail-over.
+            pending: Octavia has set the load balancer PENDING_UPDATE, and waits for the result.
+        """
+        now = self._database.now()
+
+        def write(connection: sa.Connection) -> Resize:
+            generation = _advance(connection, load_balancer_id)
+            found = resizes.prepare_resize(connection, load_balancer_id, choose, needs_new_amphorae)
+            self._validate_tree(found.tree)
+            desired_objects.update_objects(connection, generation, [found.tree])
+            update_job(connection, load_balancer_id, topology=found.tree.profile.topology.value)
+            if found.replaced:
+                failovers.open_failovers(connection, load_balancer_id, found.replaced, trigger, now)
+            if pending:
+                _finish(connection, load_balancer_id, generation, (), _RESIZE, load_balancer_id)
+            else:
+                # Octavia knows nothing of this generation, so no transaction of Octavia can revert it.
+                commit_last_generation(connection, load_balancer_id)
+                _record_request(connection, load_balancer_id, generation, _RESIZE, load_balancer_id)
+            return found
+
+        return self._database.write(write)
+
+    def _validate_tree(self, tree: LoadBalancer) -> None:
+        """Validate every object of a load balancer in its load balancer."""
+        if self._validate_load_balancer:
+            for node in desired_objects.iter_subtree(tree):
+                self._validate_load_balancer(node, tree)
 
     def create_object(
         self, kind: Kind, node: Node, *, for_listener: str | None = None, contents: Contents | None = None
@@ -337,6 +394,12 @@ def _finish(
     """Record that Octavia's PENDING objects wait for the generation, and the request in the history."""
     everything = [*touched, (Kind.LOAD_BALANCER, load_balancer_id)]
     status_outbox.expect_confirmation(connection, load_balancer_id, generation, everything, new)
+    _record_request(connection, load_balancer_id, generation, action, object_id)
+
+
+def _record_request(
+    connection: sa.Connection, load_balancer_id: str, generation: int, action: str, object_id: str
+) -> None:
     accepted = {"load_balancer_id": load_balancer_id, "generation": generation, "accepted_at": time.time()}
     added = connection.execute(request.insert(), {**accepted, "action": action, "object_id": object_id})
     # Each call of Octavia inserts one `request` row. If the row exists later, the transaction of the call was

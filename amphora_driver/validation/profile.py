@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selection of the profile of a new load balancer.
+"""Selection of the profile of a load balancer, at its creation and at a resize.
 
-Invariant: the flavor overrides the configuration. The load balancer keeps its topology, its backends and all values of
-the flavor for its lifetime. A value that the flavor does not set is None and follows the configuration.
+Invariant: the flavor overrides the configuration. The load balancer keeps its backends for its lifetime, and its
+topology and all values of the flavor until a resize. A value that the flavor does not set is None and follows the
+configuration.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+
+import msgspec
 
 from amphora_driver.errors import UnsupportedOption
 from amphora_driver.model.enums import Topology
@@ -22,6 +25,11 @@ _LIMITS = ("connection_limit", "process_connection_limit", "process_threads", "w
 _WHOLE_NUMBERS = (*_TIMEOUTS, "timeout_http_request", *_LIMITS)
 _TLS = ("tls_minimum_version", "tls_ciphers")
 _SAME_NAME = ("compute_flavor", *_TLS, "connection_logging", "log_format", "client_address", *flavors.NETWORK_KEYS)
+
+
+# A change of one of these values needs other machines or ports, so the amphorae are replaced. All other values are part
+# of the configuration that a controller pushes.
+_OF_AMPHORAE = ("topology", "compute_flavor", "image_tag", *availability_zones.COMPUTE_KEYS, *flavors.NETWORK_KEYS)
 
 
 def choose_profile(
@@ -83,6 +91,51 @@ def choose_profile(
         vrrp_advert_interval=float(interval) if (interval := wanted.get("vrrp_advert_interval")) else None,
         **chosen,
     )
+
+
+def choose_resized_profile(
+    former: Profile,
+    flavor: Mapping[str, object] | None,
+    zone: Mapping[str, object] | None,
+    deployment: Deployment,
+) -> Profile:
+    """Return the profile of an existing load balancer with another flavor or availability zone.
+
+    The metadata replace the former metadata completely. Topology and backends are the exception: without a value in
+    the flavor, the load balancer keeps the present ones instead of the configured defaults.
+
+    Raise UnsupportedOption as `choose_profile` does, and for another backend.
+    """
+    present = {
+        "compute": former.compute or deployment.default_compute,
+        "network": former.network or deployment.default_network,
+    }
+    for kind, name in present.items():
+        named = flavor.get(f"{kind}_driver", name) if isinstance(flavor, Mapping) else name
+        if named != name:
+            raise UnsupportedOption(
+                f"change the {kind} backend to {named} (flavor key {kind}_driver)",
+                f"the load balancer uses the {kind} backend {name}, and keeps it for its lifetime",
+                f"Remove the key {kind}_driver, or create a load balancer.",
+            )
+    kept = msgspec.structs.replace(
+        deployment,
+        default_compute=present["compute"],
+        default_network=present["network"],
+        default_topology=former.topology,
+    )
+    return choose_profile(flavor, zone, kept, vip_network=present["network"])
+
+
+def changed_values(former: Profile, new: Profile) -> dict[str, tuple[Any, Any]]:
+    """Return the values that differ between two profiles: former and new value, by field."""
+    pairs = {name: (getattr(former, name), getattr(new, name)) for name in Profile.__struct_fields__}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def needs_new_amphorae(former: Profile, new: Profile) -> bool:
+    """Return whether the change of a profile needs other machines or ports."""
+    return not changed_values(former, new).keys().isdisjoint(_OF_AMPHORAE)
 
 
 def _topology(name: str | None, deployment: Deployment) -> Topology:

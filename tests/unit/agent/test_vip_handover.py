@@ -158,6 +158,24 @@ def test_the_other_direction_keeps_its_tunnel(paths, kernel):
     assert made.describe()["draining"] > 0
 
 
+ALONE = replace(PAIR, vrrp=replace(PAIR.vrrp, peers=()))
+
+
+@pytest.mark.parametrize(
+    ("instance", "expected"),
+    [
+        (PAIR, ["tunnel_peer"]),
+        (ALONE, ["tunnel_peer", "stop_redirect", *CLEAN]),
+        (None, ["tunnel_peer", "stop_redirect", *CLEAN]),
+    ],
+    ids=["it is a partner", "it is no partner", "no VRRP"],
+)
+def test_the_redirection_to_a_deleted_amphora_ends(paths, kernel, instance, expected):
+    paths.handover.write_text(json.dumps({"expecting": time.monotonic() + 60, "draining": None}))
+    VipHandover(paths, kernel, SimpleNamespace(holds_vip=True), lambda: instance)._end_expired()
+    assert kernel.done == expected
+
+
 def test_a_failed_removal_is_retried(paths, kernel):
     paths.handover.write_text(json.dumps({"expecting": 0.0, "draining": None}))
     made = handover(paths, kernel)

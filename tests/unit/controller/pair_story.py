@@ -95,7 +95,7 @@ class Simulation:
     def run(self):
         """Perform steps until the plan is empty."""
         for _ in range(50):
-            todo = planning.plan(self.want, tuple(self.observed.values()))
+            todo = self.plan()
             if not todo:
                 return self.log
             for step in todo:
@@ -107,6 +107,9 @@ class Simulation:
                 serving = [one for one in self.observed.values() if one.confirmed]
                 assert len(serving) >= min(1, self.never_fewer), f"no amphora serves after {step}"
         raise AssertionError("it never ends")
+
+    def plan(self):
+        return planning.plan(self.want, tuple(self.observed.values()))
 
     def change(self, name, **changes):
         self.observed[name] = but(self.observed[name], **changes)
@@ -169,9 +172,11 @@ class Simulation:
         del self.observed[step.amphora_id]
 
     def take_push(self, step):
-        everyone = tuple(self.observed.values())
+        everyone, priorities = tuple(self.observed.values()), self.want.priorities
         for name in (name for wave in step.waves for name in wave):
-            known = vrrp_peers.partners(self.observed[name], everyone, VIP)
+            one = self.observed[name]
+            known = vrrp_peers.partners(one, vrrp_peers.participants(everyone, priorities), VIP)
+            known = known if one.role in priorities else ()
             self.change(name, confirmed=self.want.generation, confirmed_at=self.want.now, partners=known)
         self.log.append("Push " + " ".join("+".join(wave) for wave in step.waves))
         if step.whole:

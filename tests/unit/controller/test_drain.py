@@ -97,6 +97,7 @@ def take(conf, database, step, agents, *, steps=False, direct=True):
         tree=TREE,
         networks={},
         roles=("MASTER", "BACKUP"),
+        priorities={"MASTER": 254, "BACKUP": 253},
         now=database.now(),
     )
     agents.turn = Job(lease, database, 60.0)

@@ -17,11 +17,14 @@ from unit.driver.octavia_objects import LB, LISTENER, POOL, member
 
 from amphora_driver.certificates import trust_store
 from amphora_driver.database.tables import amphora, job
+from amphora_driver.resize import Resizer, ResizeTarget
 from amphora_driver.store import ca_records, failovers, rotations, spare_pools
 from amphora_driver.store.ca_records import CaKind
 from amphora_driver.store.rotations import ItemState, Selection
 
 PAIR = {"loadbalancer_topology": "ACTIVE_STANDBY"}
+SINGLE = {"loadbalancer_topology": "SINGLE"}
+SLOW = {"timeout_client_data": 90_000}
 SPARED = {"warm_spares": 1}
 _DAY = 86_400.0
 _CERTIFICATE = Authority("root").issue("www.example.com")
@@ -46,6 +49,14 @@ def _operator_replaces_the_holder(deployment):
     why = failovers.FailoverTrigger(cause=failovers.Cause.OPERATOR, reason="an operator wants it", asked_by="test")
     holder, now = deployment.world.kept.read()["holder"], deployment.database.now()
     assert deployment.database.write(lambda c: failovers.open_failovers(c, LB, [holder], why, now)) == 1
+
+
+def _operator_resizes(deployment):
+    """Write the same rows as `amphoractl loadbalancer resize`."""
+    why = failovers.FailoverTrigger(cause=failovers.Cause.RESIZE, reason="an operator wants it", asked_by="test")
+    Resizer(deployment.conf, deployment.database, deployment.catalogue).record(
+        LB, ResizeTarget(flavor=SINGLE, trigger=why)
+    )
 
 
 def _machine_ends(deployment):
@@ -155,6 +166,20 @@ def _rotated(deployment):
     assert [one.state for one in items] == [ItemState.DONE]
 
 
+def _resized(topology):
+    """The topology and its amphorae are the new ones; only a pair has VRRP."""
+
+    def check(deployment):
+        (recorded,) = deployment.scalars(job.c.topology)
+        assert recorded == topology
+        bundles = [machine["bundle"] for machine in deployment.world.kept.read()["machines"].values()]
+        peers = [len(one["vrrp"]["peers"]) if one.get("vrrp") else 0 for one in bundles]
+        assert peers == ([1, 1] if topology == "ACTIVE_STANDBY" else [0])
+        assert {one.cause for one in deployment.replacements()} <= {"resize"}
+
+    return check
+
+
 def _secrets(number):
     def check(deployment):
         assert len(deployment.read(sa.text("SELECT * FROM secret"))) == number
@@ -205,6 +230,22 @@ OPERATIONS = [
         amphorae=2,
         replaced=1,
     ),
+    _done(
+        *("resize to a pair", "served", 2),
+        request=users.resize(PAIR),
+        duties=(HEALTH,),
+        amphorae=2,
+        replaced=1,
+        check=_resized("ACTIVE_STANDBY"),
+    ),
+    _done(
+        *("resize to a single one", "pair", 1),
+        happens=_operator_resizes,
+        duties=(HEALTH,),
+        replaced=2,
+        check=_resized("SINGLE"),
+    ),
+    _done("resize in place", "served", request=users.resize(SLOW), check=_resized("SINGLE")),
     _done(
         *("a machine ends", "served", 1),
         happens=_machine_ends,

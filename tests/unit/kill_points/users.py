@@ -158,6 +158,14 @@ def delete(*, cascade=False):
     return Request(call=lambda provider: provider.loadbalancer_delete(load_balancer(), cascade=cascade), change=change)
 
 
+def resize(flavor):
+    """A fail-over with another flavor; Octavia continues to show the original one."""
+    return Request(
+        call=lambda provider: provider.loadbalancer_failover_with_flavor(LB, flavor),
+        change=_changed(lambda tree: None),
+    )
+
+
 def fail_over():
     """A fail-over of every amphora of the load balancer."""
     return Request(call=lambda provider: provider.loadbalancer_failover(LB), change=_changed(lambda tree: None))

@@ -76,6 +76,9 @@ class World:
         address = f"203.0.113.{found['number']}"
         return Machine(compute_id=amphora_id, state=MachineState.RUNNING, management_address=address, image="one")
 
+    def validate_profile(self, _metadata):
+        """Every object of a profile exists."""
+
     def image(self, _tag):
         return "one"
 
