@@ -2,7 +2,8 @@
 """Requests to Nova: servers by tag, interfaces, server groups, flavors, zones.
 
 Invariant: each method sends one request, a paged list one for each page. A missing object is None or False, any other
-refusal is an `ApiError`. No request is repeated.
+refusal is an `ApiError`. No request is repeated. Nova shows the user data, which contain keys, to administrators: the
+client logs no details of servers and returns them without user data.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ Json = dict[str, Any]
 # Tags in the creating request need 2.52, the type of a boot volume 2.67. Nova has it since OpenStack Stein (2019).
 MICROVERSION = "2.67"
 _HEADERS = {"OpenStack-API-Version": f"compute {MICROVERSION}"}
+_DETAIL, _USER_DATA = "/servers/detail", "OS-EXT-SRV-ATTR:user_data"
 # Nova quotes a refused body in its message. Long runs of these characters can be user data.
 _ENCODED = re.compile(r"[A-Za-z0-9+/=]{64,}")
 
@@ -42,12 +44,13 @@ class Nova:
 
     def find_servers(self, *tags: str) -> list[Json]:
         """Return the details of all servers of the project that have each of these tags; only a few exist."""
-        found: list[Json] = self._send("GET", "/servers/detail", params=[("tags", ",".join(tags))])["servers"]
-        return found
+        found = self._send("GET", _DETAIL, params=[("tags", ",".join(tags))], secret=True)["servers"]
+        return _without_user_data(found)
 
     def list_servers(self, tag: str, *, detail: bool) -> list[Json]:
         """Return all servers of the project with a tag, with id and name only or with details."""
-        return self._pages("/servers/detail" if detail else "/servers", "servers", [("tags", tag)])
+        path = _DETAIL if detail else "/servers"
+        return _without_user_data(self._pages(path, "servers", [("tags", tag)], secret=detail))
 
     def create_server(self, body: Mapping[str, object]) -> Json:
         """Create a server; return its id and links."""
@@ -109,11 +112,12 @@ class Nova:
         """Delete a server group; return whether it existed."""
         return self._delete(f"/os-server-groups/{group_id}")
 
-    def _pages(self, path: str, many: str, params: Sequence[tuple[str, str]]) -> list[Json]:
+    def _pages(self, path: str, many: str, params: Sequence[tuple[str, str]], *, secret: bool = False) -> list[Json]:
         found: list[Json] = []
         while True:
             last = [("marker", found[-1]["id"])] if found else []
-            answer = self._send("GET", path, params=[*params, ("limit", str(self._page_size)), *last])
+            where = [*params, ("limit", str(self._page_size)), *last]
+            answer = self._send("GET", path, params=where, secret=secret)
             found += answer[many]
             # A page can be shorter than the limit, because Nova has a limit of its own. The link says if more follow.
             if not (answer[many] and answer.get(f"{many}_links")):
@@ -139,3 +143,7 @@ class Nova:
 
     def _send(self, method: str, path: str, **more: Any) -> Any:
         return self._service.request(method, path, headers=_HEADERS, **more)
+
+
+def _without_user_data(found: Sequence[Json]) -> list[Json]:
+    return [{name: value for name, value in one.items() if name != _USER_DATA} for one in found]

@@ -196,8 +196,7 @@ class TestNumberOfRequests:
         record_property("requests_until_running", 2 + polls)
         record_property("requests_of_a_removal", len(watched.made))
 
-    def test_a_hundred_boots_leave_nothing(self, make_nova, deployment, nova_admin):
-        # Several pages, and servers in each state.
+    def test_lists_of_several_pages(self, make_nova, deployment, nova_admin):
         nova = make_nova(deployment, page_size=3)
         wanted = [request() for _ in range(8)]
         for one in wanted:

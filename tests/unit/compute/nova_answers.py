@@ -79,7 +79,7 @@ class Script:
         self._used = 0
         self.requests = []
         self.bodies = []
-        self.secret = []
+        self.logged = []
 
     def project_id(self):
         return "project"
@@ -96,7 +96,8 @@ class Script:
         self.requests.append(made)
         if json is not None:
             self.bodies.append(json)
-            self.secret.append(secret)
+        if not secret:
+            self.logged.append(made)
         wanted, answer = self._answers[self._next]
         assert made == wanted, f"after {self.requests[:-1]}"
         self._used = self._next + 1

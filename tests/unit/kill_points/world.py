@@ -35,6 +35,7 @@ class World:
     supports = frozenset()
     wiring = "bridge"
     plugs_while_booting = True
+    listing_interval = 0.0
 
     def __init__(self, path):
         self.kept = Kept(path, pickle.loads, pickle.dumps)

@@ -90,10 +90,14 @@ class TestBoot:
         }
         assert made.script.finished()
 
-    def test_the_request_with_keys_is_not_logged(self, make_nova):
+    def test_requests_and_answers_with_keys_are_not_logged(self, make_nova):
         made = make_nova(*CREATED)
         made.boot(boot_request())
-        assert made.script.secret == [True]
+        assert made.script.logged == [FLAVOR[0]]
+        details = f"GET /servers/detail?tags={TAGS[0]}&limit=1000"
+        made.script.continue_with((details, listed(server(**{"OS-EXT-SRV-ATTR:user_data": "a2V5"}))))
+        assert "a2V5" not in str(made._nova.list_servers(TAGS[0], detail=True))
+        assert made.script.logged == [FLAVOR[0]]
 
     def test_a_refusal_that_quotes_the_body_shows_no_keys(self, make_nova):
         quoted = base64.b64encode(KEY.encode() * 9).decode()
