@@ -23,6 +23,7 @@ _WHERE = (
 # Number of hexadecimal digits in the digest of the agent's package. The digits suffice to distinguish all versions on
 # one machine.
 _DIGITS = 16
+_SUFFIXES = {".py", ".j2", ".sh"}
 
 
 class AgentSource:
@@ -43,7 +44,7 @@ class AgentSource:
         with self._lock:
             if self._folders is None:
                 self._folders = self._find()
-            files = [(folder, path) for folder in self._folders for path in sorted(folder.rglob("*.py"))]
+            files = [(folder, path) for folder in self._folders for path in _source_files(folder)]
             if not files:
                 return None
             seen = tuple((str(path), (at := path.stat()).st_mtime_ns, at.st_size) for _, path in files)
@@ -72,3 +73,8 @@ class AgentSource:
             )
             return ()
         return tuple(Path(line) for line in printed.stdout.splitlines() if line)
+
+
+def _source_files(folder: Path) -> list[Path]:
+    """Return the modules and templates of a package; compiled modules are no part of the source code."""
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix in _SUFFIXES)

@@ -35,7 +35,14 @@ def test_different_files_give_a_different_image(package):
     second = code.digest()
     assert second != first
     (package / "more.py").write_text("")
-    assert code.digest() not in (first, second)
+    third = code.digest()
+    assert third not in (first, second)
+    (package / "templates").mkdir()
+    (package / "templates/haproxy.cfg.j2").write_text("global\n")
+    fourth = code.digest()
+    assert fourth not in (first, second, third)
+    (package / "more.pyc").write_bytes(b"compiled")
+    assert code.digest() == fourth
 
 
 def test_a_python_without_a_known_path_has_no_image():
