@@ -19,8 +19,8 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.process_collector import ProcessCollector
 
-# The tuples are the upper limits of histogram buckets in seconds. Users do not notice the shortest duration, and do not
-# accept the longest one.
+# Each tuple contains the upper limits of histogram buckets in seconds. Users do not notice a duration below the first
+# limit, and do not accept a duration above the last one.
 _APPLY = (0.05, 0.1, 0.25, 0.5, 1, 2, 3, 5, 10, 20, 30, 60, 120, 300, 900)
 _STEP = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _DATABASE = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)

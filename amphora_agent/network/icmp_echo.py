@@ -17,7 +17,7 @@ _LARGEST = 256
 _BUFFER_BYTES = 1 << 20
 # Each ICMP message begins with a type, a code and a checksum.
 _HEAD = struct.Struct("!BBH")
-# An ICMP echo request continues with an identifier and a sequence number.
+# In an ICMP echo request, an identifier and a sequence number follow the type, the code and the checksum.
 _NUMBERS = struct.Struct("!HH")
 # Python's socket module does not name these constants of the Linux headers, so this module defines the numbers.
 _SO_RCVBUFFORCE = 33

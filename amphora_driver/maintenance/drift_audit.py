@@ -65,9 +65,9 @@ _SETTINGS_PAUSE = 10.0
 _ROUND_TIMEOUT = 20.0
 # Maximum number of seconds for which a round waits for answers. After each wait, the round checks whether it must end.
 _CHECK_EVERY = 0.2
-# Seconds after which the duty of the drift audit expires unless the controller renews the duty.
+# One controller at a time holds the lease of the drift audit. Seconds until the lease expires without a renewal.
 _DUTY_LEASE = 60.0
-# Seconds between two renewals of the duty of the drift audit.
+# Seconds between two renewals of the lease of the drift audit.
 _RENEW_EVERY = 10.0
 # Number of queries per thread of the drift audit: one query runs, and one waits for the thread.
 _QUEUED = 2

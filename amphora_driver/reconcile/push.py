@@ -76,8 +76,8 @@ class BundlePush:
         self._vault = context.vault
         self._job = job
         self._write = write
-        # By object id: the reason why the controller omits the object. An amphora cannot serve these objects in the
-        # pushed generation.
+        # The objects that the controller omits from the pushed generation because an amphora cannot serve them. The
+        # keys are object ids, and the values are the reasons.
         self._omitted: dict[str, str] = {}
         # Rendered configuration without the omitted objects. None means that another object was omitted, so the
         # controller must render the configuration again.

@@ -31,8 +31,8 @@ from amphora_driver.render.quoting import Quoted
 from amphora_driver.validation import l7, regex
 
 _REMEMBERED = 8_192
-# Percent-encoding makes a value of an L7 rule at most three times as long. So a limit of four times the length never
-# refuses an encoded value.
+# Percent-encoding makes a text at most three times as long. The limit of an encoded value is four times the limit of a
+# plain value, so it permits every encoded value.
 _LONGEST = 4 * quoting.MAX_TEXT
 
 _ACL = quoting.keywords("acl")
