@@ -279,8 +279,8 @@ class FailureDetector:
             LOG.error("the circuit breaker opened, so no automatic fail-over begins: %s", self._breaker.reason)
         elif self._breaker.state is BreakerState.TRIAL:
             LOG.warning(
-                "the circuit breaker begins its trial, so one automatic fail-over at a time may begin; the "
-                "circuit breaker had opened because: %s",
+                "the circuit breaker is now half-open, and permits one automatic fail-over at a time; the reason why "
+                "it had opened: %s",
                 before.reason,
             )
         else:

@@ -53,8 +53,8 @@ _UNREACHABLE = (
     octavia_errors.UpdateStatisticsError,
     OSError,
 )
-# If Octavia refuses the status of a child object, the reporter also delays the status of the load balancer. The
-# reporter stops the delay when the back-off of the child object exceeds 2 s.
+# The reporter repeats a refused status of a child object with a growing back-off. Until Octavia accepts the status, the
+# reporter also delays the status of the load balancer, but not after the back-off exceeds this number of seconds.
 _MAX_CHILD_BACKOFF = 2.0
 # A call to Octavia lasts at most 30 s. So a reporter whose last round began more than 45 s ago counts as not working.
 _MAX_ROUND_AGE = 45.0

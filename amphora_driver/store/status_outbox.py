@@ -129,8 +129,8 @@ def expect_confirmation(
     """Record that objects are PENDING until `generation` is confirmed; `new` objects have no row."""
     kinds = {object_id: kind for kind, object_id in objects}
     fresh = {object_id: kind for kind, object_id in new}
-    # Every writer updates rows in the order of the row ids. So concurrent writers wait for each other and cannot
-    # deadlock.
+    # Every writer locks rows in the order of the row ids. One of two concurrent writers then waits for the other one,
+    # and no deadlock occurs.
     for chunk in chunks(sorted(kinds)):
         found = connection.execute(_EXPECT, {"ids": chunk, "new_pending": generation}).rowcount
         if found < len(chunk):
@@ -178,8 +178,8 @@ def fail_generation(connection: sa.Connection, load_balancer_id: str, generation
 
 def write_observations(connection: sa.Connection, load_balancer_id: str, seen: Sequence[Observation]) -> int:
     """Write operating statuses that differ from the recorded ones; return their number."""
-    # Every writer updates rows in the order of the row ids. So concurrent writers wait for each other and cannot
-    # deadlock.
+    # Every writer locks rows in the order of the row ids. One of two concurrent writers then waits for the other one,
+    # and no deadlock occurs.
     ordered = sorted(seen, key=lambda one: one.object_id)
     return sum(_observe_chunk(connection, load_balancer_id, some) for some in chunks(ordered))
 
@@ -273,8 +273,8 @@ def _write_confirmed_statuses(
     recorded = _operating(connection.execute(_RECORDED_OF, {"of": load_balancer_id}))
     unmeasured = (None, Operating.OFFLINE.value)
     wanted = [*certain, *(one for one in first if recorded.get(one.object_id) in unmeasured)]
-    # Every writer updates rows in the order of the row ids. So concurrent writers wait for each other and cannot
-    # deadlock.
+    # Every writer locks rows in the order of the row ids. One of two concurrent writers then waits for the other one,
+    # and no deadlock occurs.
     differing = _differing(recorded, sorted(wanted, key=lambda one: one.object_id))
     if differing:
         connection.execute(_OBSERVE_IF_UNCHANGED, [{**one, "was": recorded[one["at"]]} for one in differing])
