@@ -20,7 +20,7 @@ Address = ipaddress.IPv4Interface | ipaddress.IPv6Interface
 _MAC = re.compile(r"[0-9a-f]{2}(:[0-9a-f]{2}){5}")
 _LEAST_MTU, _LARGEST_MTU = 576, 65535
 _MOST = 64
-# For the following types of networks, the cloud's document has no addresses. systemd-networkd then uses DHCP, router
+# For the following types of networks, network_data.json has no addresses. systemd-networkd then uses DHCP, router
 # advertisements, or both.
 _DYNAMIC = {
     "ipv4_dhcp": ("ipv4", False),
@@ -97,8 +97,8 @@ def rendered(interface: Interface) -> str:
         *("[Match]", f"MACAddress={interface.mac}", "", *mtu),
         *("[Network]", *(f"Address={address.with_prefixlen}" for address in interface.addresses)),
         *(f"DHCP={dhcp}", f"IPv6AcceptRA={'yes' if interface.routers else 'no'}"),
-        # The amphora resolves no host names. The amphora keeps its address while the link has no carrier, because the
-        # agent listens on the address.
+        # The amphora resolves no host names, so systemd-networkd uses neither LLMNR nor multicast DNS. The interface
+        # keeps its address without a carrier, because the agent listens on the address.
         *("LLMNR=no", "MulticastDNS=no", "IgnoreCarrierLoss=yes", "ConfigureWithoutCarrier=yes", ""),
         *("[DHCPv4]", "UseDNS=no", "UseHostname=no", "", "[DHCPv6]", "UseDNS=no", ""),
     ]

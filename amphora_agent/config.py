@@ -19,7 +19,8 @@ from amphora_agent.paths import Paths
 
 HEARTBEAT_KEY_BYTES = 32
 AUDIT_SECONDS = 30.0
-# Longest permitted interval in seconds. The timers of the kernel and of Python do not accept much longer intervals.
+# Maximum interval in seconds that a setting may have. The timers of the kernel and of Python do not accept much longer
+# intervals.
 LONGEST_INTERVAL = 1e9
 _LAST_PORT = 65535
 _FORMATS = ("native", "octavia")

@@ -50,7 +50,8 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _HOSTNAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?)*")
 _PUBLIC_KEY = re.compile(r"(ssh|ecdsa|sk-ssh|sk-ecdsa)-[ -~]{16,8192}")
 _KEYS = "authorized_keys"
-# The key of the files in a document of the user data; `amphora_driver/compute/boot_document.py` writes it.
+# The user data is a JSON document with the agent's files under this key. The driver writes the document
+# (`amphora_driver/compute/boot_document.py`).
 USER_DATA_KEY = "amphora_files"
 # The program mounts the config drive read-only. Further flags of mount(2) forbid set-user-id programs, device files,
 # running programs, and following symbolic links.
@@ -167,7 +168,8 @@ def read(root: int) -> DriveContent:
         if _agent_file(f"{_FOLDER}/{name}") is None:
             skipped.append(f"user_data: {name[:200]}")
         elif name in files:
-            # Neither of two contents is more trustworthy than the other.
+            # If meta_data.json and the user data both contain the file, the program cannot know which content is
+            # correct.
             raise SettingsError("read the files of the config drive", f"{name} is in meta_data.json and in user_data")
         else:
             files[name] = data
@@ -219,7 +221,7 @@ def _user_data_files(root: int) -> dict[str, bytes] | None:
     try:
         files = {name: data.encode() for name, data in listed.items()}
     except UnicodeEncodeError:
-        # The error of the encoder would quote the content of a file.
+        # The program hides the encoder's error. The error contains the text of the file, which may be a private key.
         raise SettingsError(wanted, "the content of a file is not Unicode") from None
     for name, data in files.items():
         if len(data) > LARGEST_FILE:

@@ -29,18 +29,19 @@ class Point(Enum):
     FILES = "files"
     # At the failpoint CHECKING, the agent has written the candidate file for HAProxy.
     CHECKING = "checking"
-    # At the failpoint RESERVED, the agent has reserved all disk space for the change. No serving process has changed
-    # yet.
+    # At the failpoint RESERVED, the agent has reserved all disk space for the change. HAProxy still runs the former
+    # configuration.
     RESERVED = "reserved"
     # At the failpoint MARKED, the agent has marked the change as unfinished on the disk.
     MARKED = "marked"
-    # At the failpoint EARLY, the agent has changed the running HAProxy by runtime commands, but not HAProxy's file.
+    # At the failpoint EARLY, the agent has changed the running HAProxy by runtime commands. The agent has not yet
+    # replaced HAProxy's configuration file.
     EARLY = "early"
     # At the failpoint CHECKED, HAProxy has accepted the candidate file.
     CHECKED = "checked"
     # At the failpoint PLUGGED, the interfaces have the addresses and routes of the new bundle.
     PLUGGED = "plugged"
-    # At the failpoint SWITCHED, the candidate file has replaced HAProxy's file.
+    # At the failpoint SWITCHED, the candidate file has replaced HAProxy's configuration file.
     SWITCHED = "switched"
     # At the failpoint HANDED_OVER, the agent has stored the states of members for HAProxy's next worker. The agent
     # holds a connection to the present worker.

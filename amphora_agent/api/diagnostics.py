@@ -34,7 +34,7 @@ from amphora_agent.tls_identity import Identity
 from amphora_agent.version import agent_version
 
 VIRTUAL_TABLE = "amphora_virtual"
-# Largest number of bytes (8 MiB) that the agent reads of one answer of HAProxy for the diagnostics.
+# For the diagnostics, the agent reads at most this number of bytes of each answer of HAProxy.
 _MOST = 8 << 20
 # HAProxy's answers to the following commands contain no private keys and no entries of stick tables. An operator can
 # therefore share the answers.

@@ -94,8 +94,8 @@ class Draft:
         try:
             self._new_path.unlink()
         except FileNotFoundError:
-            # If no temporary record exists, the file with HAProxy's text belongs to the confirmed bundle. In this case
-            # the agent must not delete the file.
+            # Without the file of a new record (`_new_path`), HAProxy's configuration text at `_text_path` may belong to
+            # the confirmed bundle. In this case the agent must not delete the text.
             return
         self._text_path.unlink(missing_ok=True)
 
@@ -123,8 +123,8 @@ def _link(file: Path, name: Path) -> None:
     temporary.unlink(missing_ok=True)
     os.link(file, temporary)
     temporary.replace(name)
-    # If the temporary and the final name already refer to the same inode, rename(2) does nothing. The agent therefore
-    # deletes the temporary name itself.
+    # If `name` and `temporary` already refer to the same inode, rename(2) does nothing. The agent therefore deletes
+    # `temporary` itself.
     temporary.unlink(missing_ok=True)
 
 

@@ -40,8 +40,9 @@ class RecoveryLoop:
             links.bind((0, _GROUP_LINK))
             while not self._try():
                 select.select([links], [], [], RETRY_SECONDS)
-                # Before the next attempt, the agent discards all waiting netlink events. The kernel raises
-                # BlockingIOError after the last event, and ENOBUFS after lost events.
+                # One attempt is enough for all waiting netlink events, so the agent discards the events before the
+                # attempt. After the last event, recv() raises BlockingIOError. If the kernel has lost events, recv()
+                # raises ENOBUFS.
                 with suppress(OSError):
                     while True:
                         links.recv(65536)

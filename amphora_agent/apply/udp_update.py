@@ -66,8 +66,8 @@ class UdpUpdate:
         """Restore the virtual servers of the previous bundle, unless they are still served."""
         before = replace(failed, virtual_servers=(), vrrp=None) if served is None else served
         wanted = _wanted(before)
-        # The agent may have started the L4 daemon for a bundle that failed. If the previous bundle has no virtual
-        # servers, a request without virtual servers stops the L4 daemon again.
+        # The agent may have started the L4 daemon for the failed bundle. If the previous bundle has no virtual servers,
+        # the agent stops the L4 daemon again.
         is_idle = bool(failed.virtual_servers) and not wanted[0]
         if not is_idle and (wanted == self._served or (self._served is None and not wanted[0])):
             return

@@ -28,8 +28,9 @@ class DriftChecker:
         self._applier = applier
         self._parts = parts
         self._file = parts.paths.configuration
-        # `_intact` is a pair from the last successful check. The first value has the inode number, size and times of
-        # HAProxy's file. The second value is the process id of HAProxy's worker.
+        # The last check that found the correct content in HAProxy's configuration file has stored the pair `_intact`.
+        # The first value has the inode number, size and times of the file. The second value is the process id of
+        # HAProxy's worker.
         self._intact: tuple[tuple[int, ...] | None, int | None] | None = None
         self._misread = False
         applier.add_change_listener(self.invalidate)
@@ -94,8 +95,8 @@ class DriftChecker:
             if identity is None or self._file.read_bytes() != wanted.content.encode():
                 yield Difference("haproxy.cfg", "haproxy.cfg was modified")
                 return
-            # HAProxy's file has the correct content, but another program has written the file since the last check. A
-            # HAProxy worker that has started since then may have read other content.
+            # The content is correct, but another program may have changed the file and restored the content since the
+            # last check. A HAProxy worker that has started since the last check may have read other content.
             earlier = None if self._intact is None else self._intact[1]
             self._misread = self._misread or (None not in (earlier, worker) and earlier != worker)
         self._intact = identity, worker

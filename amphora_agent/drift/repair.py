@@ -159,8 +159,8 @@ class DriftRepair:
             )
             unrepaired: tuple[Difference, ...] = tuple(found)
         else:
-            # While a change runs, the check after a repair returns None. The next periodic check then finds any
-            # remaining drift.
+            # While a change runs, `_check` returns None, and the agent assumes that the repair succeeded. The next
+            # periodic check finds any remaining drift.
             unrepaired = self._check() or ()
         self._report.record(found, unrepaired)
         if unrepaired:

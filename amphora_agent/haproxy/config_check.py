@@ -35,8 +35,8 @@ _KEY_MATCH_LENGTH = 12
 # If a configuration has at least 50 servers, the agent omits the unchanged servers from the text that HAProxy checks.
 # With fewer servers, a full check is faster.
 MIN_SERVERS = 50
-# HAProxy compares the keywords `guid` and `track` of a server with the servers of all backends. If a new server has one
-# of the two keywords, HAProxy checks the full configuration.
+# In HAProxy's configuration, a `guid` must be unique in all backends, and `track` may name a server of another backend.
+# If a new server has one of the two keywords, HAProxy checks the full configuration.
 _GLOBAL_KEYWORDS = frozenset({"guid", "track"})
 # A directive such as `use-server` refers to servers of its backend. If a backend has such a directive, the agent
 # therefore omits no server of this backend from HAProxy's check.

@@ -165,12 +165,12 @@ class Haproxy:
         if serving == wanted:
             return self._paths.configuration
         if read_if_exists(self._paths.previous) == wanted.content:
-            # An interrupted change may have left a file with the wanted text. The agent renames that file instead of
-            # writing a new file, because the disk may be full.
+            # The file of an interrupted change may already have the wanted content. The agent renames this file instead
+            # of writing a new file, because the disk may be full.
             self._paths.previous.replace(self._paths.candidate)
         else:
-            # The old candidate file may be a hard link to the text of the confirmed bundle. Writing into the file would
-            # change that text, so the agent first deletes the link.
+            # The old candidate file and the stored HAProxy text of the confirmed bundle may be hard links to the same
+            # inode. Writing into the candidate file would change the stored text, so the agent first deletes the link.
             self._paths.candidate.unlink(missing_ok=True)
             write(self._paths.candidate, wanted.content, durable=False)
         return self._paths.candidate
@@ -197,8 +197,8 @@ class Haproxy:
                 raise HaproxyError("start HAProxy", why)
             # The agent polls HAProxy, because HAProxy 2.6 reports the end of its start only to systemd.
             time.sleep(_POLL_SECONDS)
-        # The agent reads HAProxy's counters at once, because the responder answers no scrape of the metrics before the
-        # first reading.
+        # The agent reads HAProxy's counters immediately, because the responder answers no scrape of the metrics before
+        # the first reading.
         self.counters.sample()
 
     def ensure_wanted(self) -> None:
@@ -269,8 +269,8 @@ class Haproxy:
     def _drain_removed_servers(self, states: str, wanted: Configuration) -> list[str]:
         """Stop requests of the old worker to removed members; return the commands."""
         sent: list[str] = []
-        # The agent stops draining at the first error, because each unanswered command takes a full time-out. A removed
-        # server that does not drain may get one more request.
+        # After the first error, the agent sends no more drain commands, because each unanswered command takes a full
+        # time-out. HAProxy's old worker may then still send requests to a removed server.
         with suppress(HaproxyError):
             for command in worker_replacement.drain_commands(wanted, runtime_state.parse_servers(states)):
                 # The agent records each runtime command as sent before HAProxy answers, because HAProxy may carry out a

@@ -112,8 +112,8 @@ class ActionRunner:
             commands.append(f"enable health {name}")
         if not server.disabled and not action.awaits_cookie:
             commands.append(f"enable server {name}")
-        # If all commands succeed, HAProxy's answer is one known sentence. If a command fails, the answer has more text,
-        # and the agent raises an error.
+        # If all commands succeed, HAProxy answers only with the sentence `_ADDED`. If HAProxy answers anything else, a
+        # command has failed, and `order` raises an error.
         self._worker.order("; ".join(commands), _ADDED)
 
     def _replace(self, action: act.ReplaceServer) -> None:

@@ -218,13 +218,13 @@ def _server_difference(server: Server, state: ServerState) -> str:
 
 def _same_endpoint(server: Server, host: str, port: int) -> bool:
     if server.address == f"{host}:{port}":
-        # The agent first compares addresses as texts, because nearly all texts are equal. With 10,000 servers,
-        # comparing texts is faster than parsing the addresses.
+        # The agent first compares addresses as texts, because most addresses have the same text in the configuration
+        # and in HAProxy's answer. With 10,000 servers, comparing texts is faster than parsing the addresses.
         return True
     wanted, number = server.endpoint
     if not (_is_address(wanted) and number.isdecimal()):
         # No runtime command changes a host name, a socket path or a port offset. The agent therefore does not compare
-        # such an address.
+        # an address with one of these parts.
         return True
     return _same_address(wanted, host) and int(number) == port
 

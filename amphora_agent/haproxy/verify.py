@@ -23,8 +23,8 @@ class Verifier:
 
     def __init__(self, worker: Socket) -> None:
         self._worker = worker
-        # `_loaded` has the state that HAProxy's worker reported when the state was last equal to the configuration. If
-        # the last comparison has found a difference, `_loaded` is None.
+        # `_loaded` is the state that HAProxy's worker reported at the last verification. If the last verification
+        # failed, `_loaded` is None.
         self._loaded: Loaded | None = None
 
     def invalidate(self) -> None:

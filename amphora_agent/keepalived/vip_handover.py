@@ -114,8 +114,8 @@ class VipHandover:
                     self._create_tunnel(instance)
                     self._start_answers(instance, direct_allowed=direct_answers)
             # When the agent writes DEAD to the file `released`, keepalived sends a last advertisement with priority 0
-            # (RFC 9568, section 6.4.3). So the partner takes over at once. When the agent writes ALIVE, keepalived is
-            # healthy again, but takes the VIPs only if no other amphora has them.
+            # (RFC 9568, section 6.4.3). So the partner takes over immediately. When the agent writes ALIVE, keepalived
+            # is healthy again, but takes the VIPs only if no other amphora has them.
             self._paths.released.write_text(DEAD, encoding="ascii")
             try:
                 deadline = time.monotonic() + RELEASE_SECONDS
@@ -136,8 +136,8 @@ class VipHandover:
             if not direct_allowed:
                 raise
             _log.warning(
-                "The kernel cannot send answers of open connections through the hand-over tunnel. "
-                "The answers leave directly, and a stateful security group drops such answers: %s",
+                "The agent could not load the rules that send answers of open connections through the hand-over tunnel."
+                " The answers leave the amphora directly, and a stateful security group drops such answers: %s",
                 error,
             )
 

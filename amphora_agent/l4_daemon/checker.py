@@ -57,7 +57,7 @@ class Checker:
         # the health that the previous process recorded.
         self._applied_health = member_state.member_health(loaded.desired.servers, self._states)
         # The previous process of the L4 daemon may have applied member states that it has not recorded. The new process
-        # therefore applies its own member states at once.
+        # therefore applies its own member states immediately.
         self._must_apply = bool(loaded.desired.servers)
         self._is_saved = True
         self._last_error: str | None = None

@@ -38,10 +38,10 @@ class FlowAttribution:
     def __init__(self) -> None:
         self._listeners: dict[_Destination, _Listener] = {}
         self._formats: dict[str, LogFormat] = {}
-        # `_retained` is the set of members whose flows continue in the kernel.
+        # `_retained` is the set of members whose existing flows the kernel still forwards.
         self._retained: set[tuple[_Destination, _MemberAddress]] = set()
-        # `_cut` contains the members whose flows the kernel has ended. The values are the earliest and the latest
-        # possible time of the end, in nanoseconds.
+        # The keys of `_cut` are the members whose flows the kernel has ended. Each value has the earliest and the
+        # latest possible time at which the flows ended, in nanoseconds since 1970.
         self._cut: dict[tuple[_Destination, _MemberAddress], tuple[int, int]] = {}
         self._begun: int | None = None
 
@@ -78,7 +78,7 @@ class FlowAttribution:
         now = time.time_ns()
         for gone in self._retained - retained:
             # pop() and the new assignment move a member to the end of `_cut`. So the first entries are the oldest, and
-            # are deleted first.
+            # the loop below deletes them first.
             self._cut.pop(gone, None)
             self._cut[gone] = begun, now
         for old in list(self._cut)[:-_MAX_FORMER]:

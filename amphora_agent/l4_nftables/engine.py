@@ -57,7 +57,8 @@ class NftablesEngine:
         # listing differs later, another program has changed the table.
         self._listed = ""
         self._generation: int | None = None
-        # The engine still has to end two kinds of flows: flows with these marks, and unmarked flows to these places.
+        # The engine still has to end two kinds of flows: flows with these marks, and unmarked flows to these addresses
+        # and ports.
         self._marks_to_end: set[int] = set()
         self._unmarked_places: set[ServicePlace] = set()
         # `_flows` is the engine's latest count of flows by mark.
@@ -90,15 +91,15 @@ class NftablesEngine:
         """
         self.check_servers(servers)
         with suppress(VirtualServersError):
-            # If the kernel cannot count the flows, the engine plans with the previous number of flows of each member.
+            # If the kernel cannot count the flows, the engine uses the last known number of flows of each member.
             self._update_loads(servers, at_once=self._loads_due - self._loads_read_at < PERIOD_SECONDS)
         former = self._table if self._table is not None and self._is_unchanged() else None
         if former is None or not self._apply_difference(former, servers, up, paired=paired):
             self._table = None
             self._rebuild(servers, up, paired=paired)
         self._record_listing()
-        # The engine ends flows as the last step. By then, each packet that matched the former rules has become a flow,
-        # so the engine misses no flow.
+        # Until the kernel has the new rules, packets may still create flows to removed members. The engine ends flows
+        # after changing the rules, so that it also ends these flows.
         self._end_flows()
 
     def _apply_difference(
@@ -213,8 +214,8 @@ class NftablesEngine:
             return False
         found = {mark: count for mark, count in self._count_flows().items() if mark}
         rest = LEAST_SHARE * (time.monotonic() - now)
-        # A turn assigns a new flow to a member. The engine plans turns until the next count, and assumes that flows
-        # continue to begin at the recent rate.
+        # The engine plans the members of new flows until the next count, and assumes that flows continue to begin at
+        # the same rate. `ahead` is the time until the next count, divided by the time since the last count.
         ahead = max(PERIOD_SECONDS, rest) / max(now - self._loads_read_at, MIN_PERIOD_SECONDS)
         former, self._loads_due = self._loads, time.monotonic() + rest
         self._loads_read_at = self._counted_at = now

@@ -41,8 +41,8 @@ def plan_turns(members: Sequence[tuple[int, int, int]], expected: int) -> list[i
         return []
     if 2 * expected > MAX_TURNS:
         return _proportional_turns(members, expected)
-    # The length of the list of turns grows by doubling. So a change of the expected number of flows rarely changes the
-    # length.
+    # The length of the list of turns is MIN_TURNS times a power of two. So a small change of the expected number of
+    # flows rarely changes the length.
     length = MIN_TURNS
     while length < 2 * expected:
         length *= 2

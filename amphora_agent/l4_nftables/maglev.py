@@ -16,8 +16,8 @@ from math import gcd
 Weighted = Sequence[tuple[int, int]]
 """Members as numbers, which mean the same member on every machine, each with its weight (1 or more)."""
 
-# The sizes of the hash table are primes, so that a member reaches every slot in steps of any width. With 15 slots for
-# each member, a member's share is exact to a few percent.
+# The sizes of the hash table are primes. So a member that searches for slots at a fixed distance (`skip`) reaches every
+# slot. With 15 slots for each member, a member's share of the slots is exact to a few percent.
 _SIZES = (1021, 4093, 16381, 65521)
 _SLOTS_PER_MEMBER = 15
 _MAX_TURNS = 4096

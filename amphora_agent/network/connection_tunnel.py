@@ -36,8 +36,8 @@ PORT = 4789
 # Both ends of the hand-over tunnel have this locally administered MAC address. So neither end has to learn the MAC
 # address of the other end.
 _MAC = "0a:00:00:00:00:01"
-# The new holder of the VIPs redirects packets with this source MAC address through the hand-over tunnel. The former
-# holder then sends the answers through the tunnel too (tunnel_answers).
+# When the new holder of the VIPs redirects a packet through the hand-over tunnel, the new holder sets the packet's
+# source MAC address to this value. The former holder then sends the answer through the tunnel too (tunnel_answers).
 RETURNS = "0a:00:00:00:00:02"
 _TABLE = "amphora_handover"
 # The hand-over table has one limit for established connections, and another limit for connections with only a SYN. So a

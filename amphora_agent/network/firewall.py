@@ -38,8 +38,8 @@ FORWARDED = 0x616D
 """Mark of forwarded packets that may pass (`l4_nftables.ruleset`)."""
 Ranges = tuple[tuple[int, int], ...]
 _TCP = "tcp"
-# The name of an nftables set contains a digest of this length. A collision of two digests does no harm, because
-# `nft_apply` also compares the elements of sets with the same name.
+# The name of an nftables set contains a digest of this number of bytes. A collision of two digests does no harm,
+# because `nft_apply` also compares the elements of sets with the same name.
 _DIGEST_BYTES = 4
 _BITS = {4: 32, 6: 128}
 _WORDS = {4: "ip", 6: "ip6"}

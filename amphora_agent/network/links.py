@@ -15,8 +15,7 @@ from amphora_agent.network.namespace import Namespace
 from amphora_agent.network.pyroute2_lazy import IPRoute, NetlinkError
 
 _UP = 1
-# The agent never moves two of its own interfaces to another namespace: the loopback and the hand-over tunnel
-# (`connection_tunnel.NAME`).
+# The agent never moves the loopback interface or the hand-over tunnel (`connection_tunnel.NAME`) to another namespace.
 _OWN = ("lo", "handover0")
 
 

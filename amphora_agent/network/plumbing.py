@@ -41,13 +41,13 @@ class Plumbing:
         self._inner = inner
         self._interface_watch = netlink_watch.watch_interfaces(inner)
         self._nftables_watch = netlink_watch.watch_nftables(inner)
-        # These attributes record the network and the restrictions that the agent last applied. None means that the
-        # kernel's state may have changed since then.
+        # The following two attributes have the network and the firewall restrictions that the agent last applied. None
+        # means that the kernel's state may have changed since then.
         self._network: WantedNetwork | None = None
         self._restrictions: Restrictions | None = None
         self._is_changing = False
-        # `commit` announces these added VIPs to the network after HAProxy has begun to listen. The dict serves as a set
-        # that keeps the order.
+        # The keys are added VIPs that `commit` will announce to the network after HAProxy has begun to listen. The dict
+        # serves as a set that keeps the order.
         self._unannounced: dict[AddedVip, None] = {}
 
     def matches(self, bundle: Bundle) -> bool:
