@@ -26,8 +26,8 @@ class Paths:
         self.units = root / "run/systemd/system"
 
         self.confirmed = var / "confirmed.json"
-        # While the file `unfinished` exists, HAProxy's file and the running HAProxy may differ. The next change then
-        # reloads HAProxy.
+        # While the file `unfinished` exists, `haproxy.cfg` may differ from the configuration of the running HAProxy.
+        # The next change then reloads HAProxy.
         self.unfinished = var / "unfinished"
         # The file `callers.json` has the CA of the controllers and the digests of replaced CAs.
         self.callers = var / "callers.json"
@@ -49,8 +49,8 @@ class Paths:
         self.master_socket = run / "haproxy-master.sock"
         # The responder reads HAProxy's statistics from the socket `metrics.sock`, on which HAProxy accepts no changes.
         self.metrics_socket = run / "metrics.sock"
-        # The file `haproxy.health` has 0 while HAProxy serves or no HAProxy is wanted, and otherwise 1. keepalived
-        # reads the file.
+        # keepalived reads the file `haproxy.health`. The value 0 means that HAProxy serves, or that the amphora needs
+        # no HAProxy. In all other cases, the value is 1.
         self.haproxy_health = run / "haproxy.health"
         # HAProxy uses the directory `empty` as its root directory. The directory always stays empty, so HAProxy cannot
         # open other files.
@@ -67,8 +67,8 @@ class Paths:
 
         # The file `vrrp.released` has 1 while the VIPs move to the partner, and otherwise 0. keepalived reads the file.
         self.released = run / "vrrp.released"
-        # After the VIPs have moved to the partner, the remaining connections end at a deadline. The file
-        # `handover.json` has the deadlines, and is lost at a boot.
+        # When the VIPs move, both amphorae of a pair continue with the existing connections until a deadline. The file
+        # `handover.json` contains the deadlines of this amphora. A reboot deletes the file.
         self.handover = run / "handover.json"
         self.keepalived_configuration = run / "keepalived.conf"
         self.keepalived_candidate = run / "keepalived.conf.new"

@@ -24,8 +24,8 @@ _KEY_BLOCK = re.compile(
 _SECRET_WORDS = re.compile(
     r"\b(dynamic-cookie-key|auth_pass|password|insecure-password|heartbeat_key)([ \t]*[=:][ \t]*|[ \t]+)\S+"
 )
-# The pattern matches lines with clients' bytes in HAProxy's answer to `show errors`, for example "  00000  GET /
-# HTTP/1.1\r\n".
+# The pattern matches the lines of HAProxy's answer to `show errors` that quote received data. An example is
+# "  00000  GET / HTTP/1.1\r\n".
 _CAPTURED = re.compile(r"^ +\d{5}[+ ] .*\n?", re.MULTILINE)
 _SESSION = re.compile(r"\bfe=(\S+)(?: .*?\bbe=(\S+))?(?: .*?\bsrv=(\S+))?")
 

@@ -304,8 +304,8 @@ def _shake(server: ssl.SSLContext, client: ssl.SSLContext, name: str | None) -> 
 
 
 def _describe(server: ssl.SSLContext, pem: str) -> Certificate:
-    # Python's ssl module returns the fields of verified certificates only. To read the agent's certificate, the agent's
-    # client trusts the certificate itself instead of a CA.
+    # Python's ssl module returns the fields of a certificate only after the verification of the certificate. So a test
+    # client in this process trusts the agent's certificate itself instead of a CA.
     client = _client(_leaf(pem), timeless=True)
     client.check_hostname = False
     end = _shake(server, client, None)

@@ -9,7 +9,7 @@ from amphora_agent.errors import InterfaceError
 from amphora_agent.network.namespace import Namespace
 
 _ROOT = Path("/proc/sys/net")
-# With these settings, HAProxy can bind a VIP before the agent adds the VIP, and also while another amphora has the VIP.
+# With these settings, HAProxy can bind a VIP before the agent adds the VIP, even while another amphora has the VIP.
 _NEEDED = {"ipv4/ip_nonlocal_bind": "1", "ipv6/ip_nonlocal_bind": "1"}
 _SETTINGS = {
     # The amphora takes its IPv6 addresses and routes from the agent's bundle only, so the kernel ignores router
@@ -22,14 +22,15 @@ _SETTINGS = {
     "ipv6/conf/default/accept_redirects": "0",
     "ipv4/conf/all/accept_redirects": "0",
     "ipv4/conf/default/accept_redirects": "0",
-    # The agent disables duplicate address detection, because the cloud assigns each address once and a VIP must be
-    # usable at once.
+    # The cloud assigns each address only once, and a VIP must be usable immediately. So the agent disables duplicate
+    # address detection.
     "ipv6/conf/default/accept_dad": "0",
     # With arp_ignore=1, an ARP request for an address is answered only by the interface that has the address.
     # Otherwise, two interfaces on the same switch would both answer.
     "ipv4/conf/all/arp_ignore": "1",
-    # With arp_announce=2, the kernel sends ARP requests from the fixed address of an interface. An ARP request from a
-    # VIP would direct clients to this amphora, even after the VIP has moved to the other amphora.
+    # With arp_announce=2, the kernel sends ARP requests from the fixed address of an interface. Other hosts learn the
+    # sender's MAC address from an ARP request. After the VIP has moved to the other amphora, a request from the VIP
+    # would direct clients back to this amphora.
     "ipv4/conf/all/arp_announce": "2",
     # The packets of a client may arrive at one interface, while the route to the client uses another interface
     # (policy_routing.py). So the reverse-path filter must be loose (2). The kernel uses the larger value of "all" and
@@ -51,8 +52,8 @@ _SETTINGS = {
     # ports on which the amphora listens.
     "ipv4/ip_local_port_range": "1024 65535",
     "ipv4/ip_local_reserved_ports": "1025,9101-9102",
-    # The kernel may reuse a local port in TIME-WAIT, which lasts a minute, for a new connection to the same member. TCP
-    # time stamps make the reuse safe (RFC 6191).
+    # A closed connection keeps its local port in the state TIME-WAIT for a minute. The kernel may reuse the port
+    # earlier for a new connection to the same member. TCP time stamps make the reuse safe (RFC 6191).
     "ipv4/tcp_tw_reuse": "1",
 }
 

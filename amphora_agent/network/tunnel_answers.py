@@ -63,8 +63,9 @@ def answer_rules(instance: VrrpInstance) -> str:
         leaving.append(f'  {word} saddr {{ {vips} }} {reverse} {answered} fwd to "{NAME}"\n')
     chains = (
         ("tunnelled", "ingress", NAME, 0, tunnelled),
-        # If the former holder of the VIPs gets the VIPs back, the holder redirects packets itself, although these rules
-        # may still exist. The chain "direct" has priority -1, so that this chain sees each packet before the redirect.
+        # The VIPs may move back to this amphora while these rules still exist. The amphora then redirects packets to
+        # its partner by a rule with priority 0. The chain "direct" has priority -1, so that this chain sees each packet
+        # before the redirect.
         ("direct", "ingress", device, -1, direct),
         ("leaving", "egress", device, 0, leaving),
     )

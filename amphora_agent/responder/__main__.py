@@ -39,8 +39,9 @@ def main() -> None:
     responder = Responder(
         lambda function, *arguments: function(*arguments),
         int(port),
-        # The responder derives the paths of two other sockets from the path of HAProxy's main socket. If an upgrade
-        # added arguments, the agent could not replace an older responder without an interruption.
+        # The responder derives the paths of two other sockets from the path of HAProxy's main socket, and needs no
+        # further arguments. An upgrade replaces the code of a running responder, but keeps its arguments. If the new
+        # code needed other arguments, the upgrade would interrupt the responder.
         lambda: prometheus.scrape(_worker(place, stats), sums, f"{place}/checker/rows.sock"),
         Targets(pings),
         version=version(),

@@ -22,12 +22,12 @@ from amphora_agent.network.icmp_echo import Pinger
 from amphora_agent.responder.prometheus import CONTENT_TYPE
 
 ADDRESS = "127.0.0.1"
-# After 30 s, the responder ends an unanswered request or a scrape. HAProxy closes the connection of an unanswered
-# health check earlier.
+# The responder ends an unanswered request or a slow transmission of the metrics after about 30 s. HAProxy closes the
+# connection of an unanswered health check earlier.
 LONGEST_SECONDS = 30.0
 SEND_SECONDS = 10.0
-# The responder allows at most 8 simultaneous scrapes of the metrics. One HAProxy worker allows fewer, but two workers
-# forward scrapes during a reload.
+# The responder allows at most 8 simultaneous scrapes of the metrics. One HAProxy worker forwards at most 4 scrapes at a
+# time (haproxy/config_file.py), and two workers forward scrapes during a reload.
 MOST_SCRAPES = 8
 MOST_OPEN = 4096
 _BACKLOG = 4096
@@ -40,7 +40,8 @@ _FRONT = "The metrics of this load balancer are at /metrics"
 # The type is a pair: an open connection of a former responder, and the bytes that have already arrived on the
 # connection.
 Waiting = tuple[socket.socket, bytes]
-# A function of the type `Opener` calls another function in HAProxy's network namespace to open the responder's sockets.
+# A function of the type `Opener` calls a given function in HAProxy's network namespace, and returns the sockets that
+# the given function opens.
 Opener = Callable[..., tuple[Pinger, socket.socket]]
 _REASONS = {200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed"}
 _REASONS |= {431: "Request Header Fields Too Large", 503: "Service Unavailable"}
@@ -196,8 +197,8 @@ class _Session:
         self._targets = targets
         self._version = version
         self._most = _room()
-        # The dictionary maps file descriptors to open connections. The connection with the earliest deadline is the
-        # first.
+        # The keys are file descriptors, and the values are open connections. The connection with the earliest deadline
+        # comes first.
         self._open: dict[int, Exchange] = {}
         self._pinger, self._listener = pinger, listener
         self._selector = selectors.DefaultSelector()
@@ -278,7 +279,7 @@ class _Session:
             self._drop(exchange).close()
             return
         if exchange.mark is not None:
-            # After sending a ping for a request, the responder ignores further data on the connection of the request.
+            # The responder has already sent the ping of this request, and ignores further data on the connection.
             return
         exchange.received += data
         if b"\r\n\r\n" in exchange.received:

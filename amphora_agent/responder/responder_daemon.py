@@ -94,8 +94,8 @@ class ResponderDaemon:
         try:
             self._services.start(SERVICE, argv, inner=True)
         except ServiceError:
-            # The service manager refuses to start a running responder with other arguments, such as another path of
-            # Python. The agent then stops the responder and starts another process.
+            # If the responder runs with other arguments, the service manager refuses to start the responder. One cause
+            # is a changed path of Python. The agent then stops the responder and starts another process.
             self._services.stop(SERVICE)
             self._services.start(SERVICE, argv, inner=True)
 

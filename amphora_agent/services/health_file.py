@@ -23,9 +23,9 @@ from pathlib import Path
 
 ALIVE, DEAD = "0", "1"
 BUSY_SECONDS = 5.0
-# If a question stays unanswered, HealthFile sends the question again after this number of seconds. A frozen HAProxy
-# worker may have accepted the first question. If a new worker replaces this worker, the first question never gets an
-# answer.
+# HealthFile asks the daemon a question, and repeats an unanswered question after this number of seconds. A frozen
+# HAProxy worker may have accepted the first question. If a new worker replaces the frozen worker, the first question
+# never gets an answer.
 REPEAT_SECONDS = 2.0
 _LATE_SECONDS = 0.1
 _STATE, _USER_TIME, _SYSTEM_TIME = 0, 11, 12
@@ -88,7 +88,7 @@ class HealthFile:
         """Record a start. With a probe, the file changes with the first answer."""
         self._pid, self._answered = pid, False
         # The script that runs the daemon may have written DEAD to the health file. So HealthFile forgets the content of
-        # its last write, and does not skip the next write.
+        # its last write. Otherwise, HealthFile would skip the next write of the same content.
         self._written = None
         if self._probe is None:
             self._write(ALIVE)
@@ -139,8 +139,8 @@ class HealthFile:
             connection.connect(self._probe.socket)
             connection.send(self._probe.question.encode())
         except OSError:
-            # The daemon has no listener yet, or the backlog of the listener is full. So HealthFile sends the question
-            # again later.
+            # The daemon has no listening socket yet, or the backlog of the socket is full. So HealthFile asks the
+            # daemon again later.
             connection.close()
             self.due = now + self._probe.interval
         else:

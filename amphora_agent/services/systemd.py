@@ -77,8 +77,8 @@ class Systemd:
         try:
             self._systemctl(f"start {name}", "restart" if restart else "start", unit_name(name))
         except ServiceError:
-            # systemctl also fails if the daemon has started and then exited at once. The agent ignores this case,
-            # because the caller waits for the daemon's answer.
+            # systemctl also fails if the daemon exits immediately after its start. The agent ignores this case, because
+            # the caller waits for the daemon's answer.
             if health_watcher.read_line(directory / "starts") == before:
                 raise
 

@@ -49,7 +49,7 @@ _IP = ("UNIX", "INET", "INET6")
 _PACKETS = (*_IP, "NETLINK", "PACKET")
 _NETWORK_CAPABILITIES = ("NET_ADMIN", "NET_RAW")
 _MASTER_CAPABILITIES = ("KILL", "NET_BIND_SERVICE", "SETGID", "SETUID", "SYS_CHROOT")
-# A daemon without an entry in CONFINEMENTS has no capability, and may write only to the agent's run directory.
+# A daemon without an entry in CONFINEMENTS has no Linux capability, and may write only to the agent's run directory.
 CONFINEMENTS: Mapping[str, Confinement] = {
     # HAProxy's master runs as root because it opens ports and files at each reload. HAProxy's workers change to the
     # user `haproxy` and to an empty root directory. PCRE2 compiles regular expressions to machine code, so the unit

@@ -44,7 +44,7 @@ class Sender:
     def update(self, settings: Settings) -> None:
         """Use other targets or another interval from the next heartbeat on, which is sent at once."""
         self._settings = settings
-        # The errors belong to the former targets.
+        # The recorded errors belong to the former targets, so the sender discards the errors.
         self._errors = {}
         self.send_now()
 

@@ -109,7 +109,7 @@ class Collector:
             identity = _identity(self._latest.pid) if self._latest is not None else ""
             if not identity:
                 return
-            # If an earlier reload has failed, the collector still holds a connection to HAProxy's worker. The collector
+            # After a failed reload, the collector still holds a connection to HAProxy's present worker. The collector
             # then changes only the end of the drain time.
             if (known := next((held for held in self._held if held.identity == identity), None)) is not None:
                 known.until = until

@@ -75,8 +75,8 @@ def parse(answer: str, before: Sample | None = None) -> Sample | None:
         return None
     lines = table.split("\n")
     columns = {name: place for place, name in enumerate(("pxname", *lines[0].split(",")))}
-    # If this version of HAProxy lacks a column, the agent reads the first column instead. The agent has emptied the
-    # first column, so the counter is 0.
+    # If this version of HAProxy lacks a column, the agent reads column 0 instead. The agent empties column 0 of each
+    # row before reading the counters, so the counter is then 0.
     counted = itemgetter(*(columns.get(name, 0) for name in COUNTED))
     former = before.known if before is not None else {}
     known: dict[tuple[str, ...], Counts] = {}

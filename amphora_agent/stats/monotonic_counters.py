@@ -81,8 +81,8 @@ class MonotonicCounters:
 
     def _settle(self, row: str, counts: Counts) -> None:
         self.settlements += 1
-        # The call of `pop` moves the changed row to the end of the dictionary. The first row is therefore always the
-        # oldest.
+        # A changed row moves to the end of the dictionary, because `pop` removes the row before the assignment. The
+        # first row is therefore the row whose last change was earliest.
         self._settled[row] = tuple(map(add, self._settled.pop(row, NONE), counts))
 
     def document(self) -> dict[str, Any]:

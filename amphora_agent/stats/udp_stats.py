@@ -38,8 +38,8 @@ class UdpStats:
         """Read the state of the daemon. Without an answer the last state is valid for `STALE_SECONDS`."""
         with self._lock:
             state = self._source.read_state()
-            # The L4 daemon may end between two questions of the agent. The agent therefore asks for the final state of
-            # an ended L4 daemon after the current state.
+            # The L4 daemon may end while the agent asks for its current state. The agent therefore asks for the final
+            # state of an ended L4 daemon afterwards.
             ended = self._source.take_final_state()
             if ended is not None:
                 self._count(ended)

@@ -43,7 +43,7 @@ T = TypeVar("T")
 _MOST_POOLS, _CONNECTIONS = 256, 2
 # A large configuration increases the time-out of a request to an agent by a factor of at most five.
 _MOST_TIMEOUT_FACTOR = 5
-# The client refuses responses of more than 4 MiB. For diagnostics and configurations, the limit is 32 MiB. The client
+# The client refuses responses of more than 4 MiB, or of more than 32 MiB for diagnostics and configurations. The client
 # reads responses in chunks of 64 KiB.
 _MOST_ANSWER, _MOST_DIAGNOSTICS, _CHUNK = 4 << 20, 32 << 20, 1 << 16
 # For some invalid documents, msgspec does not raise DecodeError. Invalid UTF-8 raises ValueError, and too deep nesting
@@ -57,9 +57,9 @@ _CONNECT_TIMEOUT = 0.3
 # The kernel closes a connection to an agent if the agent's host acknowledges no data for ten seconds (tcp(7),
 # TCP_USER_TIMEOUT).
 _UNACKNOWLEDGED = 10.0
-# If the agent sends no data for ten seconds, the client attempts a TLS handshake on another connection. The handshake
-# has a time-out of five seconds, and shows whether the agent is alive. A large configuration extends the ten seconds by
-# the same factor as the time-out of the request.
+# If the agent sends no data for ten seconds, the client checks whether the agent is alive. The check is a TLS handshake
+# on another connection, with a time-out of five seconds. For a large configuration, the client multiplies the ten
+# seconds by the factor of the request's time-out.
 _SILENCE, _HANDSHAKE_TIMEOUT = 10.0, 5.0
 _SOCKET_OPTIONS = [
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
@@ -364,7 +364,8 @@ class AgentClient:
             return pool
 
     def _drop_all(self) -> None:
-        # urllib3 closes idle connections immediately. A connection in use stays open until its request ends.
+        # When the client closes a pool, urllib3 closes the idle connections immediately. A connection in use stays open
+        # until its request ends.
         for pool in self._pools.values():
             pool.close()
         self._pools.clear()
@@ -446,7 +447,7 @@ def _tls_failure(call: _Call, address: str, error: SSLError) -> AgentUntrusted |
         happened = f"the certificate of {address} is not accepted ({cause.verify_message})"
         remedy = "Check that the address belongs to the amphora, and that its certificate has not expired."
         return AgentUntrusted(call.wanted, happened, remedy)
-    # The agent also breaks off the handshake if it refuses the client certificate, for example because the clock of the
+    # One cause of this error is an agent that refuses the client certificate, for example because the clock of the
     # amphora is wrong after a boot.
     happened = f"{address} broke off the TLS handshake ({getattr(cause, 'reason', None) or cause})"
     remedy = "If this continues, check that client_ca signed client_certificate (group [amp_certificates])."

@@ -23,8 +23,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from amphora_driver.errors import CertificateError
 from amphora_driver.secret import Secret
 
-# Seconds between the start of a certificate's validity and the later issue of the certificate. The early start is
-# necessary, because the clocks of amphorae and hosts differ.
+# A certificate becomes valid this number of seconds before its issue, because the clocks of amphorae and hosts differ.
 CLOCK_SKEW = 86400.0
 _DAY = 86400.0
 # Maximum number of characters in the common name of a certificate (`ub-common-name` in X.520).

@@ -40,10 +40,10 @@ LOG = logging.getLogger(__name__)
 _RENEWAL_TIMEOUT = 10.0
 # Seconds between a failed renewal and the next attempt.
 _RETRY_AFTER = 60.0
-# By amphora id: the time of the last failed renewal, on the clock of `time.monotonic()`.
+# The keys are amphora ids. The values are the times of the last failed renewals, on the clock of `time.monotonic()`.
 _FAILED: dict[str, float] = {}
-# Maximum number of load balancers that the controller makes due for certificate renewals in one round. Without a limit,
-# all amphorae could renew their certificates at once.
+# Maximum number of load balancers for which the controller schedules certificate renewals in one round. Without a
+# limit, all amphorae could renew their certificates at the same time.
 _MOST = 100
 # Maximum number of amphorae that a log message lists by name.
 _NAMED = 5
@@ -107,7 +107,7 @@ class CertificateRenewer:
         if one.id in self.tried or (failed_at is not None and time.monotonic() - failed_at < _RETRY_AFTER):
             return False
         # The controller also renews certificates of retiring amphorae. An exception is a retiring amphora that has
-        # confirmed no generation, because it may have no machine.
+        # never confirmed a configuration, because the amphora may have no machine.
         exists = one.state is AmphoraState.READY or (one.state is AmphoraState.RETIRING and one.confirmed > 0)
         return exists and one.management_address is not None and not one.dead
 
@@ -125,8 +125,8 @@ class CertificateRenewer:
         if amphora.certificate_issued_at is not None and exists():
             by = by if by == amphora.certificate_authority else None
             trusts = ca_rotation.common_trust(amphora.trusts, trusts)
-        # The controller does not count the record of a certificate as progress of the job. Otherwise, a boot that
-        # crashes every controller would look like progress.
+        # Progress of a job resets the number of its crashes. The record of a certificate does not count as progress,
+        # because the boot that follows may crash each controller.
         self._record(amphora.id, by, trusts, issued.expires_at, is_progress=False)
         return credentials, issued
 
@@ -156,7 +156,8 @@ class CertificateRenewer:
             self._agents.renew(amphora.id, address, issued.bundle(), **cas, deadline=deadline)
             self._agents.verify_certificate(amphora.id, address, fingerprint(issued.certificate), deadline=deadline)
         except (AgentError, CertificateError) as error:
-            # A preemption of the job may have caused the error. In this case, `ensure_may_act` ends the job here.
+            # An interruption of this job may have caused the error, for example by a request with precedence.
+            # `ensure_may_act` then raises an exception, and the job ends here.
             self._job.ensure_may_act()
             _FAILED[amphora.id] = time.monotonic()
             LOG.warning(
@@ -247,15 +248,16 @@ class CertificateMaintenance:
 
         found = self._database.read(read)
         if found.moves:
-            # After a jump of the database clock, the age of the current rotation step is not reliable. So the rotation
-            # waits for the minimum duration of a step.
+            # After a jump of the database clock, the computed age of the current rotation step may be wrong. So the
+            # controller takes no step until the minimum duration of a step has passed since the jump.
             reliable = self._database.seconds_since_clock_jump() >= self._settle
             found = self._database.write(write) if reliable else ca_rotation.RotationPhase()
         if found.moves:
             failpoints.reach_step(f"Authority-{kind.value}", failpoints.Moment.MARKED)
             steps = ", ".join(f"{one.id} is {state.value}" for one, state in found.moves.items())
             LOG.info(
-                "the controller took the next step in the rotation of the certificate authority of kind %s: %s",
+                "the controller took the next step in the rotation of the certificate authority of kind %s; "
+                "new states by id of the authority: %s",
                 kind.value,
                 steps,
             )
@@ -268,7 +270,11 @@ class CertificateMaintenance:
         if waits and waits != self._logged.get(kind):
             names = ", ".join(waits[:_NAMED]) + (" and others" if len(waits) > _NAMED else "")
             words = (kind.value, found.reason, len(waits), names)
-            LOG.warning("the rotation of the certificate authority of kind %s waits (%s) for %d amphorae: %s", *words)
+            LOG.warning(
+                "the rotation of the certificate authority of kind %s waits for a condition (%s) that %d amphorae "
+                "do not meet: %s",
+                *words,
+            )
         self._logged[kind] = waits
 
     def make_renewals_due(self) -> int:

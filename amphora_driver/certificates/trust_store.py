@@ -37,9 +37,10 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 # Maximum age in seconds of the CAs in memory.
 _MAX_AGE = 5.0
-# If the minimum duration of a rotation step is short, the maximum age is only this fraction of that duration.
+# The maximum age of the CAs in memory is at most this fraction of the minimum duration of a rotation step.
 _OF_A_STEP = 0.25
-# Age limit of the CAs in memory while another thread reads the CAs from the database, as a multiple of the maximum age.
+# While one thread reads the CAs from the database, other threads use the CAs in memory up to this multiple of the
+# maximum age.
 _MEANWHILE = 3
 # Longest plausible duration in seconds of a read of the CAs. After a longer read, the process was probably paused.
 _LONGEST_READ = 40.0
@@ -72,7 +73,7 @@ class TrustStore:
         self._recorded: tuple[CaRecord, ...] | None = None
         # Time at which the CAs were read from the database, on the clock of `time.monotonic()`.
         self._known_at = 0.0
-        # After a failed first read of the CAs: the time of the next attempt, and the error.
+        # If the first read of the CAs has failed, the value contains the time of the next attempt and the error.
         self._unavailable: tuple[float, StoreError] | None = None
         self._issuers: dict[int, Authority] = {}
         self._file_issuer: tuple[object, Authority] | None = None
@@ -141,7 +142,7 @@ class TrustStore:
                 if self._recorded is None:
                     self._unavailable = time.monotonic() + self._max_age, error
                     raise
-                # The read failed, but the CAs in memory remain valid, because no rotation can continue without the
+                # The CAs in memory remain valid after the failed read, because no rotation can continue without the
                 # database. The age of the CAs counts from the end of the failed read. Otherwise, each thread would
                 # start another slow read of the unavailable database.
                 ended = time.monotonic()

@@ -204,7 +204,7 @@ class _RequestFailover(Command):
 
     def take_action(self, parsed_args: argparse.Namespace) -> None:
         message = self.app.database.write(lambda connection: self.request(connection, parsed_args))
-        # The notification wakes only controllers on the same host. Controllers on other hosts find the request when
+        # The call wakes only controllers on this host. Controllers on other hosts find the request for a fail-over when
         # they poll the database.
         local_socket.wake_role(self.app.conf.amp_queue.socket_dir, local_socket.CONTROLLER)
         self.app.stdout.write(message + "\n")

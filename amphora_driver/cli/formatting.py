@@ -20,7 +20,8 @@ from cliff.columns import FormattableColumn
 # Tables of amphoractl show at most 100 characters of the outcome of a request. The JSON format contains the whole text.
 _MAX_OUTCOME = 100
 _MINUTE, _HOUR, _DAYS = 60.0, 3600.0, 2 * 86400.0
-# amphoractl separates lines by newlines and columns by tabs, so the output stream does not escape newlines and tabs.
+# The output stream does not escape newlines and tabs, because amphoractl separates lines by newlines and columns by
+# tabs.
 _LAYOUT = "\n\t"
 
 

@@ -28,11 +28,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 _UNKNOWN = "unknown"
-# The table `job` contains one row with the operation `spares` for each pool of warm spares.
+# The table `job` contains a row for each load balancer and for each pool of warm spares. The rows of the pools have the
+# operation `spares`.
 SPARES = "spares"
 IS_LOAD_BALANCER = job.c.op != SPARES
-# `IS_NO_SPARE` selects all amphorae except warm spares. An amphora whose load balancer has no row in the table `job` is
-# no warm spare.
+# `IS_NO_SPARE` selects all amphorae except warm spares. If the load balancer of an amphora has no row in the table
+# `job`, the operation is NULL, and the amphora is no warm spare.
 IS_NO_SPARE = sa.or_(job.c.op.is_(None), IS_LOAD_BALANCER)
 # The error about an ambiguous prefix of an id lists at most ten ids.
 _MAX_LISTED = 10

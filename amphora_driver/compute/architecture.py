@@ -33,10 +33,11 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     generation: bool = True
 
 
-# `emulated` is the processor model of a machine without KVM, and was chosen by measurements. Opteron_G3-v1 has few
-# features to emulate, so the kernel boots in two thirds of the time of model `max`. The model has few known hardware
-# vulnerabilities, so the kernel needs few mitigations. From power-on to the start of the agent, an amphora needs 33 s
-# of processor time on Debian 13, and 27 s on Debian 12. With model Nehalem-v1, the times are 42 s and 30 s.
+# `emulated` is the processor model of a machine without KVM, and was chosen by measurements. With Opteron_G3-v1, the
+# kernel boots in two thirds of the time of model `max`, because QEMU emulates fewer features. The model has few known
+# hardware vulnerabilities, so the kernel needs few mitigations. The following values are processor times from power-on
+# to the start of the agent. On Debian 13, an amphora needs 33 s with Opteron_G3-v1, and 42 s with Nehalem-v1. On Debian
+# 12, the times are 27 s and 30 s.
 AMD64 = Architecture(
     name="amd64", program="qemu-system-x86_64", package="qemu-system-x86", machine="pc", emulated="Opteron_G3-v1"
 )

@@ -33,7 +33,7 @@ def build_user_data(files: Mapping[str, bytes], wanted: str) -> Secret:
     try:
         texts = {name: content.decode() for name, content in sorted(files.items())}
     except UnicodeDecodeError:
-        # The error of the decoder would quote a file, which may contain a key.
+        # The new error does not contain the decoder's error, which would quote the file. The file may contain a key.
         raise ComputeError(wanted, "a boot file is not text in UTF-8", final=True) from None
     encoded = base64.b64encode(msgspec.json.encode({KEY: texts}))
     if len(encoded) > LIMIT:

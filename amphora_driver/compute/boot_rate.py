@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 
-# Seconds for which an unused reservation is kept, because the load balancer of the boot may be deleted meanwhile.
+# A reserved boot may never start, for example because its load balancer is deleted. Seconds from the reserved time
+# until the reservation expires.
 _KEEP_SECONDS = 300.0
 
 
@@ -24,7 +25,7 @@ class BootRate:
         self._interval = 1.0 / rate if rate else 0.0
         self._burst = burst
         self._lock = threading.Lock()
-        # The time at which all reserved boots have started at the permitted rate.
+        # The time at which the next boot would start if no burst were permitted.
         self._booked_until = 0.0
         self._reserved: dict[str, float] = {}
 

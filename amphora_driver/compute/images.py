@@ -23,8 +23,8 @@ from amphora_driver.compute.qemu_command import INITRD, KERNEL
 from amphora_driver.errors import ComputeError
 
 BASE = "base.qcow2"
-# Kernel arguments of an image that contains no file of kernel arguments. The whole disk is one file system, and the
-# machine reboots ten seconds after a panic.
+# Kernel arguments of an image that contains no file of kernel arguments. The root file system is the whole disk without
+# partitions, and the machine reboots ten seconds after a kernel panic.
 DEFAULT_ARGUMENTS = "root=/dev/vda ro console=ttyS0 quiet panic=10"
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DIGITS = 16
@@ -105,8 +105,8 @@ def _link(source: Path, place: Path) -> None:
     except OSError as error:
         if error.errno not in {errno.EXDEV, errno.EPERM, errno.EMLINK}:
             raise
-        # A hard link is not always possible, for example across file systems. In this case, the machine gets a copy of
-        # the file.
+        # A hard link is impossible in some cases, for example across file systems. The machine then gets a copy of the
+        # file.
         temporary = place.with_name(f".{place.name}.new")
         shutil.copyfile(source, temporary)
         temporary.replace(place)

@@ -131,8 +131,8 @@ class NetnsCompute(HostCompute):
         self._switch.connect(port, segment, amphora_id, namespaces.path(self.namespace(amphora_id)), None)
 
     def _has_interface(self, amphora_id: str, process: Process, mac: str) -> bool:
-        # The agent moves an interface from the outer namespace to the inner one. A search that begins in the outer
-        # namespace cannot miss the interface.
+        # The agent moves each interface from the outer network namespace of the amphora to the inner one. The backend
+        # searches the outer namespace first, so a move between the two searches cannot hide the interface.
         if bridges.has_mac(namespaces.path(self.namespace(amphora_id)), mac):
             return True
         return any(bridges.has_mac(f"/proc/{child.pid}/root/{INNER_NAMESPACE}", mac) for child in process.children())

@@ -33,9 +33,11 @@ if TYPE_CHECKING:
     from oslo_config import cfg
 
 LOG = logging.getLogger(__name__)
-# First and longest pause in seconds between two queries of Nova about a change in progress.
+# First and longest pause in seconds between two queries about a change in Nova. Each pause is twice as long as the
+# previous one, up to the longest pause.
 _FIRST_PAUSE, _MAX_PAUSE = 0.1, 1.0
-# Seconds for which an attached port may stay inactive before the job continues.
+# Maximum number of seconds to wait until an attached port is active. Afterwards, the job continues even if the port is
+# inactive.
 _ACTIVE_SECONDS = 5.0
 _USE = "use the compute backend nova"
 
@@ -107,8 +109,8 @@ class NovaCompute:
                 self._delete_duplicates(request.amphora_id, kept, found)
                 return servers.to_machine(kept)
             if found:
-                # The deletion of a server releases its ports, also if another server uses them. The new server is
-                # therefore created after the end of the deletion.
+                # The deletion of a server releases its ports, even if another server uses them. The backend therefore
+                # creates the new server after the end of the deletion.
                 self._remove(request.amphora_id, found, wanted)
             return self._create(request, found, wanted)
 
@@ -172,7 +174,8 @@ class NovaCompute:
             try:
                 interface = self._nova.attach_port(server["id"], port.id)
             except ApiError as error:
-                # Nova's answer is the same for a port that this server has already and for one of another server.
+                # Nova answers 409 if this server or another server already has the port. So the backend checks whether
+                # this server has the port.
                 interface = self._nova.interface(server["id"], port.id) if error.status == 409 else None
                 if interface is None:
                     raise
@@ -206,7 +209,8 @@ class NovaCompute:
 
     def _create(self, request: BootRequest, failed: Sequence[Json], wanted: str) -> Machine:
         options = self._options
-        # A missing flavor or image leaves no port behind.
+        # The backend looks up the flavor and the image before creating ports. If the flavor or the image is missing, no
+        # port remains.
         flavor_id = self._profiles.flavor_id(request.flavor or options.flavor)
         image_id = self._profiles.image_id(request.image_tag or options.image_tag)
         ports = [
@@ -239,7 +243,8 @@ class NovaCompute:
             state=MachineState.BUILDING,
             management_address=address,
             image=image_id,
-            # The partner may boot before Nova reports the zone of this server.
+            # The backend returns the requested zone, because the partner may boot before Nova reports the zone of this
+            # server.
             location=Location(zone=zone),
         )
 
@@ -270,15 +275,17 @@ class NovaCompute:
             group_id, members = group["id"], frozenset(group["members"])
         required = request.placement is Placement.REQUIRED and not request.spare
         if not required and any(map(servers.lacked_host, failed)):
-            # The hint is a condition for Nova's scheduler. It is omitted after it left no hypervisor.
+            # Nova's scheduler treats the hint `different_host` as a condition. An earlier attempt found no hypervisor,
+            # so the backend now omits the hint.
             return group_id, ()
-        # A former spare is not a member of the group.
+        # A former warm spare is not a member of the server group. So the hint names all partners that are not members.
         return group_id, tuple(one.compute_id for one in request.partners if one.compute_id not in members)
 
     def _ensure_group(self, load_balancer_id: str, placement: Placement) -> Json:
         name, policy = self._group_name(load_balancer_id), servers.group_policy(placement)
         found = self._nova.server_groups(name)
-        # Each process uses the same one of several groups, which an interrupted request may have left.
+        # An interrupted request may leave several groups with the same name. Each process then uses the group with the
+        # smallest id.
         return min(found, key=lambda one: one["id"]) if found else self._nova.create_server_group(name, str(policy))
 
     def _group_name(self, load_balancer_id: str) -> str:
@@ -319,9 +326,9 @@ class NovaCompute:
         pauses = _Pauses(_ACTIVE_SECONDS, "attach a port")
         while interface is not None and interface["port_state"] != "ACTIVE":
             if not pauses.wait():
-                # Some mechanism drivers never report the state, for example for SR-IOV ports.
+                # Some mechanism drivers of Neutron never report that a port is active, for example for SR-IOV ports.
                 LOG.warning(
-                    "port %s of amphora %s has state %s, the compute backend continues without waiting",
+                    "port %s of amphora %s still has state %s, but the compute backend stops waiting for state ACTIVE",
                     port.id,
                     amphora_id,
                     interface["port_state"],

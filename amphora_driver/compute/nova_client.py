@@ -18,11 +18,13 @@ if TYPE_CHECKING:
     from amphora_driver.openstack.session import Service
 
 Json = dict[str, Any]
-# Tags in the creating request need 2.52, the type of a boot volume 2.67. Nova has it since OpenStack Stein (2019).
+# Tags in the request that creates a server need Nova's API microversion 2.52. The type of a boot volume needs 2.67,
+# which Nova has since OpenStack Stein (2019).
 MICROVERSION = "2.67"
 _HEADERS = {"OpenStack-API-Version": f"compute {MICROVERSION}"}
 _DETAIL, _USER_DATA = "/servers/detail", "OS-EXT-SRV-ATTR:user_data"
-# Nova quotes a refused body in its message. Long runs of these characters can be user data.
+# Nova's error message quotes the refused request. Long runs of these characters may be encoded user data, which the
+# client hides.
 _ENCODED = re.compile(r"[A-Za-z0-9+/=]{64,}")
 
 
@@ -119,7 +121,8 @@ class Nova:
             where = [*params, ("limit", str(self._page_size)), *last]
             answer = self._send("GET", path, params=where, secret=secret)
             found += answer[many]
-            # A page can be shorter than the limit, because Nova has a limit of its own. The link says if more follow.
+            # A page may be shorter than the requested limit, because Nova has a limit of its own. Nova adds a link to
+            # the page if more objects follow.
             if not (answer[many] and answer.get(f"{many}_links")):
                 return found
 
