@@ -39,7 +39,7 @@ LOG = logging.getLogger(__name__)
 _HARDWARE_FILE = "hardware.json"
 # Time-out in seconds of the creation of a disk overlay.
 _OVERLAY_SECONDS = 60.0
-# Seconds for which the backend waits until the guest has released a network interface.
+# Seconds for which the backend waits for the guest to release a network interface.
 _RELEASE_SECONDS = 10.0
 
 
@@ -115,8 +115,8 @@ class QemuCompute(HostCompute):
             memory=options.memory,
             kernel_arguments=arguments,
             initrd=initrd,
-            # If QEMU already runs as the configured user, QEMU refuses to change to this user. So the backend passes no
-            # user in this case.
+            # QEMU refuses to change to the user that it already runs as. In this case, the backend does not ask QEMU to
+            # change the user.
             user=None if _uid_of(options.user, "start a machine") == os.geteuid() else options.user,
             runs_with=kvm_probe.supports_run_with_user(options.program),
         )
@@ -179,8 +179,8 @@ def _remove_interface(monitor: Monitor, port: Port) -> None:
         if not monitor.wait_until_removed(device_id(port), _RELEASE_SECONDS):
             words = (_RELEASE_SECONDS, port.id)
             LOG.warning(
-                "a guest did not release its network interface in %g s, so the compute backend removes only QEMU's "
-                "network backend of port %s",
+                "a guest did not release its network interface within %g s, so the compute backend keeps the interface "
+                "and removes only QEMU's netdev of port %s",
                 *words,
             )
     monitor.try_execute("netdev_del", id=qemu_command.tap_options(port)["id"])

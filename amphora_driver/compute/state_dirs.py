@@ -28,10 +28,10 @@ _LOCK_SECONDS = 60.0
 _LOCK_PAUSE = 0.02
 # Number of characters that the backend shows from the end of a console log.
 _LOG_TAIL = 400
-# Number of bytes that the backend reads from the end of a console log. The number is larger, because white space may
-# follow the last text.
+# Number of bytes that the backend reads from the end of a console log. The number exceeds `_LOG_TAIL`, because the log
+# may end with white space.
 _MOST_READ = 64 * 1024
-# This file contains the prefix of the deployment that booted the amphora.
+# Each deployment of the driver has a prefix. This file contains the prefix of the deployment that booted the amphora.
 _OWNER_FILE = "deployment"
 _IMAGE_FILE = "image"
 
@@ -98,7 +98,7 @@ def _lock(folder: Path, *, make: bool) -> int | None:
             os.close(descriptor)
             raise
         # While this process waited for the lock, another process may have removed the directory and created a new one
-        # with the same name. So this process checks that it has locked the present directory.
+        # with the same name. So this process checks that it has locked the directory that now has this name.
         if folder.exists() and os.path.samestat(os.fstat(descriptor), folder.stat()):
             return descriptor
         os.close(descriptor)

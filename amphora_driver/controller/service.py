@@ -49,21 +49,23 @@ from amphora_driver.telemetry.http_server import Telemetry
 LOG = logging.getLogger(__name__)
 # Seconds for which a stopping controller waits for its running jobs.
 _STOP_TIMEOUT = 20.0
-# A hint is a message that a load balancer is due. The controller drops a hint if no worker slot becomes free within
-# five seconds.
+# A hint is a message that the job of a load balancer is due. The controller drops a hint if no worker slot becomes free
+# within five seconds. A later poll then finds the job.
 _HINT_TIMEOUT = 5.0
-# Time-out in seconds of the pending calls of jobs, after the controller has begun to stop.
+# When the controller begins to stop, it shortens the time-outs of the pending calls of its jobs to this number of
+# seconds.
 _STOP_GRACE = 3.0
-# Seconds between two checks whether running jobs are preempted.
+# Seconds between two checks whether running jobs must end early, for example because of a newer request.
 _CHECK_JOBS_EVERY = 0.25
 # Seconds between two searches for dead controllers on the same host.
 _REAP_EVERY = 1.0
-# Longest plausible pause of a job, as a multiple of the longest retry back-off.
+# A due time is implausible if it is further in the future than this multiple of the longest retry back-off. Then the
+# database clock was set back.
 _PAUSE_FACTOR = 2
-# Lower limit in seconds of the longest plausible pause of a job.
+# A due time that is less than 30 seconds in the future is always plausible.
 _LEAST_PAUSE = 30.0
-# Minimum time in seconds between two searches for jobs without a failed attempt. While many retries are running, the
-# controller searches only for these jobs.
+# While many retries are running, the controller starts only jobs without a failed attempt. This is the minimum time in
+# seconds before the controller polls again for such jobs.
 _CLAIM_FRESH_EVERY = 0.1
 # Seconds for which a thread of the controller pauses after an unexpected error or a failed renewal of leases.
 _ERROR_BACKOFF = 1.0
@@ -109,8 +111,8 @@ class Controller:
         self._reconciler = Reconciler(context, self._jobs, on_status, self._boot_wait)
         self._stopping = threading.Event()
         self._ended = threading.Event()
-        # Jobs that have exceeded their deadline by the length of a lease. The controller no longer renews the leases of
-        # these jobs.
+        # The set holds the hanging jobs, whose deadline passed longer ago than a lease lasts. The controller no longer
+        # renews the leases of these jobs.
         self._hung: set[Job] = set()
         self._slots = WorkerSlots(conf.amp_controller.threads)
         self._liveness = ControllerLiveness(self._database, name, lambda: len(self._slots.jobs()))
@@ -200,8 +202,8 @@ class Controller:
         if load_balancer_id is None:
             self._wakeup.wake()
             return
-        # While the hint waited for a worker slot, the controller may have begun to stop or to drain. In this case, the
-        # controller claims no job.
+        # While this thread waited for a free worker slot, the controller may have begun to stop or to drain. In this
+        # case, the controller claims no job.
         if self._stopping.is_set() or self._draining.is_set():
             return
         try:

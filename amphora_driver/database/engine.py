@@ -46,15 +46,15 @@ _RETRY_CODES = {1213, 1205, "40001", "40P01", "55P03"}
 # Galera cluster (1047, 1180), a shutdown (1053) or a killed connection (1927). PostgreSQL reports a shutdown (57P01), a
 # crash (57P02), a start (57P03) or an idle transaction time-out (25P03).
 _UNAVAILABLE_CODES = {1047, 1180, 1053, 1927, "57P01", "57P02", "57P03", "25P03"}
-# After a collision, `Database.write` retries a transaction for 20 seconds. An idle transaction of another process
-# cannot hold locks for that long. Four hosts that write the same rows through two Galera nodes also succeed within 20
-# seconds.
+# After a collision of transactions, `Database.write` retries a transaction for 20 seconds. The database server ends an
+# idle transaction of another process earlier, and thereby releases its locks. Even if four hosts write the same rows
+# through two Galera nodes, 20 seconds are enough.
 _RETRY_SECONDS = 20.0
 # If the database server seems unavailable, `Database` tries a transaction twice. The first attempt may use an old
 # pooled connection to a server that has restarted since.
 _UNAVAILABLE_ATTEMPTS = 2
-# Seconds in which `Database.write` tries to find out whether a COMMIT succeeded, if the database server has not
-# answered the COMMIT.
+# If the database server has not answered a COMMIT, `Database.write` tries for six seconds to find out whether the
+# COMMIT succeeded.
 _UNCONFIRMED_SECONDS = 6.0
 _CONNECT_SECONDS = 3
 # The database server ends a wait for a lock after five seconds, and ends an idle transaction after ten seconds.
@@ -225,8 +225,8 @@ class Database:
             try:
                 self._check_schema(connection)
                 result = work(connection)
-                # An earlier attempt may have been committed although the COMMIT had no answer. `Database` checks for
-                # such a commit while `work` holds the row locks, so that no earlier attempt can be committed later.
+                # An earlier attempt may have been committed although the server did not answer its COMMIT. `Database`
+                # checks this after `work` has locked the rows, because no earlier attempt can be committed after that.
                 _raise_if_committed(connection, unconfirmed)
             except BaseException as error:
                 transaction.rollback()

@@ -134,8 +134,8 @@ def _run_migrations(engine: sa.Engine) -> Upgrade:
             happened, remedy = schema_check.describe_mismatch(found) or ("", "")
             raise SchemaMismatch(_ATTEMPT, happened, remedy)
         if len(found) > 1:
-            # Two version rows show that two upgrades ran at the same time on two Galera nodes. The later revision is
-            # correct, because a repeated upgrade step does no harm.
+            # Two rows in the version table show that two upgrades ran at the same time on two Galera nodes. The upgrade
+            # keeps the row of the later revision, because a repeated upgrade step does no harm.
             behind = sa.text(f"DELETE FROM {schema_check.VERSION_TABLE} WHERE version_num <> :newest")  # noqa: S608 - a constant
             connection.execute(behind, {"newest": found[-1]})
         if found != (newest,):

@@ -27,8 +27,8 @@ Sealed = sa.LargeBinary().with_variant(mysql.MEDIUMBLOB(), "mysql", "mariadb")
 # SQLite assigns row numbers automatically only to a primary key of the type INTEGER, not to one of the type BIGINT.
 Serial = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 
-# A `job` row with the `due_at` value URGENT is due at once, before all other rows. Another transaction may write URGENT
-# while a controller works on the job. So a controller that returns the lease never overwrites URGENT.
+# A `job` row with the `due_at` value URGENT is due immediately and before all other rows. Another transaction may write
+# URGENT while a controller works on the job. So a controller that returns the lease never overwrites URGENT.
 URGENT = -1.0
 
 # The table `desired_object` has one row per object of a load balancer. The column `body` is the JSON of the object
@@ -58,7 +58,7 @@ job = sa.Table(
     sa.Column("load_balancer_id", Id, primary_key=True),
     sa.Column("project_id", sa.String(64), nullable=True),
     # The compute backend and the network backend of a load balancer never change after the creation. A resize changes
-    # the topology, together with the profile in `desired_object`.
+    # the column `topology`, and also the load balancer's profile in the table `desired_object`.
     sa.Column("topology", sa.String(32), nullable=False, default="SINGLE"),
     sa.Column("compute", sa.String(64), nullable=True),
     sa.Column("network", sa.String(64), nullable=True),
@@ -79,8 +79,8 @@ job = sa.Table(
     sa.Column("spare_pool", Id, nullable=True),
     sa.Column("spares", Body, nullable=True),
     sa.Column("dirty", sa.Boolean, nullable=False, default=True),
-    # The column `tickets` is the number of the current TLS ticket keys, and `tickets_due` is the time of the next key
-    # rotation.
+    # The column `tickets` counts the rotations of the keys for TLS session tickets; NULL means that no keys exist. The
+    # column `tickets_due` is the time of the next rotation.
     sa.Column("tickets", sa.BigInteger, nullable=True),
     sa.Column("tickets_due", sa.Double, nullable=True),
     sa.Column("owner", sa.String(128), nullable=True),
@@ -98,7 +98,7 @@ job = sa.Table(
     sa.Column("error", sa.Text, nullable=True),
     sa.Index("ix_job_dirty_due_at", "dirty", "due_at"),
 )
-# The expression DUE_NOW sets `due_at` so that a `job` row is due at once. An urgent row stays urgent.
+# The expression DUE_NOW sets `due_at` so that a `job` row is due immediately. An urgent row stays urgent.
 DUE_NOW = sa.case((job.c.due_at < 0.0, URGENT), else_=0.0)
 
 # The table `request` has one row per accepted call of Octavia, as the history of a load balancer. The row also proves

@@ -44,8 +44,8 @@ _REMOVED_KEY_SECONDS = 60.0
 # The vault detects a changed key file by four numbers: the inode, the modification time in nanoseconds, the size and
 # the mode.
 _FileVersion = tuple[int, int, int, int]
-# Before encryption, the vault puts this prefix and a digest of the secret's location in front of the secret. A secret
-# itself, which is a PEM text, never begins with the prefix.
+# Before encryption, the vault puts this prefix in front of the secret, followed by a digest of the secret's table and
+# row. A secret itself, which is a PEM text, never begins with the prefix.
 _BOUND_PREFIX = b"amphora-sealed-1"
 _DIGEST_LENGTH = 32
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from amphora_driver.database.engine import Database
 
 # Seconds between two writes of the numbers of silent and watched amphorae. The failure detector writes all other
-# changes at once.
+# changes immediately.
 _NUMBERS_EVERY = 5.0
 # Seconds between two updates of the verdicts on unknown amphorae. A verdict explains to the operator what happens to an
 # unknown amphora.
@@ -30,8 +30,8 @@ _UNKNOWN_EVERY = 10.0
 # Maximum number of rows of silent amphorae that the failure detector writes in one transaction. The transaction must be
 # short, because the failure detector reads no heartbeats during the transaction.
 _MOST_WRITTEN = 200
-# Each turn of the failure detector computes the starts of silent periods again. Two starts of one period count as equal
-# if they differ by less than two seconds.
+# In each turn, the failure detector computes again when each silent period began. If the new result differs by less
+# than two seconds from the previous one, the failure detector keeps the previous one.
 _SAME = 2.0
 
 
@@ -45,8 +45,8 @@ class DetectorRecords:
         self._known: set[str] = set()
         self._rows: dict[str, BreakerRow] = {}
         self._numbers_at = self._unknown_at = float("-inf")
-        # By load balancer id: the last heartbeat (epoch, sequence) of each amphora when the failure detector set the
-        # load balancer to ERROR.
+        # The keys are the ids of load balancers that the failure detector has set to ERROR. The values are the last
+        # heartbeats (epoch, sequence) of the amphorae at that time, by amphora id.
         self._reported: dict[str, dict[str, tuple[int, int] | None]] = {}
 
     def load(self, rows: dict[str, BreakerRow] | None) -> None:

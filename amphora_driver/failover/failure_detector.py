@@ -49,9 +49,9 @@ LOG = logging.getLogger(__name__)
 # Longest time in seconds between two reads of heartbeats. The failure detector reads at least eight times within
 # `silent_after`.
 _READ_EVERY = 0.5
-# Seconds for which a controller holds the duty of failure detection.
+# One controller at a time holds the lease of failure detection. Seconds until the lease expires without a renewal.
 _DUTY_LEASE = 6.0
-# Seconds between two renewals of the duty of failure detection.
+# Seconds between two renewals of the lease of failure detection.
 _RENEW_EVERY = 1.5
 # Seconds for which the failure detector pauses after an unexpected error.
 _ERROR_BACKOFF = 1.0
@@ -93,14 +93,16 @@ class FailureDetector:
         self._records = DetectorRecords(database, conf.amp_controller.orphan_grace)
         self._renew_at = 0.0
         self._holds_duty = False
-        # Epoch of the duty of failure detection when this process last held the duty. The epoch changes when another
-        # process takes the duty.
+        # Epoch of the lease of failure detection when this process last held the lease. The epoch changes when another
+        # process takes over the lease.
         self._epoch: int | None = None
         # Reason to suspect a failure of the network instead of the probed amphora; empty without a suspicion.
         self._suspicion = ""
-        # By fail-over id: the time at which this process first read the unfinished fail-over.
+        # The keys are the ids of unfinished fail-overs. The values are the times at which this process first read the
+        # fail-overs.
         self._in_progress: dict[int, float] = {}
-        # Trial fail-over of the circuit breaker: its load balancer, and the time of its start.
+        # Load balancer of the circuit breaker's trial fail-over, and the time at which this process started or first
+        # read that fail-over.
         self._trial: tuple[str, float] | None = None
 
     def run(self, stopping: threading.Event, draining: threading.Event) -> None:
@@ -256,8 +258,8 @@ class FailureDetector:
         self, rows: dict[str, BreakerRow], watched: set[str], silent: set[str], found: list[JudgedAmphora], now: float
     ) -> None:
         if not self._observed_long_enough(now):
-            # The failure detector has not observed the amphorae long enough for a decision. The circuit breaker and the
-            # operator's acknowledgements stay unchanged.
+            # The failure detector has not observed the amphorae for long enough to know which amphorae are silent. So
+            # the circuit breaker and the operator's acknowledgements stay unchanged.
             return
         if self._records.closed_by_operator(rows):
             LOG.warning(

@@ -27,20 +27,22 @@ Order = tuple[int, int] | None
 # Time without a heartbeat after which the controller probes an amphora, as a fraction of `silent_after`. The result of
 # the probe must arrive before `silent_after`.
 _LATE = 0.65
-# Gap between two reads of heartbeats after which all timers restart, as a fraction of `silent_after`.
+# If the failure detector reads no heartbeats for longer than this fraction of `silent_after`, the silent periods of all
+# amphorae start again.
 _GAP = 0.25
-# Lower limit of that gap in seconds. Shorter gaps are normal scheduling delays.
+# Lower limit in seconds of the permitted pause between two reads. Shorter pauses are normal scheduling delays.
 _LEAST_GAP = 1.0
-# Time without a proof that a health manager receives heartbeats, as a fraction of `silent_after`. After that time, the
-# failure detector trusts no health manager.
+# A health manager proves with its self-test that it receives heartbeats. If no health manager does so for this fraction
+# of `silent_after`, the silent periods of all amphorae start again.
 _DEAF = 0.4
-# Lower limit in seconds of the time without such a proof.
+# Lower limit in seconds of the permitted time without a successful self-test.
 _LEAST_DEAF = 1.5
-# Seconds for which the result of a probe stays valid. If twice the time-out of a probe is longer, the result stays
-# valid for that time.
+# Seconds for which the result of a probe stays valid. With a long probe time-out, the result stays valid for twice the
+# time-out.
 _FRESH = 8.0
-# Longest additional time in seconds until the failure detector reads a received heartbeat. The health manager writes
-# heartbeats at most once a second, and the failure detector reads every half second.
+# Longest delay in seconds between the receipt of a heartbeat and its read by the failure detector, in addition to the
+# flush interval. The health manager writes heartbeats at most once a second, and the failure detector reads every half
+# second.
 _SEEN_LATE = 1.5
 # Longest normal time between two heartbeats, as a multiple of the heartbeat interval.
 _JITTER = 1.25
@@ -147,8 +149,8 @@ class HeartbeatWatch:
             self._reception_at = now
         self._beats = dict(beats)
         if self._reception_at is None or now - self._reception_at > self._limits.deaf_after:
-            # No health manager proves that it receives heartbeats. So the silent periods of all amphorae restart, even
-            # the periods of amphorae with new heartbeats.
+            # While no health manager proves that it receives heartbeats, a missing heartbeat does not mean that an
+            # amphora failed. So the silent periods of all amphorae start again, even of amphorae with new heartbeats.
             self._periods.clear()
             self._sees_since = None
             blind = "no health manager proves that it receives heartbeats" if beats else "there is no health manager"
@@ -247,8 +249,9 @@ def network_suspected(period: SilentPeriod, evidence: PathEvidence, now: float, 
     works = any(at is not None and at >= since for at in (evidence.heard_at, evidence.answered_at))
     if works or evidence.has_witnesses:
         return ""
-    # A single amphora has no peers that show whether the management network works, so a shorter wait must suffice. The
-    # silent amphora is deleted only after its replacement serves.
+    # If the controller watches only one amphora, no other amphora shows whether the management network works. Then the
+    # controller waits for a shorter time. This is safe, because the silent amphora is deleted only after its
+    # replacement serves.
     wait = 2 * limits.silent_after
     if evidence.watched > 1:
         wait = max(limits.mute_after, wait)

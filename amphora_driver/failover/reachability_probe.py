@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 _MOST_AT_ONCE = 16
 # Seconds for which the result of a check of the management network stays valid.
 _NETWORK_FRESH = 1.0
-# With these error numbers, the kernel reports a fault of the controller's own host. EHOSTUNREACH is not in the set. The
-# kernel also reports EHOSTUNREACH if the probed machine is switched off and answers no ARP request.
+# With these error numbers, the kernel reports a fault of the controller's own host. EHOSTUNREACH is not in the set,
+# because the kernel also reports it for a probed machine that is switched off and answers no ARP request.
 _LOCAL_ERRORS = frozenset(
     {
         *(errno.ENETUNREACH, errno.ENETDOWN, errno.EADDRNOTAVAIL, errno.EMFILE, errno.ENFILE, errno.ENOBUFS),

@@ -39,8 +39,8 @@ LOG = logging.getLogger(__name__)
 
 # The health manager forgets a reported value that no heartbeat repeats within five heartbeat intervals.
 _EXPIRY_INTERVALS = 5
-# The health manager writes to the database every second even without new heartbeats, because a failed write needs a
-# retry.
+# The health manager waits at most one second for new heartbeats before its next write to the database. So it soon
+# repeats a failed write, even without new heartbeats.
 _IDLE_FLUSH_INTERVAL = 1.0
 # A stopping health manager waits at most 20 s for the last write of reports to the database.
 _STOP_TIMEOUT = 20.0
