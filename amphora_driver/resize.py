@@ -65,7 +65,7 @@ class Resizer:
             UnknownObject: the load balancer is not recorded.
             BackendError: the backend could not check the profile.
         """
-        # The backends may query a cloud, so this check runs before the transaction.
+        # The compute and network backends may query the cloud, so this check runs before the transaction.
         found = self.preview(load_balancer_id, target)
         self._check_cloud(found.tree, target)
         return self._recorder.resize(

@@ -122,7 +122,8 @@ def _begun(stack, load_balancer_id, rows):
     database = Database(stack.settings.database_url)
     accepted = dict(map(tuple, database.read(lambda connection: connection.execute(mine).all())))
     database.dispose()
-    step = re.compile(rf"^(\S+ \S+) .*\[lb={load_balancer_id} gen=(\d+)\] .*: starting step Push ", re.MULTILINE)
+    line = rf"^(\S+ \S+) .*\[lb={load_balancer_id} gen=(\d+)\] .*: the controller starts step Push "
+    step = re.compile(line, re.MULTILINE)
     for at, generation in step.findall(stack.supervision.log("amphora-controller").read_text(encoding="utf-8")):
         # Use the first push only: it may be repeated.
         since = accepted.pop(int(generation), None)

@@ -177,7 +177,8 @@ def _certificates(folder: Path) -> None:
     certificate, key = create_authority("sandbox controllers")
     _write(folder / "controller_ca.pem", certificate.decode())
     client = Authority(certificate, key).issue_client("sandbox controller", _CLIENT_DAYS)
-    # The sandbox creates no certificates if controller.pem exists, so the sandbox writes controller.pem last.
+    # If controller.pem exists, the sandbox creates no certificates. The sandbox therefore writes controller.pem after
+    # all other files.
     _write(folder / "controller.pem", client.bundle().reveal().decode())
 
 

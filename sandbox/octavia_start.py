@@ -43,8 +43,8 @@ def _is_octavia_database(connection: Any) -> bool:
 
 
 def _begin(connection: Any) -> None:
-    # The sandbox takes the write lock before BEGIN, so the sandbox sends BEGIN itself. The mark `in_transaction`
-    # prevents a second BEGIN by oslo.db, which removes the mark at the end of the transaction.
+    # The sandbox takes its write lock before the transaction begins, so the sandbox itself sends BEGIN. While
+    # `in_transaction` is set, oslo.db sends no second BEGIN. At the end of the transaction, oslo.db removes this mark.
     if not _is_octavia_database(connection) or "in_transaction" in connection.info:
         return
     connection.info["in_transaction"] = True

@@ -95,7 +95,7 @@ class StepExecutor:
         """
         what = {name: value for name, value in msgspec.structs.asdict(step).items() if name != "reason"}
         words = (view.load_balancer_id, type(step).__name__, what or "", step.reason)
-        LOG.info("the controller works on load balancer %s: starting step %s %s because %s", *words)
+        LOG.info("load balancer %s: the controller starts step %s %s because %s", *words)
         self._job.begin_step()
         self._job.ensure_may_act()
         self._network: Network = self._context.catalogue.network(view.network)
@@ -240,7 +240,8 @@ class StepExecutor:
                 image_tag=profile.image_tag,
                 volume_zone=profile.volume_zone,
                 management_networks=_optional(profile.management_network),
-                # The partner may have booted in this job, after the observation.
+                # Another amphora of the load balancer may have booted after the job read the amphorae. The controller
+                # therefore reads them again.
                 partners=boot_partners(self._read_amphorae(), amphora.id),
                 placement=Placement(self._conf.amp_compute.placement),
                 spare=isinstance(view, steps.SparePoolView),
@@ -325,8 +326,8 @@ class StepExecutor:
             self._check_machine(amphora)
             self._check_boot_timeout(amphora, error)
             if not isinstance(error, AgentUnreachable):
-                # The agent refuses the request or is not trusted, so another machine may use the address. The job
-                # fails, so that the database records the error.
+                # If the agent refuses the request or does not prove its identity, another machine may use the amphora's
+                # address. The job fails, so that the database records the error.
                 raise
             LOG.info(
                 "the agent of booting amphora %s does not answer yet, so the controller queries it again later: %s",
@@ -344,7 +345,7 @@ class StepExecutor:
         machine = self._compute.get(amphora.id)
         location = Location() if machine is None else machine.location
         forbidden = self._conf.amp_compute.placement == Placement.REQUIRED.value
-        # A spare pool is not a load balancer: its amphorae may share a hypervisor.
+        # Spare amphorae belong to no load balancer yet, so they may share a hypervisor.
         if not forbidden or amphora.role == ROLE:
             return location
         if not shares_host(location, boot_partners(self._read_amphorae(), amphora.id)):
@@ -381,8 +382,8 @@ class StepExecutor:
         self._compute.destroy(amphora.id)
         self._update(amphora.id, **_WITHOUT_MACHINE)
         happened = f"its agent has not answered in {most:g} s: {error.happened}"
-        # The user has already waited for the whole boot time-out. The load balancer is therefore set to ERROR before
-        # the amphora boots again.
+        # The user has already waited for the whole boot time-out. The error is therefore final: the controller sets the
+        # load balancer to ERROR before it boots the amphora again.
         raise ComputeError(f"boot amphora {amphora.id}", happened, final=True)
 
     def _unplug(self, amphora: Amphora, network_id: str) -> None:

@@ -68,8 +68,8 @@ class Job:
             return self.preemption_reason(connection, generation, op, urgent=urgent)
 
         first = self._database.read(read)
-        # Another thread may set `_preempted_by` at the same time. The job must not replace the reason of the other
-        # thread with None.
+        # Another thread may have set `_preempted_by` during the read. The job keeps that reason and does not overwrite
+        # it with its own result.
         if first is not None and self._preempted_by is None:
             self._preempted_by = first
         if self._preempted_by is not None:

@@ -19,7 +19,7 @@ from amphora_driver.reconcile.spare_pool_plan import plan_pool
 _DRAIN_CHECK_PAUSE = 2.0
 # Seconds after which the controller checks again whether a new pair of amphorae has taken the VIPs.
 _VIP_CHECK_PAUSE = 0.1
-# Shortest and longest pause in seconds before the controller checks a booting amphora again.
+# Shortest and longest pause in seconds between two checks of a booting amphora.
 _BOOT_PAUSE, _MAX_BOOT_PAUSE = 1.0, 10.0
 # Order of the boot steps in a plan. The controller starts the boots of all amphorae before it waits for the first
 # agent, so the machines boot in parallel.
@@ -101,7 +101,8 @@ def _serving_steps(
         confirm = steps.Confirm(reason=f"every amphora serves generation {view.generation}")
         return _wait_for_vips(view, amphora_set) or [confirm]
     if (None if view.spec is None else view.spec.id) != view.pool:
-        # The plan changes the spare pool of a load balancer after the push, because a user may be waiting for the push.
+        # A user may be waiting for the push. The plan therefore assigns another spare pool to the load balancer only
+        # after the push.
         reason = "the load balancer uses another spare pool, or none"
         return [steps.SetSparePool(spec=view.spec, former=view.pool, reason=reason)]
     return _cleanup_steps(view, amphora_set) or amphora_set.forget_departed()
@@ -130,7 +131,8 @@ class AmphoraSet:
     def __init__(self, view: steps.LoadBalancerView, amphorae: tuple[Amphora, ...]) -> None:
         self._view = view
         self.everyone = amphorae
-        # A job that began before a change of the topology may have recorded an amphora with a role of the former one.
+        # A job may have begun before the topology changed. Such a job may have recorded an amphora with a role that the
+        # new topology does not have.
         self.live = [one for one in amphorae if one.state is not AmphoraState.RETIRING and one.role in view.roles]
         self.retiring = [one for one in amphorae if one not in self.live]
         self.missing = list((Counter(view.roles) - Counter(one.role for one in self.live)).elements())
@@ -159,8 +161,8 @@ class AmphoraSet:
         replaced = {one.role for one in staying} & {one.role for one in self.live}
         lost = {one.role for one in self.retiring if one.dead}
         if lost & set(self.missing) and self._holder not in {one.id for one in staying}:
-            # A dead amphora is replaced even while another retiring amphora still exists. The exception is a retiring
-            # amphora that holds the VIPs.
+            # The controller replaces a dead amphora even while another retiring amphora exists, unless that retiring
+            # amphora holds the VIPs.
             return settled
         return settled and not replaced and not self._holder_to_hand_over()
 
@@ -253,9 +255,9 @@ class AmphoraSet:
         A handover to the amphora of another topology needs the release of the former standby first.
         """
         roles = {one.role for one in self.live}
-        # The controller hands VIPs over only between two amphorae. An amphora that still drains after an earlier
-        # fail-over would be a third one, so the controller releases it first. Dead amphorae do not count, because the
-        # deletion of their machines may take long.
+        # A VIP handover needs exactly two amphorae. The controller therefore first releases replaced amphorae, for
+        # example one that still drains after an earlier fail-over. The controller does not wait for dead amphorae,
+        # because the deletion of their machines may take long.
         replaced = [
             one for one in self.retiring if not one.dead and (one.role in roles or one.drains_until is not None)
         ] or self._former_standbys()
@@ -304,8 +306,8 @@ class AmphoraSet:
 
     def _release_or_hand_over(self, one: Amphora) -> steps.Release | steps.HandOver:
         """Return the release of an amphora, or a handover if the amphora took the VIPs in its replacement."""
-        # The load balancer has three amphorae now, so this handover ends the connections. Only a handover between two
-        # amphorae keeps connections.
+        # During a replacement, the load balancer has three amphorae. A handover at this time ends the connections,
+        # because only a handover between two amphorae keeps them.
         if one.holds_vip and one in self._holder_to_hand_over() and self.live:
             to = max(self.live, key=lambda other: self._view.priorities.get(other.role, 0))
             return steps.HandOver(amphora_id=one.id, to=to.id, reason="it took the VIPs during its replacement")
@@ -321,8 +323,8 @@ class AmphoraSet:
     def _is_draining(self, one: Amphora) -> bool:
         if not one.drains_until:
             return False
-        # After a change of the wall clock, the recorded end of a drain is wrong. Only the agent measures the drain with
-        # a monotonic clock. The amphora counts as draining until the agent reports the end of the drain to a
+        # Only the agent measures the drain with a monotonic clock. If the wall clock was changed, the recorded end of
+        # the drain is wrong. The amphora then counts as draining until its agent reports the end of the drain to a
         # `CheckDrain` step.
         return self._view.clock_set or one.drains_until > self._view.now
 

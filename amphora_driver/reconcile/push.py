@@ -41,12 +41,12 @@ from amphora_driver.store.failovers import Event
 from amphora_driver.store.sealed_secrets import SealedSecret
 from amphora_driver.untrusted_text import printable
 
-# By amphora id: None for an amphora that serves the generation, otherwise the error of its push.
+# The keys are amphora ids. A value is None if the amphora serves the generation, and otherwise the error of the push.
 Answers = dict[str, AgentError | None]
 
 LOG = logging.getLogger(__name__)
-# Maximum number of attempts to push to one group of amphorae. After HAProxy refuses objects, the controller repeats the
-# push without these objects.
+# Maximum number of attempts to push one generation to the same amphorae. After HAProxy refuses objects, the controller
+# omits these objects and repeats the push.
 _MAX_REJECTED_OBJECTS = 16
 _NO_UDP_SUPPORT = "its amphorae do not support UDP and SCTP: rotate them (amphoractl rotate)"
 # Time-out in seconds of a push to a retiring amphora.
@@ -82,10 +82,10 @@ class BundlePush:
         # Rendered configuration without the omitted objects. None means that another object was omitted, so the
         # controller must render the configuration again.
         self._served: Served | None = None
-        # Sealed seed of the load balancer's TLS ticket keys; None if the current job has created no seed.
+        # Encrypted seed of the load balancer's TLS ticket keys; None if the current job has created no seed.
         self._new_seed: SealedSecret | None = None
-        # Time at which the driver accepted the oldest request that the last confirmation completed; None if the
-        # confirmation completed no request.
+        # Time at which the driver accepted a request, for the latency metric. The request is the oldest open one of the
+        # generation that the job has just confirmed. None means that no request was open.
         self._accepted_at: float | None = None
 
     def push(self, step: steps.Push, view: steps.LoadBalancerView, everyone: Sequence[Amphora]) -> None:
@@ -122,7 +122,7 @@ class BundlePush:
         except _GenerationConflict:
             of, generation = view.load_balancer_id, view.generation
             LOG.info(
-                "load balancer %s: an amphora has generation %d with another content, so the controller "
+                "load balancer %s: an amphora already serves generation %d with different content, so the controller "
                 "increments the generation",
                 of,
                 generation,
@@ -204,13 +204,13 @@ class BundlePush:
             # other amphorae.
             deadline = deadline.within(_RETIRING_TIMEOUT)
         applied = self._agents.put_bundle(amphora.id, str(amphora.management_address), body, deadline=deadline)
-        # Another controller may have pushed a newer generation meanwhile. A newer generation is no error, but an older
-        # one is.
+        # Another controller may have pushed a newer generation meanwhile. The amphora may therefore serve a newer
+        # generation than the pushed one, but no older one.
         if applied.generation < wave.recorded.generation:
             attempted = f"have amphora {amphora.id} serve generation {wave.recorded.generation}"
             raise AgentRefused(attempted, f"it serves {applied.generation}")
         words = (amphora.id, wave.recorded.generation, printable(applied.how, 20), printable(applied.reason, 500))
-        LOG.info("the agent accepted the push: amphora %s serves generation %d, applied by %s (%s)", *words)
+        LOG.info("the agent accepted the push: amphora %s serves generation %d (change: %s, reason: %s)", *words)
         metrics.count_push(applied.how)
 
     def _record_wave(self, wave: _Wave, answers: Answers, *, whole: bool) -> AgentError | None:
@@ -240,8 +240,8 @@ class BundlePush:
                 if view.replacing and one.state is not AmphoraState.RETIRING:
                     failovers.record_event(connection, view.load_balancer_id, Event.CONFIRMED, now, one.id)
             if all_serve:
-                # One transaction records two confirmations: that of the last amphora, and that of the load balancer. A
-                # crash cannot separate them.
+                # The same transaction records that the last amphora serves the generation, and that the load balancer
+                # serves it. After a crash, the database contains both records or neither.
                 self._record_confirmation(connection, view)
             elif served and self._omitted and view.applied < generation:
                 # A later job may confirm this generation. That job needs the list of omitted objects, so the list is

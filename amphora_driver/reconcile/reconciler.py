@@ -58,7 +58,7 @@ _PAUSE_PER_BOOT = 0.05
 _MIN_ADVERTS, _MAX_ADVERTS = 3, 4
 # Additional seconds that a busy amphora may need to take the VIPs.
 _VIP_MARGIN = 3.0
-# An amphora counts as silent after this number of missed heartbeats. A silent amphora does not delay the push to its
+# Number of missed heartbeats after which an amphora counts as silent. A silent amphora does not delay the push to its
 # partner.
 _MISSED_HEARTBEATS = 3
 # These steps affect the machine and the ports of one amphora only. If such a step fails, the job continues with the
@@ -143,8 +143,8 @@ class Reconciler:
         self, job: Job, view: steps.AnyView, observed: tuple[Amphora, ...], step: steps.Await | None
     ) -> None:
         if step is None and isinstance(view, steps.LoadBalancerView) and view.replacing:
-            # An empty plan means that the load balancer needs no further step. Its fail-overs therefore end, even if
-            # some of their events were never recorded.
+            # An empty plan means that the load balancer needs no further step. The job therefore ends the open
+            # fail-overs of deleted amphorae, even if the database lacks some of their events.
             of, now = job.lease.load_balancer_id, self._database.now()
             self._write(job, lambda c: failovers.finish_settled_failovers(c, of, now))
         until = None if step is None else step.until
@@ -155,16 +155,16 @@ class Reconciler:
         pause = max(until - self._database.now(), min(_MIN_PAUSE, until - view.now))
         if step.amphorae and self._boot_wait is not None:
             pause = max(pause, _PAUSE_PER_BOOT * len(self._boot_wait))
-        # The pause has a maximum, because `Jobs.clamp_due_times` ends longer pauses: a clock jump may have caused such
-        # a pause.
+        # `Jobs.clamp_due_times` regards a longer pause as the result of a clock jump, and ends it. The pause therefore
+        # has a maximum.
         pause = min(pause, max(self._context.conf.amp_controller.retry_most, _MAX_PAUSE))
         if view.applied >= view.generation:
             self._jobs.complete(job.lease, view.generation, self._database.now() + pause)
         else:
             readable = view.readable if isinstance(view, steps.LoadBalancerView) else True
             self._jobs.defer(job.lease, view.generation, pause, readable=readable)
-        # The wait for agents begins after the release of the lease. Otherwise, an agent could answer while no
-        # controller can claim the load balancer.
+        # The controller waits for agents only after it has released the lease. If an agent answered earlier, no
+        # controller could claim the load balancer.
         awaited = [
             AwaitedAgent(one.id, one.management_address, job.lease.load_balancer_id, pause)
             for one in observed
@@ -180,8 +180,8 @@ class Reconciler:
         row, observed = amphorae.load_with_work(connection, load_balancer_id)
         if row is None:
             raise LeaseLost(f"work on load balancer {load_balancer_id}", "it is not recorded")
-        # The job records the observed generation before it reads the objects. A request that arrives meanwhile then
-        # counts as newer.
+        # The job records the generation before it reads the objects. If a request arrives during the read, the
+        # generation of the request is newer than the recorded one.
         job.record_observation(row.generation, row.op)
         log_context.set_generation(row.generation)
         job.replacing = bool(row.replacing)
@@ -212,8 +212,8 @@ class Reconciler:
         if tree is not None and addressed:
             needed, failed = needed_networks(tree, observed, catalogue.network(row.network))
         failed |= vip_allocation.read_refusal(connection, load_balancer_id, given)
-        # References to secrets must belong to the same generation as the secrets. If the generation has changed
-        # meanwhile, the job reads the load balancer again.
+        # The secrets must belong to the same generation as the objects that refer to them. If the generation has
+        # changed meanwhile, the job reads the load balancer again.
         uses_some = tree is not None and next(secrets_of_tree(tree), None) is not None
         kept = sealed_secrets.load_secrets(connection, load_balancer_id) if uses_some else {}
         if kept and _generation(connection, load_balancer_id) != row.generation:
@@ -271,7 +271,8 @@ class Reconciler:
         try:
             now = self._database.now()
             if isinstance(error, Superseded) or job.is_preempted:
-                # The preemption may have caused this error, so the job returns its lease and records no failure.
+                # If a newer request preempts the job, the preemption may have caused this error. The job therefore
+                # returns its lease and records no failure.
                 LOG.info(
                     "load balancer %s: the controller interrupts its running job and starts the job again: %s",
                     of,
@@ -290,14 +291,14 @@ class Reconciler:
                 first = final or tried == conf.give_up_after
                 if self._database.write(lambda c: _report_error(c, job, str(error), always=first)):
                     self._on_status()
-            # This job has ended without a crash, so the crash count restarts at zero. If the controller refused the job
-            # because of repeated crashes, the count decreases only by one.
+            # No controller crashed in this job, so the number of crashes restarts at zero. If the controller refused
+            # the job because of too many crashes, the number only decreases by one.
             crashes = lease.crashes - 1 if isinstance(error, CrashLoop) else 0
             self._jobs.retry_later(lease, pause, str(error), job.generation or None, crashes=crashes)
         except (AmphoraDriverError, OSError) as failure:
             LOG.warning(
-                "load balancer %s: the controller could not release the lease of the failed job, which "
-                "expires by itself: %s",
+                "load balancer %s: the controller could not release the lease of the failed job, and the "
+                "lease expires by itself: %s",
                 of,
                 failure,
             )

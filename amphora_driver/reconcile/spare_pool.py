@@ -50,7 +50,8 @@ class SpareSteps:
         self._write = write
         # Spare amphorae that were ready when the job last read the pool.
         self._ready: tuple[Spare, ...] = ()
-        # Current image of each spare pool, by pool id.
+        # The keys are the ids of spare pools, and the values are their current images. None stands for an unknown
+        # image.
         self._images: dict[str, str | None] = {}
 
     def find_spec(self, row: Any, tree: Any) -> SparePoolSpec | None:
@@ -101,8 +102,8 @@ class SpareSteps:
         if not self._ready:
             return {}
         image = self._current_image(spec)
-        # A certificate is renewed at half of its validity. If less than a third of the validity is left, the spare
-        # amphora has missed its renewal.
+        # The controller normally renews a certificate after half of its validity. If less than a third of the validity
+        # is left, the renewal is overdue, and the spare amphora is unfit.
         lasting = self._context.conf.amp_certificates.validity_days * _DAY / 3
         return {one.id: why for one in self._ready if (why := spare_pools.unfit_reason(one, image, now, lasting))}
 

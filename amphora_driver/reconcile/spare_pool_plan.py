@@ -16,8 +16,8 @@ from amphora_driver.store.spare_pools import ROLE
 
 # Seconds after which the controller checks a spare pool again if all its amphorae are ready.
 LOOK_PAUSE = 30.0
-# A spare amphora is replaced after this number of seconds without heartbeats and answers, if other amphorae still send
-# heartbeats.
+# Seconds without heartbeats and answers after which the controller replaces a spare amphora. The controller
+# replaces the amphora only while other amphorae send heartbeats.
 _LOST_AFTER = 60.0
 # Seconds for which the plan keeps a new spare amphora even if it is unfit. Otherwise, an image that is always unfit
 # would cause an endless loop of boots.
@@ -48,8 +48,8 @@ def plan_pool(view: steps.SparePoolView, amphorae: Sequence[Amphora]) -> list[st
     ]
     gone = [steps.Release(amphora_id=one.id, reason="the spare is retiring") for one in amphorae if one not in live]
     if boots or awaited or gone:
-        # After a failure, the failed step may be the boot of one spare amphora. The plan then finishes the boots that
-        # have begun before it starts others.
+        # The failure may have occurred during the boot of one spare amphora. After a failure, the plan therefore
+        # finishes the boots that have begun before it starts others.
         return [*awaited, *gone, *boots] if view.attempts else [*boots, *awaited, *gone]
     if not live and not view.stock.users:
         return [steps.DeletePool(reason="no load balancer uses this pool")]
@@ -70,8 +70,6 @@ def plan_pool(view: steps.SparePoolView, amphorae: Sequence[Amphora]) -> list[st
 
 def _retirements(view: steps.SparePoolView, live: Sequence[Amphora]) -> list[steps.Step]:
     """Return the retirement of unfit, lost and surplus spares; of the surplus, booting and new ones first."""
-    # The plan keeps new spare amphorae for a while even if they are unfit. Otherwise, an image that is always unfit
-    # would cause an endless loop of boots.
     old = [one for one in live if one.booted_at is None or one.booted_at <= view.now - _FITNESS_GRACE]
     why = {one.id: view.stock.unfit[one.id] for one in old if one.id in view.stock.unfit}
     if not why and (lost := _find_lost(view, live)) is not None:
@@ -97,8 +95,8 @@ def _find_lost(view: steps.SparePoolView, live: Sequence[Amphora]) -> str | None
 
 def _silent_for(view: steps.SparePoolView, one: Amphora) -> float:
     """Return the seconds since the last heartbeat, or since the boot, by the receivers' newest heartbeat."""
-    # The clocks of the health managers may differ from the database clock. The time of the newest heartbeat therefore
-    # serves as the present time.
+    # Health managers record heartbeats with their own clocks, which may differ from the database clock. The time of the
+    # newest heartbeat therefore serves as the present time.
     if one.heard_at is not None:
         return (view.stock.last_heartbeat_at or 0.0) - one.heard_at
     return 0.0 if one.booted_at is None else view.now - one.booted_at

@@ -21,7 +21,8 @@ from amphora_driver.render.cache import Cache
 from amphora_driver.store import desired_objects
 from amphora_driver.store.desired_objects import ObjectChange
 
-# Changed child objects of one kind: first by the id of the parent object, then by the id of the child object.
+# Changed child objects of one kind. The outer keys are the ids of the parent objects, and the inner keys are the ids of
+# the child objects.
 Children = dict[str | None, dict[str, ObjectChange]]
 
 N = TypeVar("N")
@@ -135,8 +136,8 @@ def _merge_pools(tree: LoadBalancer, by_kind: dict[Kind, Children], generation: 
         if now is before and members_now is pool.members:
             return pool
         if len(now) > 1:
-            # A pool has at most one health monitor, so one of the two monitors found here was deleted. Only a full read
-            # shows the deletion.
+            # The merge has found two health monitors, but a pool has at most one. Only a full read shows which of the
+            # monitors was deleted.
             raise _FullReadNeededError
         return msgspec.structs.replace(pool, members=members_now, healthmonitor=now[0] if now else None)
 
@@ -160,7 +161,8 @@ def _merge_children(
         if change is None:
             found.append(one)
         elif change.created > generation:
-            # The object was deleted and created again under the same id. Only a full read shows its new position.
+            # The recorded object was deleted, and a new object with the same id was created. Only a full read shows the
+            # position of the new object.
             raise _FullReadNeededError
         elif change.node is not None:
             now: N = msgspec.structs.replace(change.node, **{name: getattr(one, name) for name in children})

@@ -20,8 +20,9 @@ from amphora_driver.topology import effective_priorities
 # All pairs of amphorae use the same VRRP router id. RFC 9568 requires distinct ids because virtual routers share a
 # multicast group. Amphorae use unicast instead, so their ids may be equal.
 ROUTER_ID = 1
-# VRRP priority of an amphora that has handed over its VIPs. The value is the lowest one. An amphora with a higher
-# priority takes over VIPs up to one advertisement interval earlier (Skew_Time in RFC 9568, section 6.1).
+# VRRP priority of an amphora that has handed over its VIPs. Such an amphora gets the lowest priority, so it waits
+# longest before it takes the VIPs back. With a high priority, an amphora takes VIPs up to one advertisement interval
+# earlier (Skew_Time in RFC 9568, section 6.1).
 LAST_PRIORITY = 1
 # Name of the interface on the VIP network inside an amphora. `render/bundle.py` always puts this interface first.
 _INTERFACE = "eth1"

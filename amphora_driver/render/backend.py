@@ -40,8 +40,8 @@ HTTP_TUNNEL = quoting.milliseconds(3_600_000, "the tunnel timeout")
 
 _HTTP, _TCP = quoting.keywords("http"), quoting.keywords("tcp")
 _PROXY = {PoolProtocol.PROXY: quoting.keywords("send-proxy"), PoolProtocol.PROXYV2: quoting.keywords("send-proxy-v2")}
-# Behind a TLS listener, a PROXY header of version 2 also describes the TLS connection, and the name in the client's
-# certificate.
+# If the listener terminates TLS, a PROXY header of version 2 also describes the TLS connection and contains the name
+# from the client's certificate.
 _PROXY_TLS = {**_PROXY, PoolProtocol.PROXYV2: quoting.keywords("send-proxy-v2-ssl-cn")}
 
 _Child = TypeVar("_Child", Listener, Pool, Member)

@@ -179,8 +179,7 @@ def _interface(tree: LoadBalancer, plugged: AttachedPort) -> BundleInterface:
     is_vip = port.network_id == tree.vip.network_id
     routes = [(route.destination, route.gateway) for subnet in plugged.subnets for route in subnet.routes]
     if is_vip:
-        # Clients, and members outside the attached networks, are reachable only through the default route of the VIP
-        # network.
+        # Only the default route of the VIP network leads to clients and to members outside the attached networks.
         gateways = [subnet.gateway for subnet in plugged.subnets if subnet.gateway is not None]
         routes += [("::/0" if ":" in gateway else "0.0.0.0/0", gateway) for gateway in gateways]
     # The kernel of an amphora would refuse a second route with the same destination, so the bundle contains only the

@@ -31,8 +31,8 @@ from amphora_driver.render.quoting import Quoted
 from amphora_driver.validation import l7, regex
 
 _REMEMBERED = 8_192
-# Percent-encoding makes a text at most three times as long. The limit of an encoded value is four times the limit of a
-# plain value, so it permits every encoded value.
+# The renderer expands some values. For example, percent-encoding makes a text at most three times as long. The limit
+# for expanded values is therefore four times the limit for plain values.
 _LONGEST = 4 * quoting.MAX_TEXT
 
 _ACL = quoting.keywords("acl")
@@ -139,8 +139,9 @@ def _check_distinct(conditions: list[tuple[L7Policy, _Condition]]) -> None:
 def _actions(conditions: list[tuple[L7Policy, _Condition]], pools: dict[str, Quoted | None]) -> list[Quoted]:
     to_pool = L7Action.REDIRECT_TO_POOL
     backends = [pools[str(one.redirect_pool_id)] if one.action is to_pool else None for one, _ in conditions]
-    # HAProxy applies all `http-request` lines before all `use_backend` lines. All policies from the index `plain` on
-    # redirect to pools. So `use_backend` lines keep the order of these policies.
+    # HAProxy applies all `http-request` lines before all `use_backend` lines. From the index `plain` on, all policies
+    # redirect to pools. The renderer can therefore write `use_backend` lines for these policies without a change of
+    # their order.
     plain = len(backends)
     while plain and backends[plain - 1] is not None:
         plain -= 1
@@ -252,8 +253,8 @@ def _fetches(rule: L7Rule) -> tuple[str, ...]:
     fixed = _FIXED.get(rule.type)
     if fixed is not None:
         return _PATH if _is_suffix(rule) else fixed
-    # HAProxy parses the arguments of a fetch again, with double quotes. `check_l7rule` permits only token characters in
-    # the key of an L7 rule, so no key ends the quotes.
+    # HAProxy parses the arguments of a fetch a second time, so the key of a header or cookie is in double quotes.
+    # `check_l7rule` permits only token characters in the key, so no key contains a double quote.
     if rule.type is L7RuleType.HEADER:
         # If one value of a comma-separated header contains a text, the whole header line contains the text too. So a
         # rule with CONTAINS compares only the whole line.

@@ -53,8 +53,8 @@ class Quoted(str):
         raise TypeError("a Quoted value comes from amphora_driver.render.quoting only")
 
 
-# The constructor of Quoted always raises an error. Only `_quoted` creates Quoted strings, because `str.__new__` does
-# not call `__init__`.
+# `Quoted.__init__` always raises an error. `str.__new__` does not call `__init__`, so only `_quoted` can create Quoted
+# strings.
 _quoted: Callable[[str], Quoted] = partial(str.__new__, Quoted)
 _PRINTABLE = frozenset({Quoted, int})
 

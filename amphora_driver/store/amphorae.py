@@ -261,8 +261,8 @@ def last_heartbeats(connection: sa.Connection, amphora_ids: Sequence[str] | None
 
 def record_heartbeats(connection: sa.Connection, heard: Sequence[LastHeartbeat]) -> None:
     """Record heartbeats in bulk; a newer heartbeat, recorded by another health manager, stays."""
-    # Every writer updates rows in the order of the row ids. So concurrent writers wait for each other and cannot
-    # deadlock.
+    # Every writer updates rows in the order of the row ids. One of two concurrent writers then waits for the other one,
+    # and no deadlock occurs.
     for some in chunks(sorted(heard, key=lambda one: one.amphora_id)):
         # The health manager inserts no heartbeat row for a deleted amphora, because no other code would ever delete the
         # row.

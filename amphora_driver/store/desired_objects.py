@@ -70,8 +70,8 @@ _SINCE = sa.select(
     _ALIVE.label("alive"),
 ).where(_OBJECT.load_balancer_id == _OF, sa.or_(_OBJECT.generation >= sa.bindparam("known"), _OBJECT.id == _OF))
 # The query returns the listeners and L7 policies that refer to a pool. The query also returns the members of the pool
-# with a given address and port. The query searches a member's JSON for two patterns: the port either precedes another
-# field, or ends the JSON object.
+# with a given address and port. In a member's JSON text, the address and the port either precede another field or end
+# the text. The query has a search pattern for each of the two cases.
 _AROUND = sa.union_all(
     _USERS,
     sa.select(_OBJECT.kind, _OBJECT.id, _OBJECT.parent_id).where(

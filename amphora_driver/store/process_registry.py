@@ -42,8 +42,8 @@ class ProcessRegistration:
         self._name = name
         self._kind = kind
         self._beat = 0
-        # Another process may delete the database row of this process. The field keeps the drain state, so that this
-        # process can insert the same row again.
+        # Another process may delete the database row of this process. The field then restores the drain state in a new
+        # row.
         self._draining = False
 
     def heartbeat(self, *, jobs: int = 0, working: bool = True) -> bool:

@@ -152,7 +152,8 @@ class RequestRecorder:
             if pending:
                 _finish(connection, load_balancer_id, generation, (), _RESIZE, load_balancer_id)
             else:
-                # Octavia knows nothing of this generation, so no transaction of Octavia can revert it.
+                # Octavia does not take part in this change, so Octavia cannot revert it. The driver therefore commits
+                # the generation immediately.
                 commit_last_generation(connection, load_balancer_id)
                 _record_request(connection, load_balancer_id, generation, _RESIZE, load_balancer_id)
             return found
@@ -225,8 +226,8 @@ class RequestRecorder:
                 after = _shift_policies(connection, generation, after)
             desired_objects.update_objects(connection, generation, [after])
             if kind is Kind.LOAD_BALANCER:
-                # Octavia does not call the driver when a user changes the security groups of a VIP. So the provider
-                # agent reads the load balancer from Octavia after each update.
+                # If a user changes the security groups of a VIP, Octavia does not call the driver. The provider agent
+                # therefore reads the load balancer from Octavia after every update of another property.
                 pending_rereads.request_object_reread(connection, load_balancer_id, kind, object_id)
             _sync_secrets(connection, load_balancer_id, before, after, fields, contents or {})
             _reread_unread_listeners(connection, load_balancer_id, before)
@@ -402,8 +403,8 @@ def _record_request(
 ) -> None:
     accepted = {"load_balancer_id": load_balancer_id, "generation": generation, "accepted_at": time.time()}
     added = connection.execute(request.insert(), {**accepted, "action": action, "object_id": object_id})
-    # Each call of Octavia inserts one `request` row. If the row exists later, the transaction of the call was
-    # committed.
+    # Each recorded request inserts one `request` row. If the row exists after the connection is lost, the database has
+    # committed the transaction of the request.
     (row,) = added.inserted_primary_key or (None,)
     set_commit_marker(connection, _REQUEST_MARKER, {"row": row, "of": load_balancer_id})
     if generation % _PURGE_INTERVAL == 0:

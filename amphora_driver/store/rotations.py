@@ -309,8 +309,8 @@ def _restart_item(connection: sa.Connection, found: Rotation, item: RotationItem
         amphorae = msgspec.json.encode([*item.amphorae, *wrong]).decode()
         values = {"state": ItemState.WAITING.value, "amphorae": amphorae, "begun_at": None}
     _update_item(connection, found.id, item, ended_at=None, reason=None, **values)
-    # When an image rotation retries a failed load balancer, the controller also retries the load balancer's job at
-    # once, without back-off.
+    # When an image rotation retries a failed load balancer, the controller retries the load balancer's job immediately
+    # and without back-off.
     update_job(connection, item.load_balancer_id, job.c.op == "apply", dirty=True, due_at=URGENT, attempts=0)
 
 

@@ -45,7 +45,8 @@ class SparePoolSpec(msgspec.Struct, frozen=True, kw_only=True):
     def id(self) -> str:
         """The id of the pool with this specification."""
         values = msgspec.structs.asdict(self)
-        # Controllers of the former version do not know `compute_zones`. Without zones, both versions need the same id.
+        # Controllers of the previous version do not know `compute_zones`. Without zones, both versions must compute the
+        # same id.
         if self.compute_zones is None:
             del values["compute_zones"]
         return str(uuid.uuid5(_NAMESPACE, msgspec.json.encode(values).decode()))
@@ -158,8 +159,8 @@ def set_spare_pool(
 
 
 def _insert_pool(connection: sa.Connection, spec: SparePoolSpec) -> None:
-    # If two controllers insert the same spare pool at once, the second insert fails. The second controller then retries
-    # the job.
+    # If two controllers insert the same spare pool at the same time, the second insert fails. The second controller
+    # then retries the job.
     row = {"load_balancer_id": spec.id, "compute": spec.compute, "network": spec.network, "op": OP, "due_at": URGENT}
     # The generation of a spare pool is always zero, because a spare pool has no configuration to serve.
     connection.execute(job.insert().values(**row, generation=0, spares=msgspec.json.encode(spec).decode()))

@@ -219,8 +219,8 @@ def mark_reported(connection: sa.Connection, reports: Sequence[StatusReport]) ->
     for report in reports:
         by_version[report.version].append(report.object_id)
     for version, told in by_version.items():
-        # Every writer updates rows in the order of the row ids. So concurrent writers wait for each other and cannot
-        # deadlock.
+        # Every writer updates rows in the order of the row ids. One of two concurrent writers then waits for the other
+        # one, and no deadlock occurs.
         for ids in chunks(sorted(told)):
             connection.execute(_MARK_REPORTED, {"ids": ids, "told": version})
     deleted = [report for report in reports if report.provisioning is Provisioning.DELETED]

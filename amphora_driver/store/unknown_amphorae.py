@@ -24,8 +24,8 @@ MAX_ROWS = 100
 # The table keeps at most five unknown amphorae for each sender address. More ids from one address are a mistake or an
 # attack.
 MAX_ROWS_PER_ADDRESS = 5
-# A health manager deletes the row of an unknown amphora after a day without heartbeats. In a full table, a new unknown
-# amphora replaces a row without heartbeats in the last five minutes.
+# A health manager deletes the row of an unknown amphora after a day without heartbeats. If the table is full, a new row
+# replaces the row with the oldest heartbeat. That heartbeat must be more than five minutes old.
 _PURGED_AFTER = 86_400.0
 _REPLACED_AFTER = 300.0
 _LONGEST_ADDRESS = 64

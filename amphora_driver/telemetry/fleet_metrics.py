@@ -186,8 +186,8 @@ def _control_plane_metrics(fleet: FleetSnapshot) -> Iterator[Metric]:
     for (kind, draining), number in sorted(counted.items()):
         seen.add_metric([kind, draining], number)
     yield seen
-    # The metrics show the age of the newest heartbeat for each kind of process. The processes are sorted by time, so
-    # the newest heartbeat replaces the older ones in the dict.
+    # The dict keeps the last heartbeat of each kind of process. The processes are sorted by the time of their
+    # heartbeats, so the last one is the newest.
     youngest = {one.kind: one.seen_at for one in sorted(fleet.processes, key=lambda one: one.seen_at)}
     ages = {kind: max(0.0, fleet.at - seen_at) for kind, seen_at in sorted(youngest.items())}
     yield _by("amphora_fleet_process_age_seconds", "Age of the newest heartbeat of a process.", "kind", ages)

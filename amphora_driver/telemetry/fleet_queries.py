@@ -44,8 +44,8 @@ MAX_AMPHORAE = 50_000
 MAX_ROWS = 200
 MAX_FAILOVERS = 12
 MAX_ROTATIONS = 3
-# Seconds by which two consecutive reads of ended fail-overs overlap. A slow transaction may commit the end of a
-# fail-over late.
+# Seconds by which two consecutive reads of ended fail-overs overlap. Without the overlap, the reads could miss a
+# fail-over whose transaction commits late.
 _OVERLAP = 60.0
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -106,8 +106,8 @@ _AMPHORAE = (
     .order_by(_AMPHORA.c.load_balancer_id, _AMPHORA.c.created_at, _AMPHORA.c.id)
     .limit(MAX_AMPHORAE)
 )
-# With the condition on the generation, the database can use an index. So the query reads no old requests of a load
-# balancer.
+# The condition on the generation lets the database use an index. The query then does not read the old requests of a
+# load balancer.
 _ACCEPTED = (
     sa.select(_WORK.c.load_balancer_id, sa.func.min(tables.request.c.accepted_at).label("accepted_at"))
     .join(tables.request, tables.request.c.load_balancer_id == _WORK.c.load_balancer_id)

@@ -115,8 +115,8 @@ def _key(option: str, material: SecretMaterial) -> _ServerKey:
         # A private key may be unencrypted although the secret contains a passphrase. So the driver tries to read the
         # key again without a password.
         with contextlib.suppress(*_LIBRARY_ERRORS):
-            # The driver does not check the primes of an RSA key, which would take 0.1 s. The later comparison of the
-            # key with the certificate is sufficient.
+            # The option makes the library skip the check of an RSA key's primes, which would take 0.1 s. The later
+            # comparison of the key with the certificate is sufficient.
             key = load_pem_private_key(block, password, unsafe_skip_rsa_key_validation=True)
             break
     else:
@@ -169,8 +169,8 @@ def _chain(leaf: x509.Certificate, others: list[x509.Certificate]) -> list[x509.
 def _authorities(option: str, text: Secret) -> list[x509.Certificate]:
     found = _certificates(option, list(_blocks(text, b"CERTIFICATE")))
     for one in found:
-        # A user may list the self-signed certificate of a member instead of a CA. So the driver accepts self-signed
-        # certificates that belong to no CA.
+        # A user may list the self-signed certificate of a member instead of a CA certificate. The driver therefore
+        # accepts a self-signed certificate that is no CA certificate.
         if one.issuer != one.subject and not _may_sign(one):
             _refuse(option, "a certificate in it does not belong to a certificate authority")
     return found

@@ -26,8 +26,8 @@ from amphora_driver.validation.unsupported import NOT_SUPPORTED, refuse, require
 _PROXIED = (PoolProtocol.HTTP, PoolProtocol.TCP, PoolProtocol.HTTPS, PoolProtocol.PROXY, PoolProtocol.PROXYV2)
 POOL_PROTOCOLS = (*_PROXIED, PoolProtocol.UDP, PoolProtocol.SCTP)
 ALGORITHMS = tuple(Algorithm)
-# For the vnic_type `direct` of a member, Octavia requires the flavor key allow_member_sriov. The driver accepts that
-# key only if the network backend supports the key.
+# Octavia permits the vnic_type `direct` for a member only if the flavor sets allow_member_sriov. The driver accepts
+# this key only if the network backend supports the key.
 VNIC_TYPES = (None, "", "normal", "direct")
 MAX_WEIGHT = 256
 MAX_TIMEOUT = 2**31 - 1

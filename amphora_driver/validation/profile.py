@@ -27,8 +27,8 @@ _TLS = ("tls_minimum_version", "tls_ciphers")
 _SAME_NAME = ("compute_flavor", *_TLS, "connection_logging", "log_format", "client_address", *flavors.NETWORK_KEYS)
 
 
-# A change of one of these values needs other machines or ports, so the amphorae are replaced. All other values are part
-# of the configuration that a controller pushes.
+# A change of one of these values needs other machines or ports, so the controller replaces the amphorae. For a change
+# of any other value, a push is sufficient.
 _OF_AMPHORAE = ("topology", "compute_flavor", "image_tag", *availability_zones.COMPUTE_KEYS, *flavors.NETWORK_KEYS)
 
 

@@ -50,8 +50,8 @@ _ERROR_MATCHLIMIT = -47
 _FIRST_IS_START = 2
 
 # The driver matches the user's pattern with texts of about 64 characters, and limits the number of PCRE2's steps. The
-# limit grows from trial to trial. The largest limit is a million steps, a hundred times HAProxy's limit. If the cost
-# grows with the fourth power of the text length, the pattern passes: 64^4 / 4! is below a million.
+# driver raises the limit from trial to trial. The largest limit is a million steps, a hundred times HAProxy's limit. A
+# pattern passes if its number of steps grows with the fourth power of the text length: 64^4 / 4! is below a million.
 _TRIAL_STEPS = (100, 1_000, 8_000, 60_000, 400_000, 1_000_000)
 _TRIAL_LENGTH = 64
 # PCRE2 counts the steps separately for each start position in a text. So the driver also limits the total length of all
@@ -159,8 +159,8 @@ _PIECE = re.compile(
     r"(?P<literal>\\Q(?P<quoted>.*?)(?:\\E|$))|(?P<escape>\\.)|(?P<set>\[\^?\]?(?:\\.|\[:\w+:\]|[^\]\\])*\])"
     rf"|(?P<group>\((?:\?(?:[:=!>|]|<[=!]|P?<\w+>|'\w+'|[\w^-]*[:)]))?)|(?P<quantifier>{_QUANTIFIER})|(?P<other>.)"
 )
-# A pattern may repeat a group by a reference, without a quantifier. If a pattern contains such a reference, the driver
-# treats every part of the pattern as repeated.
+# In a pattern, a reference to a group can repeat the group without a quantifier. The driver treats every part of such a
+# pattern as repeated.
 _RECURSION = re.compile(r"\(\?(?:&|P>|[+-]?[0-9]|R)|\\g[<']|\\[1-9]|\(\?\|")
 _CLASSES = {"d": "0", "D": "a", "w": "a", "W": "-", "s": " ", "S": "a", "h": " ", "H": "a", "N": "a", "X": "a", "R": ""}
 _SAMPLES = "a0 A/-._=&%,;:@!#$'()*+?[]{}|~\"<>\\^`"

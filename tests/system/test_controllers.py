@@ -77,7 +77,7 @@ def test_a_creation_is_completed_after_a_controller_crash(cloud, stack, moment):
     def reached():
         with log.open("rb") as file:
             file.seek(begin)
-            return f": starting step {moment} ".encode() in file.read()
+            return f": the controller starts step {moment} ".encode() in file.read()
 
     made = cloud.balancers.create_load_balancer(name=f"killed-{moment.lower()}", vip_subnet_id=topology.VIP_SUBNET)
     cloud.until(reached, f"the controller starts step {moment}")

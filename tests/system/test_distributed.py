@@ -122,7 +122,7 @@ def text(stack, name):
 
 def worked_on(stack, name, begin=0):
     """Return the load balancers that a controller worked on."""
-    return set(re.findall(r"load balancer (\S+): starting step Record ", text(stack, name)[begin:]))
+    return set(re.findall(r"load balancer (\S+): the controller starts step Record ", text(stack, name)[begin:]))
 
 
 def create(cloud, name):

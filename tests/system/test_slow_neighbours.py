@@ -165,7 +165,7 @@ def test_black_holes_delay_no_other_load_balancer(cloud, stack, holes, database)
     with log.open(encoding="utf-8") as file:
         file.seek(begin)
         lines = file.readlines()
-    served = next(number for number, line in enumerate(lines) if f"{well.id}: starting step Push" in line)
+    served = next(number for number, line in enumerate(lines) if f"{well.id}: the controller starts step Push" in line)
     given_up = [number for number, line in enumerate(lines) if "again in" in line and any(one in line for one in pools)]
     assert not given_up or served < given_up[0], "the push ends before the first time-out"
     cloud.balanced(well.vip_address, {"member1": 1, "member2": 1})
