@@ -36,8 +36,8 @@ REPORTS = ("taken", "refused")
 _TRANSACTIONS = ("read", "write")
 _OTHER = "other"
 
-# The heartbeat receiver supplies a function that returns the number of accepted heartbeats, and the numbers of refused
-# heartbeats by reason.
+# Type of the function that the heartbeat receiver supplies. The function returns the number of accepted heartbeats, and
+# for each reason the number of refused heartbeats.
 HeartbeatCounts = Callable[[], tuple[int, Mapping[str, int]]]
 
 
@@ -165,8 +165,8 @@ class ProcessMetrics:
             try:
                 yield
             except Exception as error:
-                # octavia_lib raises the same error class for a connection failure and for a refusal by Octavia. Only a
-                # refusal names an object. The metric counts only connection failures.
+                # octavia_lib raises the same error class for a failed connection and for a refusal by Octavia. Only the
+                # error of a refusal contains an object id. The metric does not count refusals.
                 if getattr(error, "status_object_id", None) is None:
                     self.octavia_failures.labels(name).inc()
                 raise

@@ -16,7 +16,8 @@ import sqlalchemy as sa
 from amphora_driver.database.tables import amphora_heartbeat, listener_statistics
 from amphora_driver.health.statistics import Row
 
-# The health manager searches the database every 60 s for connection counts of silent amphorae.
+# Minimum number of seconds between two searches of the database for silent amphorae whose rows still contain open
+# connections. Only the second search may follow earlier.
 _SCAN_INTERVAL = 60.0
 
 _Order = tuple[int, int] | None

@@ -85,8 +85,8 @@ def write_rows(connection: sa.Connection, rows: Sequence[Row]) -> None:
 
     A counter that is higher in the table keeps the higher value. `version` grows in each row that changes.
     """
-    # All writers of statistics sort the rows by the primary key, because writers with different orders could deadlock
-    # in the database.
+    # Two writers of statistics that lock the same rows in different orders could cause a deadlock. All writers
+    # therefore sort the rows by the primary key.
     ordered = sorted(rows, key=lambda row: row.key)
     for begin in range(0, len(ordered), _CHUNK):
         _write_chunk(connection, ordered[begin : begin + _CHUNK])

@@ -188,8 +188,8 @@ def _set_listener_status(listener: Listener, reports: Iterable[Report], result: 
     words = [(one.listeners[listener.id].status, one.amphora_id) for one in reports if listener.id in one.listeners]
     views = [_View(_LISTENER_WORDS[word], word, amphora_id) for word, amphora_id in words if word in _LISTENER_WORDS]
     if views:
-        # If two amphorae report different statuses of a listener, the worse status counts. For example, an amphora with
-        # traffic reports FULL, while its idle peer reports OPEN.
+        # If two amphorae report different statuses of a listener, the worse status applies. For example, an amphora
+        # with traffic reports FULL, while its idle peer reports OPEN.
         worst = max(views, key=lambda view: view.rank)
         result[listener.id] = ObjectStatus(Kind.LISTENER, worst.status, worst.describe())
 

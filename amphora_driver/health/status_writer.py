@@ -176,7 +176,8 @@ class StatusWriter:
             self._log_silent(load_balancer_id, state, [each for each in trusted if each not in reports])
             newest = max((reports[each].generation or 0 for each in live), default=0)
             # An amphora may report a generation above the recorded generation of the load balancer. Without the limit
-            # by `min`, each heartbeat of this amphora would cause a database read.
+            # by `min`, later generations could be below `state.served`, and the health manager would not read their
+            # objects.
             served = min(newest, one.generation)
             if served > state.served:
                 # A new configuration of a load balancer may contain objects without statuses in the database, so the

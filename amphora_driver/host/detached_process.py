@@ -152,8 +152,8 @@ def signal_and_wait(processes: Sequence[Process], number: signal.Signals, second
     deadline = time.monotonic() + seconds
     for process in processes:
         process.signal(number)
-    # The driver calls `wait` for every process, even after a time-out of another process. The function `wait` also
-    # reaps child processes that have ended.
+    # The driver calls `wait` for every process, even if an earlier process did not end in time. The function `wait`
+    # also reaps child processes that have ended.
     ended = [process.wait(max(0.0, deadline - time.monotonic())) for process in processes]
     return all(ended)
 

@@ -72,8 +72,8 @@ def remove(name: str) -> None:
     place = path(name)
     while exists(name):
         _check_result(_LIBC.umount2(os.fsencode(place), _MNT_DETACH), f"unmount {place}")
-    # The mount namespaces of amphorae contain copies of a network namespace's mount. The removal of the mount point
-    # also detaches the copies.
+    # The mount of a network namespace also exists as a copy in the mount namespaces of amphorae. The kernel detaches
+    # these copies when the driver removes the mount point.
     place.unlink(missing_ok=True)
 
 

@@ -51,8 +51,8 @@ DUTY = "audit"
 _LONGEST_ROUND, _SHORTEST_ROUND = 5.0, 0.2
 # Number of rounds of the drift audit in one audit interval.
 _ROUNDS = 10
-# Factor by which a round of the drift audit may query more amphorae than the audit interval requires. The additional
-# queries repeat failed ones.
+# Maximum number of amphorae that a round of the drift audit queries, as a multiple of the number that the audit
+# interval requires. The additional queries repeat failed ones.
 _RESERVE = 1.5
 # Time-out in seconds of a query from the drift audit to an agent.
 _AGENT_TIMEOUT = 5.0
@@ -63,18 +63,19 @@ _MOST_REMEMBERED = 10_000
 _SETTINGS_PAUSE = 10.0
 # Maximum duration of a round of the drift audit in seconds.
 _ROUND_TIMEOUT = 20.0
-# Maximum number of seconds for which a round waits for answers. After each wait, the round checks whether it must end.
+# Maximum duration in seconds of one wait for answers. After each wait, the round checks whether it must end.
 _CHECK_EVERY = 0.2
 # One controller at a time holds the lease of the drift audit. Seconds until the lease expires without a renewal.
 _DUTY_LEASE = 60.0
 # Seconds between two renewals of the lease of the drift audit.
 _RENEW_EVERY = 10.0
-# Number of queries per thread of the drift audit: one query runs, and one waits for the thread.
+# Maximum number of unanswered queries per thread of the drift audit. One query runs, and the other one waits for the
+# thread.
 _QUEUED = 2
 # If the generation that an amphora reports exceeds the recorded generation by more than this number, the drift audit
 # regards the reported generation as impossible.
 _IMPLAUSIBLE = 2**31
-# Marks the end of the sequence of amphorae that are due for an audit.
+# The function `next` returns this value after the last amphora that is due for an audit.
 _END = object()
 
 
@@ -150,7 +151,8 @@ class _Target(msgspec.Struct, frozen=True):
     digest: str
 
 
-# The state that an agent reports, and why its settings differ from the configured ones: empty if they are equal.
+# The state that an agent reports, and the reason why the agent still has other settings than the configured ones. The
+# reason is empty if the settings are equal.
 _Answer: TypeAlias = "tuple[BundleState, str]"
 
 
@@ -172,15 +174,14 @@ class DriftAuditor:
         self._most: int = audit.most_at_once
         self._pause: float = audit.renderer_pause
         self._round = min(max(self._interval / _ROUNDS, _SHORTEST_ROUND), _LONGEST_ROUND)
-        # By id of each amphora whose audit failed or was postponed: the time of the next attempt, on the clock of
-        # `time.monotonic()`.
+        # The keys are ids of amphorae whose audit failed or was postponed. The values are the times of the next
+        # attempts, on the clock of `time.monotonic()`.
         self._retry_at: dict[str, float] = {}
-        # Ids of load balancers whose configuration this version of the driver renders differently (drift RENDERER), in
-        # the order of detection.
+        # The keys are ids of load balancers with the drift RENDERER, in the order of detection.
         self._outdated: dict[str, None] = {}
         self._pushed_at = time.monotonic()
-        # By load balancer id: the fingerprint of the content at the last push because of drift RENDERER. The drift
-        # audit does not request a second such push of the same content.
+        # The keys are load balancer ids. A value is the fingerprint of the content at the last push because of the
+        # drift RENDERER. The drift audit does not request a second such push of the same content.
         self._pushed: dict[str, str] = {}
         self._renewed_at = 0.0
 
@@ -263,8 +264,8 @@ class DriftAuditor:
                     done += self._handle_answer(asked.pop(answer), answer)
         finally:
             for answer, target in asked.items():
-                # A query that is still running may never end. The drift audit therefore postpones this amphora and
-                # audits the others first.
+                # The method `cancel` returns False if the query still runs. Such a query may never end. The drift audit
+                # therefore postpones this amphora and audits the others first.
                 if answer.done():
                     done += self._handle_answer(target, answer)
                 elif not answer.cancel():
@@ -388,8 +389,8 @@ class DriftAuditor:
         if len(self._pushed) >= _MOST_REMEMBERED:
             self._pushed.clear()
         self._pushed[of] = _fingerprint(recorded)
-        # The controller revokes the confirmation of only one amphora. The resulting push sends a new generation to all
-        # amphorae.
+        # The controller requests the push by a change in the database: it revokes the confirmation of the generation.
+        # The change of one amphora is enough, because the push sends a new generation to all amphorae.
         first = different[0]
         why = "renderer: this version renders the load balancer in another way"
         if self._database.write(lambda c: config_drift.revoke_confirmation(c, first.id, recorded.generation, why)):

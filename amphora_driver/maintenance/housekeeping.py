@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 _DUTY = "housekeeping"
-# Maximum number of load balancers that get new TLS ticket keys in one round of housekeeping. Each of them needs a push.
+# Maximum number of load balancers that get new TLS ticket keys in one round of housekeeping. Each of these load
+# balancers needs a push.
 _MOST_ROTATED = 200
 # Maximum number of transactions in which one round purges old fail-overs from the database. The next round purges the
 # rest.
@@ -82,7 +83,7 @@ class Housekeeping:
         grace: float = self._conf.amp_controller.forget_vip_after
         before = self._database.now() - grace
         # After a jump of the database clock, the ages of VIP claims are not reliable. Housekeeping then releases no
-        # VIPs until `grace` seconds have passed.
+        # VIPs for `grace` seconds.
         if self._database.seconds_since_clock_jump() < grace:
             return
         orphans, served = self._database.read(lambda c: vip_claims.list_settled_claims(c, before))

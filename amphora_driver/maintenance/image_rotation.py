@@ -40,17 +40,17 @@ LOG = logging.getLogger(__name__)
 DUTY = "rotation"
 # Seconds between two rounds of the image rotation.
 _EVERY = 1.0
-# Seconds for which a controller holds the duty of the image rotation.
+# One controller at a time holds the lease of the image rotation. Seconds until the lease expires without a renewal.
 _DUTY_SECONDS = 10.0
-# Maximum number of seconds that the image rotation counts for a gap between two rounds. During a longer gap, the
-# process or the database was paused.
+# If the time between two rounds of the image rotation is longer than this number of seconds, the process or the
+# database was paused. The image rotation then counts only this number of seconds.
 _LONGEST_GAP = 3.0
-# Number of waiting load balancers that one round of the image rotation considers. The first ones may be busy, so a
-# round needs several candidates.
+# Maximum number of waiting load balancers that one round of the image rotation considers. The first ones may be busy,
+# so a round needs several candidates.
 _CANDIDATES = 100
 # Number of missed heartbeats after which an amphora counts as silent.
 _MISSED = 3
-# Maximum number of seconds until the database contains a received heartbeat.
+# Maximum number of seconds between the arrival of a heartbeat and its write to the database.
 _WRITING = 2.0
 
 
@@ -71,13 +71,13 @@ class RotationWatch:
 
     def __init__(self, silence: float) -> None:
         self._silence = silence
-        # By amphora id: the newest heartbeat, whether this heartbeat arrived during the observation, and the seconds
-        # for which no newer one has arrived.
+        # The keys are amphora ids. A value contains the position of the newest heartbeat, whether this heartbeat
+        # arrived during the observation, and the seconds without a newer heartbeat.
         self._heartbeats: dict[str, tuple[tuple[int, int], bool, float]] = {}
         self._watched: dict[str, float] = {}
         self._well: dict[str, float] = {}
-        # By id of each load balancer whose amphorae are being replaced: the number of attempts of its job, and whether
-        # its status was ERROR. Both values are from the first observation.
+        # The keys are ids of load balancers whose amphorae are being replaced. A value contains the number of attempts
+        # of the job, and whether the status was ERROR. Both are from the first observation.
         self._first: dict[str, tuple[int, bool]] = {}
 
     def reset(self) -> None:
@@ -108,8 +108,8 @@ class RotationWatch:
             if item.state is ItemState.RUNNING:
                 watched[of] = self._watched.get(of, 0.0) + gap
                 before = self._first.get(of, (facts.attempts, facts.provisioning == "ERROR"))
-                # A successful job resets the number of attempts in the row of the load balancer. The number from the
-                # first observation must then decrease too.
+                # A successful job resets the number of attempts in the database. The number from the first observation
+                # then decreases too, so that the difference between the two numbers counts all later attempts.
                 first[of] = (min(before[0], facts.attempts), before[1] and facts.provisioning == "ERROR")
                 if plan.missing_condition(snapshot.rotation, item, facts) is None:
                     well[of] = self._well[of] + gap if of in self._well else 0.0
@@ -149,7 +149,8 @@ class ImageRotator:
         self._owner = owner
         self._on_due = on_due
         self._watch = RotationWatch(_MISSED * conf.amp_health.interval + _WRITING)
-        # Time of the last round of the image rotation; None while another controller holds the duty.
+        # Time of the last round of the image rotation; None while another controller holds the lease of the image
+        # rotation.
         self._last_round_at: float | None = None
 
     def run(self, stopping: threading.Event, draining: threading.Event) -> None:
@@ -184,7 +185,7 @@ class ImageRotator:
         done = self._database.write(lambda c: self._execute(c, snapshot.rotation.id, moves))
         failpoints.reach(failpoints.Point.ROTATION_MOVED)
         for move in done:
-            LOG.info("the controller made a step of image rotation %d: %s", snapshot.rotation.id, _describe(move))
+            LOG.info("the controller changed the state of image rotation %d: %s", snapshot.rotation.id, _describe(move))
             if isinstance(move, StartItem | FinishItem):
                 self._watch.forget(move.item.load_balancer_id)
         if any(isinstance(move, StartItem) for move in done):
@@ -203,8 +204,8 @@ class ImageRotator:
         rotations.lock_work(connection, locked)
         snapshot = self._watch.add_durations(self._add_heard(self._read(connection, found)))
         now = connection.execute(sa.select(clock.now(connection))).scalar_one()
-        # Another load balancer may have become ready after the transaction locked its rows. The replacement of this
-        # load balancer's amphorae starts only in the next round.
+        # A load balancer may have become ready after this transaction chose the rows to lock. Its row is then not
+        # locked, so the replacement of its amphorae starts only in the next round.
         moves = []
         for move in self._next_moves(snapshot):
             if not isinstance(move, StartItem) or move.item.load_balancer_id in locked:
@@ -253,7 +254,8 @@ class ImageRotator:
     def _read_facts(self, connection: sa.Connection, load_balancer_ids: Sequence[str]) -> dict[str, LoadBalancerFacts]:
         works = connection.execute(sa.select(job).where(job.c.load_balancer_id.in_(load_balancer_ids))).all()
         live: defaultdict[str, list[plan.AmphoraFacts]] = defaultdict(list)
-        # By load balancer id and amphora id: whether the retiring amphora drains.
+        # The outer keys are load balancer ids, and the inner keys are ids of retiring amphorae. A value tells whether
+        # the amphora drains.
         retiring: defaultdict[str, dict[str, bool]] = defaultdict(dict)
         query = sa.select(amphora).where(amphora.c.load_balancer_id.in_(load_balancer_ids))
         for row in connection.execute(query.order_by(amphora.c.created_at, amphora.c.id)):

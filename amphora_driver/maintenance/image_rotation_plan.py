@@ -139,8 +139,8 @@ def next_moves(
     if rotation.state is RotationState.RUNNING:
         moves += _start_items(rotation, waiting, facts, limits, rotation.max_unavailable - busy, breaker)
     if not items:
-        # `items` may contain only some of the waiting load balancers. The rotation has therefore ended only if `items`
-        # is empty.
+        # `items` may contain only some of the waiting load balancers. Only an empty `items` shows that no load balancer
+        # is left, and that the rotation has ended.
         aborted = rotation.state is RotationState.ABORTED
         moves.append(FinishRotation(state=RotationState.ABORTED if aborted else RotationState.DONE))
     return moves

@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from amphora_driver.plugins import Catalogue
 
 LOG = logging.getLogger(__name__)
-# The cleanup always removes up to this number of orphans of one kind, because crashes can leave a few orphans. A larger
-# number is removed only if it is at most a tenth of the objects of this kind.
+# Crashes can leave a few orphans, so the cleanup removes up to this number of orphans of one kind. It removes a larger
+# number only if at most a tenth of the objects of this kind are orphans. It never removes all objects of a kind, unless
+# there is only one.
 _MOST = 2
 _FAILED = "the orphan cleanup of backend %s failed, and the controller repeats it in the next round: %s"
 
@@ -142,9 +143,9 @@ class OrphanCleaner:
         if _is_plausible(len(due), len(existing)):
             return due
         LOG.error(
-            "%d of %d %s of backend %s have no owner: none is removed by the orphan cleanup. Check whether rows were "
-            "lost (an empty or restored database) or another deployment has the same name in this backend; "
-            "otherwise remove some of them manually",
+            "the orphan cleanup found that %d of %d objects (%s) of backend %s have no owner, and removes none of "
+            "them. Check whether the database has lost rows, and whether another deployment in this backend has the "
+            "same name; otherwise remove some of the objects manually",
             len(due), len(existing), kind.value, backend,
         )  # fmt: skip
         return []

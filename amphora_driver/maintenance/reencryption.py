@@ -25,8 +25,9 @@ from amphora_driver.model.secret_refs import Purpose, SecretName
 from amphora_driver.store import amphorae, ca_records, sealed_secrets
 
 LOG = logging.getLogger(__name__)
-# By sealed column: two parts. The first part lists the columns that determine the location of a value in addition to
-# the primary key. The second part is the function that computes the location.
+# The keys are the columns with sealed values. A value has two parts. The first part lists the columns that determine
+# the location of a sealed value in addition to the primary key. The second part is the function that computes the
+# location.
 _LOCATIONS: dict[sa.Column[Any], tuple[tuple[sa.Column[Any], ...], Callable[[sa.Row[Any]], SecretLocation]]] = {
     secret.c.sealed: (
         (),

@@ -24,15 +24,16 @@ if TYPE_CHECKING:
     from amphora_driver.reconcile.context import ReconcileContext
 
 LOG = logging.getLogger(__name__)
-# Time-out in seconds of one query or one update.
+# Time-out in seconds of one request to an agent. The request reads or changes the settings.
 _AGENT_TIMEOUT = 5.0
-# Number of amphorae in a round, as a multiple of the amphorae that are queried at the same time.
+# Maximum number of amphorae in one round, as a multiple of the number of amphorae that are queried at the same time.
 _ROUND_FACTOR = 8
-# Maximum number of seconds until a failed query or update is repeated.
+# Maximum number of seconds until the controller repeats a failed query or a failed change of settings.
 _RETRY_AFTER = 60.0
-# Number of audit intervals after which a settled amphora is queried again. The drift audit reads its digest earlier.
+# Number of audit intervals after which the controller again queries an amphora that has the configured settings. The
+# drift audit usually compares the settings earlier, and then postpones this query.
 _INTERVALS = 2
-# Maximum number of seconds for which a round waits before it checks whether it must end.
+# Maximum duration in seconds of one wait for answers. After each wait, the round checks whether it must end.
 _CHECK_EVERY = 0.2
 _NOT_FOUND = 404
 
@@ -54,7 +55,7 @@ class SettingsUpdate:
         self._wanted = agent_settings(context.conf)
         self._interval: float = context.conf.amp_drift.interval
         self._most: int = _ROUND_FACTOR * context.conf.amp_drift.most_at_once
-        # By amphora id: the time of the next query, on the clock of `time.monotonic()`.
+        # The keys are amphora ids. The values are the times of the next queries, on the clock of `time.monotonic()`.
         self._due_at: dict[str, float] = {}
 
     def run_round(self, pool: ThreadPoolExecutor, goes_on: Callable[[], bool] = lambda: True) -> int:
@@ -64,7 +65,8 @@ class SettingsUpdate:
         known = {one.id for one in ready}
         self._due_at = {one: at for one, at in self._due_at.items() if one in known}
         chosen = choose_amphorae(ready, self._due_at, moment, self._most)
-        # A query that never ends must not be repeated in each round.
+        # A query may never end. The controller therefore sets the time of the next query before it sends this query.
+        # Otherwise, every round would repeat the query.
         for one in chosen:
             self._put_off(one.id)
         asked = {pool.submit(self._query, one): one for one in chosen}
@@ -103,7 +105,8 @@ class SettingsUpdate:
             actual = self._agents.put_settings(amphora_id, address, self._wanted.encode(), deadline=deadline).digest
         except AgentError as error:
             if isinstance(error, AgentRefused) and error.status == _NOT_FOUND:
-                # An agent of an earlier version has started since the query.
+                # The agent does not know the request. It is an agent of an earlier version, which has started since the
+                # query.
                 return ""
             return f"settings: it has other heartbeat settings than configured: {error.happened}"
         if actual != self._wanted.digest:
@@ -123,5 +126,7 @@ def _log_result(one: ReachableAmphora, answer: Future[str]) -> int:
     elif error is not None:
         LOG.error("the comparison of the settings of amphora %s failed unexpectedly", one.id, exc_info=error)
     elif failure := answer.result():
-        LOG.warning("the controller cannot change the settings of amphora %s and tries again: %s", one.id, failure)
+        LOG.warning(
+            "the controller cannot change the settings of amphora %s and tries again later: %s", one.id, failure
+        )
     return int(error is None)

@@ -50,8 +50,8 @@ class LocalNetwork:
 
     supports: ClassVar[frozenset[str]] = frozenset({"vip_qos_policy_id", "vip_sg_ids", "client_address"})
     wiring: ClassVar[str] = "bridge"
-    # The bridges let all traffic to listeners pass, so the backend needs no rules for listeners. A query of all owners
-    # takes a millisecond, so no pause is needed between two queries.
+    # The bridges let traffic to listeners pass without a rule, so the backend needs no rules for listeners. A call of
+    # `owners` takes a millisecond, so no pause is needed between two calls.
     listener_rules = False
     listing_interval = 0.0
 
@@ -154,8 +154,8 @@ class LocalNetwork:
     def owners(self) -> Owners:
         query = sa.select(local_port.c.owner, local_port.c.ours).distinct()
         found = self._database.read(lambda c: c.execute(query).all())
-        # Hosts of the sandbox also own ports, so only owners with the form of an amphora id count as amphorae. VIPs may
-        # use a port that a user created. The backend releases this port but never deletes it.
+        # Hosts of the sandbox also own ports, so only owners with the form of an amphora id count as amphorae. A VIP
+        # may use a port that a user created. The backend releases such a port but never deletes it.
         return Owners(
             amphorae=frozenset(row.owner for row in found if row.ours and _AMPHORA.fullmatch(row.owner)),
             load_balancers=frozenset(
@@ -294,8 +294,8 @@ class LocalNetwork:
             try:
                 fixed.append(local_db.choose_address(connection, subnet, request.address, attempt, mine))
             except NetworkError as error:
-                # The user can choose another address, but the operator cannot solve the problem, so the error becomes a
-                # `Conflict`.
+                # The operator cannot solve the problem, but the user can choose another address. The error therefore
+                # becomes a `Conflict`.
                 raise Conflict(error.wanted, error.happened, error.remedy) from error
         return local_db.to_vips(local_db.make_port(connection, segment, vip_owner(load_balancer_id), fixed))
 

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 Json = dict[str, Any]
-# For each kind of object: its path in the Neutron API, and its singular and plural names in JSON.
+# The keys are kinds of objects. A value contains the path in the Neutron API, and the singular and the plural name in
+# JSON.
 _NAMES = {
     "ports": ("/ports", "port", "ports"),
     "networks": ("/networks", "network", "networks"),

@@ -162,7 +162,7 @@ class Groups:
         if self._neutron.has_extension("stateful-security-group"):
             body["stateful"] = stateful
         made = self._neutron.create_tagged("groups", body, objects.tags(self._deployment_id, load_balancer_id))
-        LOG.info("the network backend created the security group %s (%s)", name, made["id"])
+        LOG.info("the network backend created the security group %s with the id %s", name, made["id"])
         return made
 
     def _complete(self, group: Mapping[str, Any], rules: frozenset[Rule], *, exact: bool) -> None:

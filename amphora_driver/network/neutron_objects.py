@@ -96,7 +96,8 @@ def amphora_port_body(
         "binding:vnic_type": request.vnic_type,
     }
     if request.subnet_ids:
-        # Neutron makes a port without any address of an empty list, and chooses addresses if the list is missing.
+        # If the list `fixed_ips` is empty, Neutron creates a port without any address. If the list is missing, Neutron
+        # chooses the addresses.
         body["fixed_ips"] = [{"subnet_id": subnet_id} for subnet_id in request.subnet_ids]
     if request.vnic_type == DIRECT:
         body |= {"port_security_enabled": False, "security_groups": []}
@@ -199,7 +200,8 @@ def to_vips(port: Json, wanted: Sequence[VipRequest]) -> tuple[Vip, ...] | None:
     """Return the VIPs in the order of the request; None if the port has no address for one of them."""
     left = [(one["subnet_id"], one["ip_address"]) for one in port["fixed_ips"]]
     chosen: dict[int, tuple[str, str]] = {}
-    # The most exact VIP request chooses its address first, so that a less exact request cannot take this address.
+    # A VIP request may contain an address, a subnet, both or neither. A request with more of this data chooses its
+    # address first. Otherwise, a request with less data could take this address.
     for exact in (3, 2, 1, 0):
         for number, request in enumerate(wanted):
             score = 2 * bool(request.address) + bool(request.subnet_id)

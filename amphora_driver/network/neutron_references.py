@@ -16,7 +16,8 @@ from amphora_driver.errors import UnsupportedOption
 from amphora_driver.network.neutron_client import Json, Neutron
 from amphora_driver.network.neutron_objects import choose_subnet
 
-# For each kind of object: the name of the object in error messages, and its type in Neutron's RBAC policies.
+# The keys are kinds of objects. A value contains the name of the object in error messages, and its type in Neutron's
+# RBAC policies.
 _TYPES = {
     "networks": ("network", "network"),
     "policies": ("QoS policy", "qos_policy"),

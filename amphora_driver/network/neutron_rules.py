@@ -22,8 +22,8 @@ _VRRP = "112"
 # Ports that amphorae open for each other. HAProxy synchronizes stick tables over the TCP port. The UDP port is for the
 # tunnel of a planned handover.
 _PEER_PORTS = (("tcp", 1025), ("udp", 4789))
-# By name or number of a protocol in Neutron: the name that the driver uses. Neutron may return a protocol under several
-# names and numbers.
+# The keys are names and numbers of protocols in Neutron's answers. The values are the names or numbers that the driver
+# uses. Neutron may return one protocol under several names and numbers.
 _NUMBERS = {"vrrp": _VRRP, "6": "tcp", "17": "udp", "132": "sctp", "ipv6-icmp": "icmpv6", "58": "icmpv6", "1": "icmp"}
 
 

@@ -44,8 +44,10 @@ class Images:
         return read((tag,), lambda: self._read(tag))
 
     def _read(self, tag: str) -> str | None:
-        # Creation times are whole seconds. The id makes the choice among images of one second the same each time.
+        # Glance stores creation times in whole seconds. If several images have the same creation time, the sort by id
+        # always puts the same image first.
         params = [("tag", tag), ("owner", self._owner), ("status", "active"), ("sort", "created_at:desc,id:desc")]
         found = self._service.request("GET", "/images", params=[*params, ("limit", "1")])["images"]
-        # The answer is checked too: the security of all amphorae depends on the owner.
+        # Glance filters the images by owner. The driver also checks the owner in the answer, because the security of
+        # all amphorae depends on it.
         return next((str(one["id"]) for one in found if one.get("owner") == self._owner), None)

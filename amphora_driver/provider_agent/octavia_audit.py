@@ -32,8 +32,8 @@ from amphora_driver.queue import local_socket, notifier
 from amphora_driver.store import desired_objects
 
 LOG = logging.getLogger(__name__)
-# A reporter is the process of the provider agent that reports statuses. At its start, it compares with Octavia all load
-# balancers that changed within this number of seconds. The previous reporter may have ended before it finished its own
+# The reporter is the process of the provider agent that reports statuses. At its start, it compares load balancers with
+# Octavia if they changed within this number of seconds. The previous reporter may have ended before it finished these
 # comparisons.
 _LOOK_BACK = 600.0
 # Shortest and longest delay in seconds after a failed comparison with Octavia. The delay grows, because a read that

@@ -217,8 +217,8 @@ class OctaviaReader:
         """Read each listener and pool separately, and return whether the result is enough to serve."""
         tree = self._database.read(lambda connection: desired_objects.load_tree(connection, row.load_balancer_id))
         contents: dict[SecretName, SealedSecret] = {}
-        # If the recorded load balancer has an `unread` listener, an earlier call has already tried to read each
-        # listener separately.
+        # A listener is `unread` if an earlier call could not read it from Octavia. This earlier call has already tried
+        # to read each listener separately.
         repeated = any(one.unread for one in tree.listeners)
         # Octavia returns a listener only together with its pools, so an unreadable secret of a pool makes the listener
         # unreadable too.

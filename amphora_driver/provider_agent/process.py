@@ -32,7 +32,7 @@ LOG = logging.getLogger(__name__)
 # whole processor.
 _RESTART_DELAY = 0.2
 # Seconds between two checks whether the provider agent must stop. The processes do not wait for octavia-driver-agent's
-# exit event: if a waiting process died, octavia-driver-agent would block forever.
+# exit event. If a process died during such a wait, octavia-driver-agent would block forever when it sets the event.
 _POLL_INTERVAL = 0.5
 # The supervisor of the provider agent kills a child process that does not stop within 3 s.
 _STOP_TIMEOUT = 3.0

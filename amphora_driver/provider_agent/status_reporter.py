@@ -53,8 +53,8 @@ _UNREACHABLE = (
     octavia_errors.UpdateStatisticsError,
     OSError,
 )
-# The reporter repeats a refused status of a child object with a growing back-off. Until Octavia accepts the status, the
-# reporter also delays the status of the load balancer, but not after the back-off exceeds this number of seconds.
+# The reporter repeats a refused status of a child object with a growing back-off. While this back-off is at most this
+# number of seconds, the reporter also delays the status of the load balancer.
 _MAX_CHILD_BACKOFF = 2.0
 # A call to Octavia lasts at most 30 s. So a reporter whose last round began more than 45 s ago counts as not working.
 _MAX_ROUND_AGE = 45.0
@@ -213,7 +213,7 @@ class Reporter:
             return True
         if now < self._yield_until:
             return False
-        # `_held_until` is the time half a lease before the reporting duty expires. If the reporter renews the lease
+        # `_held_until` is half a lease time before the expiry of the reporting duty. If the reporter renews the lease
         # before the expiry, the reporter has held the duty without interruption.
         kept = now < self._held_until + _DUTY_SECONDS / 2
         if not jobs.acquire_duty(self._database, _DUTY, self._name, _DUTY_SECONDS):

@@ -258,8 +258,8 @@ _WORK_ROW = sa.select(
 _REMOVED = sa.select(desired_object.c.id).where(
     desired_object.c.load_balancer_id == sa.bindparam("of"), desired_object.c.removed
 )
-# `_FAILURE_REPORTED` matches an object if Octavia has received the object's status ERROR. It excludes objects that a
-# user has deleted: their status in Octavia must still become DELETED.
+# `_FAILURE_REPORTED` matches an object whose status ERROR Octavia has already received. It does not match an object
+# that a user has deleted, because Octavia must still receive the status DELETED of this object.
 _FAILURE_REPORTED = sa.and_(
     object_status.c.provisioning == Provisioning.ERROR.value,
     object_status.c.settled <= object_status.c.reported,

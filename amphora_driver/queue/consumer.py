@@ -90,8 +90,8 @@ class ControllerConsumer(_Consumer):
         for name in _VERBOSE_LOGGERS:
             logging.getLogger(name).setLevel(logging.WARNING)
 
-        # Celery registers only functions that have a name as tasks, and the function `on_hint` may have none. The
-        # nested function therefore calls `on_hint`.
+        # Celery needs the attribute `__name__` of a task function, and `on_hint` may not have this attribute. The
+        # nested function has the attribute and calls `on_hint`.
         def handle_hint(load_balancer_id: str | None) -> None:
             on_hint(load_balancer_id)
 
@@ -99,7 +99,7 @@ class ControllerConsumer(_Consumer):
 
     def stop(self, seconds: float) -> None:
         self._ending.set()
-        # Celery's global flag `should_stop` ends the Celery worker of the process, from any thread.
+        # Any thread can end the Celery worker of the process with Celery's global flag `should_stop`.
         state.should_stop = 0
         super().stop(seconds)
         if not self._thread.is_alive():

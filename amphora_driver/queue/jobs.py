@@ -27,15 +27,15 @@ from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import amphora, duty, job, request
 from amphora_driver.errors import LeaseLost
 
-# If a job's lease ends later than this number of lease times from now, the database clock was set back. The number is
-# high, because hosts may configure different lease times.
+# If more than this number of lease times remain until the end of a job's lease, the database clock was set back. The
+# number is high, because hosts may configure different lease times.
 _LEASES = 4
-# The corresponding number for the lease of a duty.
+# If more than this number of lease times remain until the end of a duty's lease, the database clock was set back.
 _DUTIES = 10
-# Minimum of both limits in seconds.
+# Minimum number of seconds for each of the two limits.
 _LEAST = 60.0
-# After a crash of a controller, the job of the load balancer waits half a second for each earlier crash since the last
-# progress.
+# After a crash of a controller, the job of the load balancer waits before the next attempt. It waits this number of
+# seconds for each earlier crash since the last progress of the job.
 _CRASH_BACKOFF = 0.5
 
 
@@ -165,8 +165,8 @@ class Jobs:
 
         def write(connection: sa.Connection) -> None:
             guard_lease(connection, lease)
-            # If a newer request or an urgent event has arrived, the job is due at once. Otherwise the job is due after
-            # the pause.
+            # If a newer request or an urgent event has arrived, the job is due immediately. Otherwise, the job is due
+            # after the pause.
             came = sa.or_(job.c.generation > generation, _URGENT)
             if not readable:
                 came = sa.or_(came, sa.not_(job.c.read_back))
@@ -288,8 +288,8 @@ def _due(
 _OF: sa.BindParameter[Any] = sa.bindparam("of")
 _MINE = (job.c.load_balancer_id == _OF, job.c.owner == sa.bindparam("whose"), job.c.epoch == sa.bindparam("under"))
 _THEIRS = amphora.c.load_balancer_id == job.c.load_balancer_id
-# An amphora is behind if the agent has not confirmed the newest generation. An example is an amphora that has lost the
-# configuration during the job.
+# An amphora is behind if its agent has not confirmed the newest generation. For example, an amphora that lost the
+# configuration during the job is behind.
 _IS_BEHIND = sa.exists().where(_THEIRS, amphora.c.state == "ready", amphora.c.confirmed < job.c.generation)
 _IS_LEAVING = sa.exists().where(_THEIRS, amphora.c.state == "retiring")
 _SEEN = sa.bindparam("seen", type_=sa.BigInteger)
@@ -314,8 +314,9 @@ _COMPLETE_FOR_NOW = (
     .where(*_MINE)
     .ordered_values(("due_at", sa.case((_DUE_AGAIN, 0.0), else_=_AGAIN)), ("dirty", True), *_RETURNED)
 )
-# Every write under a lease increments `writes`. If another node of a Galera cluster has granted the lease to another
-# controller, Galera therefore detects a collision. A write that proves progress also resets `crashes`.
+# Every write under a lease increments `writes`. Another node of a Galera cluster may grant the same lease to another
+# controller. Both nodes then change this row, and Galera detects the conflict. A write that proves progress also resets
+# `crashes`.
 _GUARD_INTENT = job.update().where(*_MINE).values(writes=job.c.writes + 1)
 _GUARD = _GUARD_INTENT.values(crashes=0)
 _GUARD_APPLIED = _GUARD.values(applied=sa.bindparam("new_applied", type_=sa.BigInteger))

@@ -24,19 +24,22 @@ from amphora_driver.errors import AmphoraDriverError
 LOG = logging.getLogger(__name__)
 # Shortest and longest pause in seconds between two attempts to connect to the port of a booting amphora.
 _MIN_PAUSE, _MAX_PAUSE = 0.01, 0.25
-# Minimum pause between two attempts, in seconds per second that the controller has waited for the amphora.
+# Minimum pause between two attempts, as a fraction of the time for which the controller has waited for the amphora. The
+# pause never exceeds `_MAX_PAUSE`.
 _PAUSE_PER_SECOND = 0.02
-# Minimum pause between two attempts, in seconds per amphora for which the controller waits.
+# Minimum pause between two attempts in seconds, for each amphora for which the controller waits. The pause never
+# exceeds `_MAX_PAUSE`.
 _PAUSE_PER_ENTRY = 0.0005
 # Seconds after which the controller repeats an unanswered connection attempt. The kernel would repeat its SYN packet
 # only after one, three and seven seconds (RFC 6298). Most amphorae begin to listen earlier.
 _CONNECT_TIMEOUT = 0.5
-# Shortest and longest delay in seconds before the controller connects to a booting amphora again. The controller does
-# so if the amphora accepted a connection, but its agent did not answer. The delay doubles with each attempt.
+# An amphora may accept a connection although its agent does not answer. The controller then delays the next connection
+# to the amphora. The delay is `_REPEAT_DELAY` seconds, doubled for each accepted connection, and at most
+# `_MAX_REPEAT_DELAY` seconds.
 _REPEAT_DELAY, _MAX_REPEAT_DELAY = 0.05, 5.0
 _MAX_DOUBLINGS = 8
-# Seconds for which the controller remembers a successful connection to an amphora. During this time, the next
-# connection attempt is delayed.
+# The controller delays the next connection to an amphora only if the last successful one is at most this number of
+# seconds old.
 _REMEMBER_SECONDS = 60.0
 # Seconds for which the thread of `BootWait` pauses after an unexpected error.
 _ERROR_BACKOFF = 0.5
@@ -72,10 +75,11 @@ class BootWait:
         self._on_listening = on_listening
         self._lock = threading.Lock()
         self._entries: dict[str, _Entry] = {}
-        # By amphora id: the number of successful connections to the amphora, and the time of the last connection.
+        # The keys are amphora ids. A value contains the number of successful connections to the amphora, and the time
+        # of the last one.
         self._connected: dict[str, tuple[int, float]] = {}
-        # Other threads put removed entries here. Only the thread of `run` closes their sockets, because its selector
-        # may still wait for the sockets.
+        # Removed entries whose sockets may still be open. Any thread adds entries. Only the thread of `run` closes the
+        # sockets, because its selector may still wait for them.
         self._removed: list[_Entry] = []
         self._stopping = False
         self._selector = selectors.DefaultSelector()
@@ -113,8 +117,8 @@ class BootWait:
                 try:
                     self._run_once()
                 except Exception:
-                    # If the thread of `BootWait` ended, no component would report that. A job would then continue only
-                    # at the end of its planned pause, even if the agent answered earlier.
+                    # An error must not end the thread of `BootWait`, because no component would report the failure. A
+                    # job would then continue only at the end of its planned pause, even if the agent answered earlier.
                     LOG.exception(
                         "the controller failed unexpectedly while it waited for booting amphorae, and continues"
                     )

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from amphora_driver.agent.responses import Vrrp
 
 LOG = logging.getLogger(__name__)
-# After a handover, the new VIP holder forwards the connections of the draining amphora. The new holder is ready to
-# forward for this number of seconds after the end of the drain.
+# Before a handover, the controller prepares the new VIP holder to forward the connections of the draining amphora. The
+# new holder stays prepared for the drain time plus this number of seconds.
 _DRAIN_MARGIN = 5.0
 # Time-out in seconds of a query to a retiring amphora.
 _QUERY_TIMEOUT = 5.0
@@ -50,8 +50,8 @@ class AmphoraRemoval:
         self._job = job
         self._write = write
         self.holder_queried = False
-        # By amphora id: whether the amphora answered that it holds the VIPs, and the time of its last heartbeat before
-        # the answer.
+        # The keys are amphora ids. A value contains the amphora's answer whether it holds the VIPs, and the time of its
+        # last heartbeat before the answer.
         self._answers: dict[str, tuple[bool, float | None]] = {}
 
     def query_holder(self, step: steps.QueryVipHolder, by_id: dict[str, Amphora]) -> None:
@@ -67,8 +67,8 @@ class AmphoraRemoval:
         try:
             return self._agents.vrrp(amphora.id, str(amphora.management_address), deadline=deadline)
         except AgentError as error:
-            # The error may come from the preemption of this job and then says nothing about the amphora.
-            # `ensure_may_act` ends a preempted job.
+            # A preemption of this job can cause the error too. The error then says nothing about the amphora, and
+            # `ensure_may_act` ends the job.
             self._job.ensure_may_act()
             LOG.info(
                 "the controller could not ask amphora %s whether it holds the VIPs or drains connections, and "
@@ -100,8 +100,8 @@ class AmphoraRemoval:
                 address = str(partner.management_address)
                 self._agents.expect_vips(partner.id, address, drain + _DRAIN_MARGIN, deadline=self._job.deadline)
         except AgentError as error:
-            # If the job is preempted, `ensure_may_act` ends the job here. A later job repeats the request to the
-            # partner.
+            # If the job is preempted, `ensure_may_act` ends the job here. A later job then sends the request to the
+            # partner again.
             self._job.ensure_may_act()
             message = "amphora %s cannot forward open connections to amphora %s, so the VIP handover ends them: %s"
             LOG.warning(message, partner.id, amphora.id, error)

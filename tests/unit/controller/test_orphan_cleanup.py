@@ -181,7 +181,7 @@ def test_implausible_number_of_orphans_is_not_removed(database, network, sweeper
     time_passes(database)
     assert sweeper.clean_up() == 0
     assert len(network.all_ports()) == count
-    assert f"{count} of {count} ports of backend local have no owner: none is removed" in caplog.text
+    assert f"{count} of {count} objects (ports) of backend local have no owner, and removes none" in caplog.text
 
 
 @pytest.mark.parametrize(
