@@ -18,7 +18,7 @@ from amphora_agent.errors import AgentError, MachineError, MalformedSettings
 from amphora_agent.paths import Paths, write_atomically
 
 _log = logging.getLogger(__name__)
-# Limit in bytes of a document with settings.
+# Maximum size of a settings document in bytes.
 LARGEST = 64 * 1024
 _ACTION = "read the settings"
 

@@ -245,9 +245,9 @@ duty = sa.Table(
     sa.Column("leased_until", sa.Double, nullable=False),
 )
 
-# Octavia requests VIP addresses before the creation of a load balancer. The table `vip_claim` has one row for each of
-# these load balancers. The creation request may never come: Octavia may crash after `create_vip_port`, or refuse the
-# user's request.
+# Octavia requests the VIP addresses of a load balancer before it requests the creation. The table `vip_claim` has one
+# row for each load balancer between these two requests. The second request may never come: Octavia may crash after
+# `create_vip_port`, or refuse the user's request.
 vip_claim = sa.Table(
     "vip_claim",
     metadata,

@@ -144,8 +144,8 @@ class OrphanCleaner:
             return due
         LOG.error(
             "the orphan cleanup found that %d of %d objects (%s) of backend %s have no owner, and removes none of "
-            "them. Check whether the database has lost rows, and whether another deployment in this backend has the "
-            "same name; otherwise remove some of the objects manually",
+            "them, because these are too many. Check whether the database has lost rows, and whether another "
+            "deployment has the same name. If neither is true, remove objects without an owner manually",
             len(due), len(existing), kind.value, backend,
         )  # fmt: skip
         return []

@@ -16,8 +16,8 @@ from amphora_driver.errors import UnsupportedOption
 from amphora_driver.network.neutron_client import Json, Neutron
 from amphora_driver.network.neutron_objects import choose_subnet
 
-# The keys are kinds of objects. A value contains the name of the object in error messages, and its type in Neutron's
-# RBAC policies.
+# The keys are kinds of objects. Each value has two names of the kind: one for error messages, and the object type in
+# Neutron's RBAC policies.
 _TYPES = {
     "networks": ("network", "network"),
     "policies": ("QoS policy", "qos_policy"),

@@ -255,7 +255,8 @@ class Resyncer:
             self._finish(request, ResyncOutcome.UNKNOWN, detail)
             return
         LOG.warning(
-            "the resync deletes load balancer %s as requested, because Octavia does not know it", load_balancer_id
+            "load balancer %s is unknown to Octavia, so the resync deletes it, as the operator requested",
+            load_balancer_id,
         )
         self._database.write(lambda connection: sync_transactions.delete_unknown(connection, load_balancer_id))
         self._finish(request, ResyncOutcome.REMOVED)

@@ -120,7 +120,7 @@ class BootWait:
                     # An error must not end the thread of `BootWait`, because no component would report the failure. A
                     # job would then continue only at the end of its planned pause, even if the agent answered earlier.
                     LOG.exception(
-                        "the controller failed unexpectedly while it waited for booting amphorae, and continues"
+                        "an unexpected error occurred while the controller waited for booting amphorae; it continues"
                     )
                     time.sleep(_ERROR_BACKOFF)
         finally:

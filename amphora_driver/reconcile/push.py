@@ -219,8 +219,8 @@ class BundlePush:
         for amphora_id, error in answers.items():
             if error is not None and amphora_id in wave.optional:
                 LOG.warning(
-                    "retiring amphora %s does not accept the push of generation %d, so the controller "
-                    "continues without it: %s",
+                    "amphora %s, which is being replaced, did not accept the push of generation %d; the controller "
+                    "continues without this amphora: %s",
                     amphora_id,
                     generation,
                     error,

@@ -221,8 +221,8 @@ def _behind(pool: Pool, vips: tuple[Vip, ...] | None, failed: Collection[str], r
     monitor = pool.healthmonitor
     checked = None
     if monitor is not None and monitor.id not in failed:
-        # The L4 daemon of an amphora serves a pool with an invalid health monitor without health checks, as HAProxy
-        # does.
+        # If the health monitor of a pool is invalid, the L4 daemon serves the pool without health checks. HAProxy does
+        # the same.
         checked = render_errors.try_render(lambda: (_monitor(monitor, pool),), monitor.id, refused)
     _check_id(pool.id)
     options.check_pool(pool)

@@ -38,7 +38,7 @@ Contents = Mapping[SecretName, SealedSecret]
 # The request history names object kinds in the singular and without an underscore, for example `l7policy`.
 _KIND_NAMES = {kind: kind.value[:-1] for kind in Kind} | {Kind.L7POLICY: "l7policy"}
 LOG = logging.getLogger(__name__)
-# Every 50th request of a load balancer deletes old entries of the request history, and keeps the newest 200 entries.
+# Length of the request history of a load balancer. At each 50th request, the driver deletes the entries beyond it.
 _HISTORY_LENGTH = 200
 _PURGE_INTERVAL = 50
 _RESIZE = "resize"

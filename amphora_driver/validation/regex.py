@@ -58,8 +58,8 @@ _TRIAL_LENGTH = 64
 # test texts.
 _TRIAL_OCTETS = 64 << 10
 
-# The driver embeds the user's pattern in a longer pattern. A recursion of the whole pattern would repeat the longer
-# pattern, so the driver refuses such a recursion.
+# The driver embeds the user's regular expression in a longer one. There, `(?R)` would repeat the longer expression, so
+# the driver refuses `(?R)` and its other spellings.
 _WHOLE = re.compile(r"\(\?(?:R|0|&0)\)|\(\?[+-]?0\)|\\g[<'][+-]?0[>']")
 
 
