@@ -371,8 +371,8 @@ class Haproxy:
         """
         deadline = time.monotonic() + _STOPPING_SECONDS
         with suppress(HaproxyError):
-            # An old HAProxy worker that does not answer is frozen. A frozen worker accepts no connections either. So the
-            # agent continues without the answer.
+            # An old HAProxy worker that does not answer is frozen. A frozen worker accepts no connections either, so
+            # the agent continues without the answer.
             while old is not None and time.monotonic() < deadline:
                 if "\nStopping: 0\n" not in self.master.ask(f"@!{old} show info", seconds=_STOPPING_SECONDS):
                     return
