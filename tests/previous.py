@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 # An older commit with the present schema and wire format: its controllers and agents work beside the present ones.
-BASELINE = "43aff77271d83ce7546775997c938d882661180f"
+BASELINE = "46613ae41776fae639d7a9d66fe4f01683188ab3"
 _MIGRATIONS = Path("amphora_driver/database/migrations/versions")
 
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 import hashlib
 import ipaddress
 import json
+import re
 from collections.abc import Sequence
 
 import msgspec
 
 _LAST_PORT = 65535
+_PORT = re.compile(r"[0-9]{1,5}")
 
 
 class HeartbeatSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,7 +48,7 @@ def render_agent_settings(targets: Sequence[str], interval: float, audit_interva
 
 def _canonical_target(text: str) -> str:
     host, _, port = text.strip("'\" ").rpartition(":")
-    if not (port.isascii() and port.isdecimal() and 0 < int(port) <= _LAST_PORT):
+    if not _PORT.fullmatch(port) or not 0 < int(port) <= _LAST_PORT:
         raise ValueError(f"{text!r} does not end with a port from 1 to {_LAST_PORT}")
     address = str(ipaddress.ip_address(host.strip("[]")))
     return f"[{address}]:{int(port)}" if ":" in address else f"{address}:{int(port)}"
