@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import msgspec
 
 _LAST_PORT = 65535
-_PORT = re.compile(r"[0-9]{1,5}")
+_PORT = re.compile(r"[0-9]{1,10}")
 
 
 class HeartbeatSettings(msgspec.Struct, frozen=True, kw_only=True):
