@@ -201,6 +201,9 @@ class TestNumberOfRequests:
         wanted = [request() for _ in range(8)]
         for one in wanted:
             nova.boot(one)
+        # While servers are being built, Nova's pages can omit some of them.
+        for one in wanted:
+            settled(nova, one.amphora_id)
         assert nova.machines() == {one.amphora_id for one in wanted}
         assert nova.locations().keys() == {one.amphora_id for one in wanted}
         for one in wanted:
