@@ -4,16 +4,22 @@
 from __future__ import annotations
 
 import http.client
+import ipaddress
+import os
+import ssl
+import subprocess
+import sys
 import time
 from collections import Counter
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
 
 from openstack.exceptions import NotFoundException
 
 from amphora_driver.host import namespaces
 from sandbox import demo_hosts
 
-_ACTIVE_SECONDS = 120.0
+_ACTIVE_SECONDS = 240.0
 
 
 class CloudUser:
@@ -30,18 +36,23 @@ class CloudUser:
         self.connection = self.cloud.connect("demo", "demo")
         self.balancers = self.connection.load_balancer
         self.admin = self.cloud.connect("admin", "admin")
-        self.front, self.front_subnet = self._network("front", "198.51.100.0/24")
-        self.back, self.back_subnet = self._network("back", "192.0.2.0/24")
+        self.front, self.front_subnet = self.add_network("front", "198.51.100.0/24")
+        self.back, self.back_subnet = self.add_network("back", "192.0.2.0/24")
         self.cloud.host("client", self.front, self.front_subnet)
         self.members = {
             name: stack.member(name, self.back, self.back_subnet).fixed_ips[0]["ip_address"]
             for name in ("member1", "member2")
         }
 
-    def _network(self, name, cidr):
+    def add_network(self, name, *cidrs):
+        """Create a network of the user with these subnets; return network and subnets."""
         client = self.connection.network
         network = client.create_network(name=name)
-        return network, client.create_subnet(network_id=network.id, name=name, ip_version=4, cidr=cidr)
+        versions = [ipaddress.ip_network(cidr).version for cidr in cidrs]
+        return network, *(
+            client.create_subnet(network_id=network.id, name=name, ip_version=version, cidr=cidr)
+            for cidr, version in zip(cidrs, versions, strict=True)
+        )
 
     # --- load balancers ---------------------------------------------------------------------------------------------
 
@@ -51,14 +62,26 @@ class CloudUser:
 
     def request(self, name, **more):
         """Request a load balancer with a listener, a pool and both members; return at once."""
+        wanted = {"name": name, "vip_subnet_id": self.front_subnet.id, "listeners": [self.listener(name)], **more}
+        return self.balancers.create_load_balancer(**wanted)
+
+    def listener(self, name, **more):
+        """The body of a listener with a pool of both members."""
         common = {"protocol_port": demo_hosts.MEMBER_PORT, "subnet_id": self.back_subnet.id}
         members = [{"name": one, "address": address, **common} for one, address in self.members.items()]
         pool = {"name": name, "protocol": "HTTP", "lb_algorithm": "ROUND_ROBIN", "members": members}
-        listener = {"name": name, "protocol": "HTTP", "protocol_port": 80, "default_pool": pool}
-        wanted = {"name": name, "vip_subnet_id": self.front_subnet.id, "listeners": [listener], **more}
-        return self.balancers.create_load_balancer(**wanted)
+        return {"name": name, "protocol": "HTTP", "protocol_port": 80, "default_pool": pool, **more}
 
-    def settled(self, balancer_id, status="ACTIVE"):
+    def active(self, balancer_id):
+        """Wait for ACTIVE, also of a load balancer that is in ERROR meanwhile."""
+
+        def ask():
+            found = self.balancers.get_load_balancer(balancer_id)
+            return found if found.provisioning_status == "ACTIVE" else None
+
+        return self.until(ask, f"load balancer {balancer_id} is ACTIVE", _ACTIVE_SECONDS)
+
+    def settled(self, balancer_id, status="ACTIVE", seconds=_ACTIVE_SECONDS):
         """Wait for ACTIVE or ERROR; the load balancer must have this status then."""
         found = self.until(
             lambda: (
@@ -66,7 +89,7 @@ class CloudUser:
                 else None
             ),
             f"load balancer {balancer_id} is no longer pending",
-            _ACTIVE_SECONDS,
+            seconds,
         )  # fmt: skip
         assert found.provisioning_status == status, self.logs()
         return found
@@ -84,11 +107,25 @@ class CloudUser:
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
-    def get(self, address, port=80, host="client"):
-        """The body of an answer to one request over a new connection."""
+    def get(self, address, port=80, host="client", authority=None):
+        """The body of an answer to one request over a new connection.
+
+        Args:
+            address: the address of the server.
+            port: the port of the server.
+            host: the client.
+            authority: the PEM of the authority of the server's certificate; None for a connection without TLS.
+        """
+
+        def connect():
+            if authority is None:
+                return http.client.HTTPConnection(address, port, timeout=5)
+            context = ssl.create_default_context(cadata=authority)
+            context.check_hostname = False
+            return http.client.HTTPSConnection(address, port, timeout=5, context=context)
 
         def request():
-            with closing(http.client.HTTPConnection(address, port, timeout=5)) as connection:
+            with closing(connect()) as connection:
                 connection.request("GET", "/")
                 answer = connection.getresponse()
                 assert answer.status == 200, answer.status
@@ -96,19 +133,35 @@ class CloudUser:
 
         return namespaces.run_inside(namespaces.path(self.cloud.namespace(host)), request)
 
-    def answers(self, address, number=8):
+    def answers(self, address, number=8, **more):
         """The answers of this number of requests, by member."""
-        return Counter(self.get(address) for _ in range(number))
+        return Counter(self.get(address, **more) for _ in range(number))
 
-    def served(self, address):
+    def served(self, address, **more):
         """Wait until the address answers."""
 
         def ask():
             with suppress(OSError, http.client.HTTPException, AssertionError):
-                return self.get(address)
+                return self.get(address, **more)
             return None
 
         return self.until(ask, f"{address} answers", 30)
+
+    # --- the command line -------------------------------------------------------------------------------------------
+
+    def openstack(self, account, *words):
+        """Run a command of the client `openstack` for an account and the project of the same name."""
+        options = {f"OS_{name.upper()}": value for name, value in self.cloud.auth(account, account).items()}
+        done = subprocess.run(
+            [Path(sys.executable).with_name("openstack"), *words],
+            env={**os.environ, **options, "OS_IDENTITY_API_VERSION": "3"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
 
     # --- what is left -----------------------------------------------------------------------------------------------
 
@@ -116,8 +169,15 @@ class CloudUser:
         """All servers of the cloud by name."""
         return {one.name: one for one in self.admin.compute.servers(all_projects=True)}
 
+    @contextmanager
+    def unchanged(self):
+        """Check that no object of the block is left after it."""
+        before = self.objects()
+        yield
+        self.until(lambda: self.objects() <= before, "no object is left")
+
     def objects(self):
-        """All servers, server groups, ports and security groups of the cloud, and what Placement has allocated."""
+        """All servers, server groups and ports of the cloud, and what Placement has allocated."""
         compute, network = self.admin.compute, self.admin.network
         found = {f"server {one.name} {one.id}" for one in self.servers().values()}
         found |= {f"server group {one.name}" for one in compute.server_groups(all_projects=True)}

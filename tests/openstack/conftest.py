@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One cloud for all tests of a worker. Each test has its own networks, load balancers and amphorae."""
 
+import functools
 import json
+import os
 import uuid
 from collections import Counter
 
@@ -141,9 +143,12 @@ def watch():
 
 @pytest.fixture(scope="session")
 def provider_stack():
-    """The complete cloud with Octavia and the provider, for all tests of a worker."""
+    """The complete cloud with Octavia and the provider, for all tests of a worker.
+
+    With AMPHORA_INCUMBENT=1 Octavia's own provider runs too.
+    """
     with whole_cloud() as cloud:
-        stack = ProviderStack(cloud)
+        stack = ProviderStack(cloud, incumbent=os.environ.get("AMPHORA_INCUMBENT") == "1")
         stack.start()
         yield stack
 
@@ -153,21 +158,16 @@ def cloud_user(provider_stack):
     return CloudUser(provider_stack)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def topology(cloud_user):
     """Makes a flavor for a topology; return its id."""
-    balancers = cloud_user.admin.load_balancer
-    made = []
 
-    def make(name):
-        profile = balancers.create_flavor_profile(
-            name=name, provider_name="haproxy", flavor_data=json.dumps({"loadbalancer_topology": name})
-        )
-        made.append(lambda: balancers.delete_flavor_profile(profile))
-        found = balancers.create_flavor(name=name, flavor_profile_id=profile.id, is_enabled=True)
-        made.append(lambda: balancers.delete_flavor(found))
+    @functools.cache
+    def make(name, provider="haproxy"):
+        balancers = cloud_user.admin.load_balancer
+        data = json.dumps({"loadbalancer_topology": name})
+        profile = balancers.create_flavor_profile(name=name, provider_name=provider, flavor_data=data)
+        found = balancers.create_flavor(name=f"{provider} {name}", flavor_profile_id=profile.id, is_enabled=True)
         return found.id
 
-    yield make
-    for undo in reversed(made):
-        undo()
+    return make

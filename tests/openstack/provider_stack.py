@@ -8,6 +8,7 @@ namespace with an address on the management network; a forwarder connects them t
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from whole_cloud import FLAVOR, IMAGE_TAG, ZONES
 
 from amphora_driver.certificates.ca import Authority, create_authority
 from amphora_driver.database import migrate
+from amphora_driver.database.engine import Database
 from amphora_driver.host import namespaces
 from sandbox import demo_hosts, forward_out
 
@@ -140,6 +142,29 @@ class ProviderStack:
     def _agent_listens(self):
         return all((self.folder / f"{name}.sock").exists() for name in _SOCKETS)
 
+    # --- the operator -----------------------------------------------------------------------------------------------
+
+    def amphoractl(self, *words):
+        """Run a command of the operator; return its standard output."""
+        # A separate process: the backends that some commands use leave their connections open until it ends.
+        done = subprocess.run(
+            [Path(sys.executable).with_name("amphoractl"), "--config-file", self.configuration, *words],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def read(self, query):
+        """Return the rows of a query of the provider's database."""
+        database = Database(self.database_url)
+        try:
+            return database.read(lambda connection: connection.execute(query).all())
+        finally:
+            database.dispose()
+
     # --- the cloud --------------------------------------------------------------------------------------------------
 
     def _prepare_cloud(self):
@@ -164,7 +189,9 @@ class ProviderStack:
             "amp_database": {"connection": self.database_url, "encryption_key_file": place / "encryption.keys"},
             "amp_queue": {"socket_dir": place / "sockets"},
             # All controllers run on one machine: one that has not renewed its leases for 3 s has ended.
-            "amp_controller": {"lease": 3},
+            # A final error is repeated after the longest back-off.
+            "amp_controller": {"lease": 3, "retry_most": 5},
+            "amp_rotation": {"settle": 1},
             "amp_agent": {"services": "supervisor"},
             "amp_octavia": {f"{name}_socket": place / f"{name}.sock" for name in _SOCKETS},
             "amp_health": {

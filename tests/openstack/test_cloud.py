@@ -10,9 +10,8 @@ pytestmark = [pytest.mark.extended, pytest.mark.quiet, pytest.mark.lasts(900)]
 @pytest.fixture
 def user(cloud_user):
     """The user, with no object of the test left afterwards."""
-    before = cloud_user.objects()
-    yield cloud_user
-    cloud_user.until(lambda: cloud_user.objects() <= before, "no object is left")
+    with cloud_user.unchanged():
+        yield cloud_user
 
 
 def test_a_single_load_balancer_serves_and_leaves_nothing(user):
@@ -24,13 +23,7 @@ def test_a_single_load_balancer_serves_and_leaves_nothing(user):
 
 def test_a_boot_that_fails_on_a_hypervisor_is_repeated(user):
     user.cloud.ask("refuse", reasons=["the disk is full"])
-    made = user.request("refused")
-
-    def active():
-        found = user.balancers.get_load_balancer(made.id)
-        return found if found.provisioning_status == "ACTIVE" else None
-
-    balancer = user.until(active, "the load balancer is ACTIVE", 240)
+    balancer = user.active(user.request("refused").id)
     assert user.answers(balancer.vip_address) == {"member1": 4, "member2": 4}
     assert "the disk is full" in (user.cloud.folder / "hypervisor.log").read_text()
     assert len(user.servers()) == 1
