@@ -149,8 +149,8 @@ class HealthManager:
         self._unknown.mark_recorded(due, now)
         if omitted:
             LOG.warning(
-                "the health manager does not record %d unknown senders of heartbeats, because the maximum number of "
-                "rows in the table, or of rows per sender address, is reached",
+                "the health manager does not record %d unknown senders of heartbeats: the table of unknown senders is "
+                "full, or contains too many senders of the same address",
                 omitted,
             )
 

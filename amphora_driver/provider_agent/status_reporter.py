@@ -53,8 +53,8 @@ _UNREACHABLE = (
     octavia_errors.UpdateStatisticsError,
     OSError,
 )
-# If Octavia refuses the status of a child object, the reporter retries with a growing back-off. Until the back-off
-# exceeds this limit in seconds, the reporter also delays the status of the load balancer.
+# If Octavia refuses the status of a child object, the reporter retries with a growing back-off. The reporter delays the
+# status of the load balancer too, while the back-off is shorter than this limit in seconds.
 _MAX_CHILD_BACKOFF = 2.0
 # A call to Octavia lasts at most 30 s. So a reporter whose last round began more than 45 s ago counts as not working.
 _MAX_ROUND_AGE = 45.0

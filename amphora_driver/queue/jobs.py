@@ -302,7 +302,7 @@ _DUE_AGAIN = sa.or_(
     sa.and_(sa.or_(job.c.applied < job.c.generation, _IS_BEHIND), sa.not_(job.c.read_back)),
 )
 # A job is not finished while an amphora is retiring. A check of `due_at` for URGENT does not suffice: another write may
-# have replaced this value although an amphora is still retiring.
+# have replaced URGENT although an amphora is still retiring.
 _NOT_OVER = sa.or_(_DUE_AGAIN, sa.and_(_IS_LEAVING, sa.not_(job.c.read_back)))
 _RETURNED = {"owner": None, "leased_until": None, "attempts": 0, "crashes": 0, "error": None}.items()
 _AGAIN = sa.bindparam("again", type_=sa.Double)
