@@ -342,9 +342,17 @@ class StepExecutor:
 
     def _locate(self, amphora: Amphora) -> Location:
         """Return where the machine runs; delete it if the placement forbids the hypervisor."""
-        machine = self._compute.get(amphora.id)
-        location = Location() if machine is None else machine.location
         forbidden = self._conf.amp_compute.placement == Placement.REQUIRED.value
+        recorded = Location(host=amphora.host, zone=amphora.zone)
+        try:
+            machine = self._compute.get(amphora.id)
+        except ComputeError as error:
+            if forbidden:
+                raise
+            # The agent answers, so a compute backend that fails now must not delay the service of the load balancer.
+            LOG.warning("the controller could not read where amphora %s runs, and continues: %s", amphora.id, error)
+            return recorded
+        location = recorded if machine is None else machine.location
         # Spare amphorae belong to no load balancer yet, so they may share a hypervisor.
         if not forbidden or amphora.role == ROLE:
             return location

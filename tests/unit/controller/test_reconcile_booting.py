@@ -26,6 +26,7 @@ class SlowWorld(World):
         super().__init__()
         self.listens = False
         self.ended = False
+        self.unavailable = False
         self.address = "203.0.113.9"
         self.refusal = None
         self.greeting = None
@@ -41,6 +42,8 @@ class SlowWorld(World):
         return self.get(order.amphora_id)
 
     def get(self, amphora_id):
+        if self.unavailable:
+            raise ComputeError("look up an amphora", "Nova does not answer")
         if self.ended:
             return Machine(compute_id=amphora_id, state=MachineState.FAILED, reason="it ended")
         return Machine(compute_id=amphora_id, state=MachineState.RUNNING, management_address=self.address)
@@ -102,6 +105,14 @@ def test_booting_amphora_occupies_no_worker(control):
     assert control.provisioning() == {LB: "ACTIVE", LISTENER: "ACTIVE"}
     assert not control.row().dirty
     assert control.world.boots == 1
+
+
+def test_an_outage_of_the_compute_backend_does_not_delay_an_amphora_that_answers(control):
+    control.work()
+    control.world.listens = control.world.unavailable = True
+    control.jobs.make_due([LB])
+    control.work()
+    assert control.provisioning() == {LB: "ACTIVE", LISTENER: "ACTIVE"}
 
 
 def test_many_booting_amphorae_are_checked_less_often(control):
