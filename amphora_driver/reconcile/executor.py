@@ -22,7 +22,7 @@ import sqlalchemy as sa
 from amphora_driver import failpoints, metrics
 from amphora_driver.certificates.renewal import CertificateRenewer
 from amphora_driver.compute.interface import BootRequest, Compute, Location, MachineState, Placement
-from amphora_driver.compute.placement import boot_partners, shares_host
+from amphora_driver.compute.placement import boot_partners, complete_location, shares_host
 from amphora_driver.deadline import apply_deadline
 from amphora_driver.errors import (
     AgentError,
@@ -56,7 +56,8 @@ LOG = logging.getLogger(__name__)
 _FIRST_QUERY_TIMEOUT = 3.0
 _WITHOUT_MACHINE: dict[str, Any] = {
     **dict.fromkeys(("management_address", "booted_at", "certificate_issued_at", "certificate_authority", "trusts")),
-    **dict.fromkeys(("host", "zone")),
+    # The next boot of a partner must not name the former machine in a scheduler hint.
+    **dict.fromkeys(("compute_id", "host", "zone")),
     "plugged": (),
 }
 
@@ -251,14 +252,15 @@ class StepExecutor:
         if machine.state is MachineState.FAILED:
             raise ComputeError(f"boot amphora {amphora.id}", machine.reason or "the machine failed")
         booted_at = amphora.booted_at or self._database.now()
+        location = complete_location(machine, amphora)
         self._update(
             amphora.id,
             Event.BOOTED,
             compute_id=machine.compute_id,
             image=machine.image,
             management_address=machine.management_address,
-            host=machine.location.host,
-            zone=machine.location.zone,
+            host=location.host,
+            zone=location.zone,
             booted_at=booted_at,
             certificate_expires_at=expires_at,
         )
@@ -352,7 +354,7 @@ class StepExecutor:
             # The agent answers, so a compute backend that fails now must not delay the service of the load balancer.
             LOG.warning("the controller could not read where amphora %s runs, and continues: %s", amphora.id, error)
             return recorded
-        location = recorded if machine is None else machine.location
+        location = recorded if machine is None else complete_location(machine, amphora)
         # Spare amphorae belong to no load balancer yet, so they may share a hypervisor.
         if not forbidden or amphora.role == ROLE:
             return location

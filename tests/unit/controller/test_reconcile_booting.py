@@ -7,7 +7,8 @@ import pytest
 import sqlalchemy as sa
 from control import LB, LISTENER, TREE, World, controlled
 
-from amphora_driver.compute.interface import Machine, MachineState
+from amphora_driver.compute.interface import Location, Machine, MachineState
+from amphora_driver.compute.placement import boot_partners
 from amphora_driver.database.tables import job, object_status
 from amphora_driver.errors import AgentUnreachable, AgentUntrusted, ComputeError, StoreError
 from amphora_driver.model.enums import Kind, ListenerProtocol
@@ -28,6 +29,7 @@ class SlowWorld(World):
         self.ended = False
         self.unavailable = False
         self.address = "203.0.113.9"
+        self.location = Location()
         self.refusal = None
         self.greeting = None
         self.boots = 0
@@ -46,7 +48,8 @@ class SlowWorld(World):
             raise ComputeError("look up an amphora", "Nova does not answer")
         if self.ended:
             return Machine(compute_id=amphora_id, state=MachineState.FAILED, reason="it ended")
-        return Machine(compute_id=amphora_id, state=MachineState.RUNNING, management_address=self.address)
+        values = {"management_address": self.address, "location": self.location}
+        return Machine(compute_id=amphora_id, state=MachineState.RUNNING, **values)
 
     def destroy(self, amphora_id):
         self.destroyed += 1
@@ -138,6 +141,37 @@ def test_a_machine_that_fails_during_the_boot_is_booted_again(control):
     control.hurry()
     control.work()
     assert control.provisioning()[LB] == "ACTIVE"
+
+
+def test_an_amphora_without_its_machine_is_no_partner_of_a_boot(control):
+    """A scheduler hint must not name a server that no longer exists."""
+    control.world.location = Location(host="a", zone="az1")
+    control.work()
+    assert [one.location for one in boot_partners(control.observed().values())] == [control.world.location]
+    control.world.ended = True
+    control.hurry()
+    control.work()
+    one = only(control)
+    assert (one.compute_id, one.host, one.zone) == (None, None, None)
+    assert boot_partners([one]) == ()
+
+
+def test_a_machine_keeps_its_recorded_zone_until_the_backend_reports_another(control):
+    control.world.address, control.world.location = None, Location(zone="az1")
+    control.work()
+    assert (only(control).host, only(control).zone) == (None, "az1")
+
+    # The machine is still being built: the backend reports no zone.
+    control.world.location = Location()
+    control.hurry()
+    control.work()
+    assert (control.world.boots, only(control).zone) == (2, "az1")
+
+    control.world.address, control.world.listens, control.world.location = "203.0.113.9", True, Location(host="a")
+    control.hurry()
+    control.work()
+    assert control.provisioning()[LB] == "ACTIVE"
+    assert (only(control).host, only(control).zone) == ("a", "az1")
 
 
 def test_a_failed_boot_is_reported_and_repeated(control):
