@@ -8,12 +8,11 @@ namespace with an address on the management network; a forwarder connects them t
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import msgspec
-from cloud_lab import write_ini
+from cloud_lab import run_command, write_ini
 from cryptography.fernet import Fernet
 from cryptography.hazmat.primitives import serialization
 from whole_cloud import FLAVOR, IMAGE_TAG, ZONES
@@ -147,15 +146,8 @@ class ProviderStack:
     def amphoractl(self, *words):
         """Run a command of the operator; return its standard output."""
         # A separate process: the backends that some commands use leave their connections open until it ends.
-        done = subprocess.run(
-            [Path(sys.executable).with_name("amphoractl"), "--config-file", self.configuration, *words],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        program = Path(sys.executable).with_name("amphoractl")
+        return run_command(program, "--config-file", self.configuration, *words)
 
     def read(self, query):
         """Return the rows of a query of the provider's database."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -21,7 +20,7 @@ import claimed
 import mariadb
 import rabbitmq
 import sqlalchemy as sa
-from cloud_lab import HERE, START_SECONDS, VENV, write_ini
+from cloud_lab import HERE, VENV, run_command, write_ini
 from plugins import lab_socket
 from whole_cloud_options import ServiceOptions
 
@@ -127,16 +126,8 @@ class WholeCloud(ServiceOptions):
 
     def _prepare_services(self):
         told = {"databases": self.databases, "hosts": list(ZONES)}
-        done = subprocess.run(
-            [VENV / "bin/python", HERE / "prepare_services.py", self.file("nova")],
-            input=json.dumps(told),
-            env=self._environment({}),
-            capture_output=True,
-            text=True,
-            timeout=START_SECONDS,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
+        program = VENV / "bin/python", HERE / "prepare_services.py", self.file("nova")
+        run_command(*program, environment=self._environment({}), written=json.dumps(told))
 
     def _write_configuration(self):
         super()._write_configuration()
