@@ -71,7 +71,7 @@ class ProviderStack:
         self.deployment = self._prepare_cloud()
         _write_private(self.folder / "encryption.keys", Fernet.generate_key())
         _write_certificates(self.folder)
-        write_ini(self.configuration, self._provider_options())
+        write_ini(self.configuration, self.provider_options())
         write_ini(self.octavia_configuration, self._octavia_options())
         (self.folder / "policy.yaml").write_text("{}\n")
         migrate.upgrade(self.database_url)
@@ -175,7 +175,8 @@ class ProviderStack:
 
     # --- options ----------------------------------------------------------------------------------------------------
 
-    def _provider_options(self):
+    def provider_options(self):
+        """The options of the provider by group."""
         place, deployment = self.folder, self.deployment
         ours = {
             "amp_database": {"connection": self.database_url, "encryption_key_file": place / "encryption.keys"},

@@ -28,6 +28,8 @@ from amphora_driver.host import namespaces
 
 ZONES = {"compute0": "az1", "compute1": "az2"}
 FLAVOR, IMAGE_TAG = "amphora", "amphora"
+# Flavors of servers without a guest (plugins/nova_virt/lab.py). The second one needs half of the memory of a host.
+WITHOUT_GUEST, BALLAST = "without-guest", "without-guest-ballast"
 _DATABASES = ("keystone", "neutron", "placement", "glance", "barbican", "nova_api", "nova", "nova_cell0")
 _MORE_DATABASES = ("octavia", "octavia_persistence", "provider")
 # Below the ephemeral ports of the kernel: the services start many connections before the last one listens.
@@ -148,7 +150,8 @@ class WholeCloud(ServiceOptions):
         self.until("nova", lambda: hosts() >= set(ZONES) and len(list(compute.hypervisors())) == len(ZONES))
         for host, zone in ZONES.items():
             compute.add_host_to_aggregate(compute.create_aggregate(name=zone, availability_zone=zone), host)
-        compute.create_flavor(name=FLAVOR, ram=64, vcpus=1, disk=1)
+        for name, ram in ((FLAVOR, 64), (WITHOUT_GUEST, 64), (BALLAST, 32768)):
+            compute.create_flavor(name=name, ram=ram, vcpus=1, disk=1)
 
     # --- the hypervisor ---------------------------------------------------------------------------------------------
 
