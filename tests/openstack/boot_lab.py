@@ -34,6 +34,8 @@ from amphora_driver.store import amphorae, status_outbox
 DEPLOYMENT = "boots"
 _CONTROLLER = "boots-controller"
 _KILL_SECONDS = 30.0
+# A request to Nova for this would use a tenth of the processor time of a boot.
+_ACTIVE = sa.text("SELECT uuid FROM instances WHERE vm_state = 'active' AND deleted = 0")
 
 
 class BootLab:
@@ -47,7 +49,7 @@ class BootLab:
     Attributes:
         nova: the proxy of Nova; `neutron` is that of Neutron.
         starts: the times at which the controller was started (monotonic clock).
-        active: the servers that run, as Nova reports them.
+        active: the servers that run.
     """
 
     def __init__(self, stack, faults, options):
@@ -61,9 +63,11 @@ class BootLab:
         self._closing = ExitStack()
         self._killed = threading.Event()
         self._compute = stack.cloud.connect().compute
+        self._nova_database = sa.create_engine(stack.cloud.databases["nova"])
 
     def __enter__(self):
         with self._closing:
+            self._closing.callback(self._nova_database.dispose)
             self._folder.mkdir(mode=0o700)
             self.nova, self.neutron = (
                 self._closing.enter_context(
@@ -142,7 +146,7 @@ class BootLab:
         self._killed.set()
 
     def step(self):
-        """Do what other programs do beside the controller: restart it, report to Octavia, list the servers."""
+        """Do what other programs do beside the controller: restart it, report to Octavia, read which servers run."""
         if self._killed.is_set():
             # A process ends with the thread that has started it, so this thread starts it.
             self._cloud.kill(_CONTROLLER)
@@ -153,7 +157,8 @@ class BootLab:
             status_outbox.mark_reported(connection, status_outbox.list_due_reports(connection, 1000))
 
         self.database.write(report)
-        self.active = frozenset(one.id for one in self.servers() if one.status == "ACTIVE")
+        with self._nova_database.connect() as connection:
+            self.active = frozenset(connection.execute(_ACTIVE).scalars())
 
     # --- load balancers ---------------------------------------------------------------------------------------------
 
