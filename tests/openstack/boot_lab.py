@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import uuid
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 import migrated
 import sqlalchemy as sa
@@ -50,10 +50,11 @@ class BootLab:
         nova: the proxy of Nova; `neutron` is that of Neutron.
         starts: the times at which the controller was started (monotonic clock).
         active: the servers that run.
+        ended: set when the test has failed or passed.
     """
 
     def __init__(self, stack, faults, options):
-        self.starts, self.active = [], frozenset()
+        self.starts, self.active, self.ended = [], frozenset(), threading.Event()
         self._stack = stack
         self._cloud = stack.cloud
         self._folder = stack.cloud.folder / DEPLOYMENT
@@ -144,6 +145,14 @@ class BootLab:
             os.killpg(process.pid, signal.SIGKILL)
         process.wait(_KILL_SECONDS)
         self._killed.set()
+
+    @contextmanager
+    def until_the_end(self):
+        """Set `ended` after the block: the threads of users must not wait if the block fails."""
+        try:
+            yield
+        finally:
+            self.ended.set()
 
     def step(self):
         """Do what other programs do beside the controller: restart it, report to Octavia, read which servers run."""

@@ -50,26 +50,27 @@ OPTIONS = {
 }
 
 
-def until(question, what, log):
+def until(lab, question, what):
     """Poll until the result is true; return it."""
     deadline = time.monotonic() + SECONDS
     while not (answer := question()):
-        assert time.monotonic() < deadline, f"not in {SECONDS:.0f} s: {what}\n{log()}"
+        assert not lab.ended.is_set(), f"the test has ended before: {what}"
+        assert time.monotonic() < deadline, f"not in {SECONDS:.0f} s: {what}\n{lab.log()}"
         time.sleep(0.2)
     return answer
 
 
 def live(lab, user, number):
     """Create and delete a load balancer. Every other one is deleted while Nova still builds its servers."""
-    made = until(lambda: lab.create(user), "a load balancer is created", lab.log)
+    made = until(lab, lambda: lab.create(user), "a load balancer is created")
 
     def booted():
         servers = lab.booted(made)
         return len(servers) == 2 and (number % 2 == 0 or servers <= lab.active)
 
-    until(booted, f"load balancer {made} has booted", lab.log)
+    until(lab, booted, f"load balancer {made} has booted")
     lab.delete(made)
-    until(lambda: not lab.exists(made), f"load balancer {made} is deleted", lab.log)
+    until(lab, lambda: not lab.exists(made), f"load balancer {made} is deleted")
 
 
 class Quota:
@@ -122,13 +123,14 @@ def test_a_hundred_boots_leave_nothing_after_any_failure(provider_stack, cloud_u
         running = [users.submit(live, lab, cloud_user, number) for number in range(PAIRS)]
         running += [users.submit(lab.claim, cloud_user) for _ in range(2)]
         failures = fail_outside(lab, quota, cloud)
-        while not all(one.done() for one in running):
-            next(failures)
-            lab.step()
-            time.sleep(0.5)
+        with lab.until_the_end():
+            while not all(one.done() for one in running):
+                next(failures)
+                lab.step()
+                time.sleep(0.5)
+            for one in running:
+                one.result()
         record_property("seconds", time.monotonic() - begun)
-        for one in running:
-            one.result()
 
         # Each failure has happened.
         assert {**lab.nova.injected, **lab.neutron.injected} == {**NOVA, **NEUTRON}

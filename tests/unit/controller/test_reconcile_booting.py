@@ -2,11 +2,13 @@
 """What boots is waited for without a lease: the real loop over a real database, with a machine that comes or not."""
 
 import time
+from contextlib import contextmanager
 
 import pytest
 import sqlalchemy as sa
 from control import LB, LISTENER, TREE, World, controlled
 
+from amphora_driver.compute.boot_rate import BootRate
 from amphora_driver.compute.interface import Location, Machine, MachineState
 from amphora_driver.compute.placement import boot_partners
 from amphora_driver.database.tables import job, object_status
@@ -14,7 +16,7 @@ from amphora_driver.errors import AgentUnreachable, AgentUntrusted, ComputeError
 from amphora_driver.model.enums import Kind, ListenerProtocol
 from amphora_driver.model.loadbalancer import Listener
 from amphora_driver.store import amphorae
-from amphora_driver.topology import SingleTopology
+from amphora_driver.topology import ActiveStandbyTopology, SingleTopology
 
 
 class SlowWorld(World):
@@ -63,6 +65,22 @@ class SlowWorld(World):
             raise AgentUnreachable("reach it", "connection refused")
 
 
+class SlowPair(SlowWorld):
+    """A pair. The backend can keep its machines apart when `separates` is set."""
+
+    roles = ActiveStandbyTopology.roles
+    priorities = ActiveStandbyTopology.priorities
+
+    def __init__(self):
+        super().__init__()
+        self.separates = False
+        self.asked = []
+
+    def can_separate(self, partners, zones):
+        self.asked.append([one.amphora_id for one in partners])
+        return self.separates
+
+
 class BootWaitRecorder:
     """Records the amphorae of the wait."""
 
@@ -77,11 +95,23 @@ class BootWaitRecorder:
         self.awaited += awaited
 
 
-@pytest.fixture
-def control(tmp_path):
-    with controlled(tmp_path, SlowWorld()) as control:
+@contextmanager
+def waiting(tmp_path, world, **more):
+    with controlled(tmp_path, world, **more) as control:
         control.boot_wait = control.reconciler._boot_wait = BootWaitRecorder()
         control.intents.create_load_balancer(TREE, read_back=False)
+        yield control
+
+
+@pytest.fixture
+def control(tmp_path):
+    with waiting(tmp_path, SlowWorld()) as control:
+        yield control
+
+
+@pytest.fixture
+def pair(tmp_path):
+    with waiting(tmp_path, SlowPair()) as control:
         yield control
 
 
@@ -322,3 +352,55 @@ def test_a_users_change_does_not_preempt_the_job(control):
     control.world.boot, control.world.listens = boots, True
     assert control.work() == 1
     assert set(control.provisioning().values()) == {"ACTIVE"}
+
+
+def test_the_second_boot_of_a_pair_waits_until_the_backend_can_keep_it_apart(pair):
+    before = time.time()
+    assert pair.work() == 1
+    (first,) = pair.world.machines
+    assert (pair.world.boots, pair.world.asked) == (1, [[first]])
+    row = pair.row()
+    assert (row.attempts, before + 0.5 < row.due_at < time.time() + 2) == (0, True), "a wait is no failed attempt"
+    assert [one.amphora_id for one in pair.boot_wait.awaited] == [first]
+
+    pair.hurry()
+    pair.work()
+    assert (pair.world.boots, pair.world.asked) == (1, [[first]] * 2)
+    pair.world.separates = True
+    pair.hurry()
+    pair.work()
+    assert (pair.world.boots, len(pair.world.machines)) == (2, 2)
+
+
+def test_a_partner_that_is_built_too_long_delays_no_boot(pair):
+    pair.work()
+    (first,) = pair.world.machines
+    pair.database.write(lambda c: amphorae.update_amphora(c, first, booted_at=time.time() - 61))
+    pair.hurry()
+    pair.work()
+    assert pair.world.boots == 2
+
+
+def test_without_a_placement_no_boot_waits(pair):
+    pair.conf.set_override("placement", "none", "amp_compute")
+    pair.work()
+    assert (pair.world.boots, pair.world.asked) == (2, [])
+
+
+@pytest.fixture
+def limited(tmp_path):
+    """A pair whose boots have a rate limit of one in a minute."""
+    with waiting(tmp_path, SlowPair(), boot_rate=BootRate(1 / 60, 1)) as control:
+        control.world.separates = True
+        yield control
+
+
+def test_the_rate_limit_delays_the_second_boot_of_a_pair(limited):
+    for _ in range(2):
+        limited.work()
+        (first,) = limited.world.machines
+        assert limited.world.boots == 1
+        assert limited.row().attempts == 0
+        booted = {one.id: one.booted_at is not None for one in limited.observed().values()}
+        assert (len(booted), booted.pop(first), *booted.values()) == (2, True, False)
+        limited.hurry()
