@@ -9,7 +9,7 @@ import pytest
 from boot_lab import BootLab
 from faulty_service import Fault
 
-pytestmark = [pytest.mark.extended, pytest.mark.quiet, pytest.mark.lasts(600)]
+pytestmark = [pytest.mark.extended, pytest.mark.quiet, pytest.mark.lasts(900)]
 
 PAIRS = int(os.environ.get("AMPHORA_BOOTS", "100")) // 2
 # Load balancers that exist at the same time, and the seconds until the end of the test.
