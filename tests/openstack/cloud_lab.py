@@ -192,6 +192,8 @@ class Cloud:
         return {
             "fernet_tokens": {"key_repository": self.folder / "fernet"},
             "credential": {"key_repository": self.folder / "credential"},
+            # Each request to another service makes Keystone check a token.
+            "cache": {"enabled": True, "backend": "dogpile.cache.memory"},
             # The least of bcrypt: each authentication computes one digest.
             "identity": {"password_hash_rounds": 4},
         }
