@@ -2,7 +2,8 @@
 """Ports of amphorae in Neutron.
 
 Invariant: a port is created in one request with addresses, address pairs, groups and mark. Its MAC address follows from
-amphora and network, and Neutron accepts each MAC address once on a network: two processes never create two ports.
+amphora, network and type, and Neutron accepts each MAC address once on a network: two processes never create two ports.
+An amphora has at most one ordinary port and one SR-IOV port on a network.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from amphora_driver.errors import NetworkError, UnsupportedOption
-from amphora_driver.model.network import Port, VipOptions
+from amphora_driver.model.network import DIRECT, Port, VipOptions
 from amphora_driver.network import neutron_objects as objects
 from amphora_driver.network.interface import PortPurpose, PortRequest
 from amphora_driver.network.neutron_client import Json, Neutron
@@ -58,7 +59,7 @@ class AmphoraPorts:
         with translated(wanted):
             for _ in range(_ATTEMPTS):
                 try:
-                    found = self._find(request.amphora_id, request.network_id)
+                    found = self._find(request)
                     port = self._create(request, wanted) if found is None else self._complete(found, request)
                 except ApiError as error:
                     if not self._may_repeat(error):
@@ -88,7 +89,7 @@ class AmphoraPorts:
         if options.qos_policy_id:
             self._references.require_policy(options.qos_policy_id, project_id, wanted)
         ports = self.read(port_ids)
-        guarded = [one for one in ports if one["binding:vnic_type"] != objects.DIRECT]
+        guarded = [one for one in ports if one["binding:vnic_type"] != DIRECT]
         if options.security_group_ids and len(guarded) < len(ports):
             raise UnsupportedOption(wanted, "security groups do not apply to SR-IOV ports", "Use another flavor.")
         addresses = {
@@ -110,8 +111,10 @@ class AmphoraPorts:
         project_id = self._neutron.project_id()
         return [one for one in found if objects.is_amphora_port(one, self._mark, project_id)]
 
-    def _find(self, amphora_id: str, network_id: str) -> Json | None:
-        return objects.oldest(self._list(amphora_id, network_id=network_id))
+    def _find(self, request: PortRequest) -> Json | None:
+        found = self._list(request.amphora_id, network_id=request.network_id)
+        # Neutron refuses to change the type of a port that is bound to a hypervisor.
+        return objects.oldest([one for one in found if one["binding:vnic_type"] == request.vnic_type])
 
     def _list(self, amphora_id: str, **more: str) -> list[Json]:
         filters: dict[str, str | tuple[str, ...]] = {"name": objects.port_names(amphora_id), **more}
@@ -122,7 +125,7 @@ class AmphoraPorts:
             request,
             self._neutron.project_id(),
             self._mark,
-            objects.derive_mac(self._deployment_id, request.amphora_id, request.network_id),
+            objects.amphora_mac(self._deployment_id, request),
             self._groups_of(request, wanted),
         )
         return self._neutron.create_tagged(
@@ -132,7 +135,7 @@ class AmphoraPorts:
     def _groups_of(self, request: PortRequest, wanted: str) -> list[str]:
         if request.options.qos_policy_id:
             self._references.require_policy(request.options.qos_policy_id, request.project_id, wanted)
-        if request.vnic_type == objects.DIRECT:
+        if request.vnic_type == DIRECT:
             return []
         if request.purpose is PortPurpose.MANAGEMENT:
             return list(self._management_groups) or self._groups.for_management()
