@@ -112,16 +112,17 @@ def load_record(connection: sa.Connection, load_balancer_id: str, catalogue: Any
     tree = desired_objects.load_tree(connection, load_balancer_id)
     if not vip_allocation.addresses_known(tree):
         return None
-    needed, failed = needed_networks(tree, everyone, catalogue.network(row.network))
+    needed = needed_networks(tree, everyone, catalogue.network(row.network))
     uses_some = next(secrets_of_tree(tree), None) is not None
     return BundleInputs(
         tree=tree,
         generation=row.generation,
         amphorae=everyone,
-        networks=frozenset(needed),
+        networks=frozenset(needed.ordinary),
+        sr_iov_networks=frozenset(needed.sr_iov),
         failed={
             **_in_error(connection, load_balancer_id),
-            **failed,
+            **needed.failed,
             **vip_allocation.read_refusal(connection, load_balancer_id, vip_allocation.read_applied_options(row)),
             **read_omitted_objects(row),
         },

@@ -23,6 +23,7 @@ from amphora_driver.model.enums import (
     PoolProtocol,
     Topology,
 )
+from amphora_driver.model.network import DIRECT
 
 
 class ModelObject(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, cache_hash=True):
@@ -244,6 +245,13 @@ class LoadBalancer(ModelObject, frozen=True):
     def vips(self) -> tuple[Vip, ...]:
         """Every VIP, the primary one first."""
         return (self.vip, *self.additional_vips)
+
+    def uses_sr_iov(self, member: Member) -> bool:
+        """Return whether the amphorae reach a member through an SR-IOV port.
+
+        The user requests it, and the flavor must permit it. Octavia never changes the type of an existing member.
+        """
+        return self.profile.allow_member_sriov is True and member.vnic_type == DIRECT
 
     def pool(self, pool_id: str | None) -> Pool | None:
         """Return the pool with this id, or None."""

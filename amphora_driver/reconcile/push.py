@@ -106,6 +106,7 @@ class BundlePush:
             generation=view.generation,
             amphorae=tuple(everyone),
             networks=frozenset(view.networks),
+            sr_iov_networks=frozenset(view.sr_iov_networks),
             failed=view.failed,
             secrets=view.secrets,
             tickets=view.tickets,
