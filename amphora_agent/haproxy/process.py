@@ -301,8 +301,8 @@ class Haproxy:
             closed = self.counters.finish(pid, 0.0)
             if closed:
                 _log.warning(
-                    "The agent ended HAProxy's old worker %d and closed its %d connections, because HAProxy has too "
-                    "many old workers",
+                    "The agent ended HAProxy's old worker with process id %d and closed its %d connections, because "
+                    "HAProxy has too many old workers",
                     pid,
                     closed,
                 )
@@ -313,8 +313,8 @@ class Haproxy:
                     # An old HAProxy worker stays while another process is connected to the worker, or while a client's
                     # connection is open.
                     _log.warning(
-                        "The agent kills HAProxy's old worker %d, because HAProxy has too many old workers and this "
-                        "worker does not end",
+                        "The agent kills HAProxy's old worker with process id %d, because HAProxy has too many old "
+                        "workers and this worker does not end",
                         pid,
                     )
                     self.ended_workers.append(closed)

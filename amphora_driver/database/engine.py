@@ -9,9 +9,9 @@ result is unknown, and `write` retries only if a commit marker (`set_commit_mark
 Servers use READ COMMITTED. A transaction locks rows that it reads and then writes (`with_for_update`), or adds a
 condition to the write. SQLite writers queue for a file lock, see `sqlite_write_lock`.
 
-Every answer has a time-out. The server aborts the transaction of a stopped client, which releases the row locks. No
-code relies on locks that are visible on other Galera nodes. Colliding writes of two nodes fail at COMMIT with error
-1213, and `write` retries.
+Every answer has a time-out. MariaDB and PostgreSQL abort the idle transaction of a stopped client, which releases the
+row locks; MySQL has no such time-out. No code relies on locks that are visible on other Galera nodes. Colliding writes
+of two nodes fail at COMMIT with error 1213, and `write` retries.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _RETRY_CODES = {1213, 1205, "40001", "40P01", "55P03"}
 # Galera cluster (1047, 1180), a shutdown (1053) or a killed connection (1927). PostgreSQL reports a shutdown (57P01), a
 # crash (57P02), a start (57P03) or an idle transaction time-out (25P03).
 _UNAVAILABLE_CODES = {1047, 1180, 1053, 1927, "57P01", "57P02", "57P03", "25P03"}
-# After a collision of transactions, `Database.write` retries a transaction for 20 seconds. The database server ends an
-# idle transaction of another process earlier, and thereby releases its locks. Even if four hosts write the same rows
+# After a collision of transactions, `Database.write` retries a transaction for 20 seconds. MariaDB and PostgreSQL end
+# an idle transaction of another process earlier, and thereby release its locks. Even if four hosts write the same rows
 # through two Galera nodes, 20 seconds are enough.
 _RETRY_SECONDS = 20.0
 # If the database server seems unavailable, `Database` tries a transaction twice. The first attempt may use an old
@@ -57,7 +57,9 @@ _UNAVAILABLE_ATTEMPTS = 2
 # COMMIT succeeded.
 _UNCONFIRMED_SECONDS = 6.0
 _CONNECT_SECONDS = 3
-# The database server ends a wait for a lock after five seconds, and ends an idle transaction after ten seconds.
+# The database server ends a wait for a lock after five seconds. MariaDB and PostgreSQL also end an idle transaction
+# after ten seconds. MySQL has no such time-out: a stopped client keeps its locks until the server closes the
+# connection.
 _LOCK_SECONDS = 5
 _IDLE_SECONDS = 10
 # A database client waits eight seconds for an answer. The server ends a wait for a lock after five seconds, so the

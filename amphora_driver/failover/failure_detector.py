@@ -278,11 +278,15 @@ class FailureDetector:
             return
         if self._breaker.state is BreakerState.OPEN:
             self._trial = None
-            LOG.error("the circuit breaker opened, so no automatic fail-over begins: %s", self._breaker.reason)
+            LOG.error(
+                "the circuit breaker opened, so no automatic fail-over begins until it closes or an operator runs "
+                "`amphoractl circuit-breaker close`: %s",
+                self._breaker.reason,
+            )
         elif self._breaker.state is BreakerState.TRIAL:
             LOG.warning(
-                "the circuit breaker is now half-open, and permits one automatic fail-over at a time; the reason why "
-                "it had opened: %s",
+                "the circuit breaker is now half-open and permits one automatic fail-over at a time; it had opened for "
+                "this reason: %s",
                 before.reason,
             )
         else:

@@ -340,7 +340,8 @@ class DriftAuditor:
             else:
                 self._outdated.setdefault(of)
         elif drift is Drift.IMPLAUSIBLE:
-            why = f"{why}, which no controller has pushed; it now refuses every push: replace it with amphora failover"
+            remedy = "replace it with `amphoractl amphora failover`"
+            why = f"{why}, which no controller has pushed; it now refuses every push: {remedy}"
             LOG.warning(
                 "the drift audit of load balancer %s found that amphora %s reports an impossible generation: %s",
                 of,

@@ -3,7 +3,7 @@
 
 Invariant: the settings depend on the configuration only, so an update needs no lease and may be repeated. The holder of
 the duty `audit` queries every ready amphora, also spares and amphorae of load balancers with an open job. The number of
-amphorae in a round is limited. The drift audit reports the digests that it reads anyway, which saves queries.
+amphorae in a round is limited. The drift audit also reads the digests and passes them on, which saves queries.
 """
 
 from __future__ import annotations
@@ -124,7 +124,8 @@ def _log_result(one: ReachableAmphora, answer: Future[str]) -> int:
     if isinstance(error, AmphoraDriverError):
         LOG.info("the controller cannot compare the settings of amphora %s and tries again later: %s", one.id, error)
     elif error is not None:
-        LOG.error("the comparison of the settings of amphora %s failed unexpectedly", one.id, exc_info=error)
+        failed = "the comparison of the settings of amphora %s failed unexpectedly, and the controller repeats it later"
+        LOG.error(failed, one.id, exc_info=error)
     elif failure := answer.result():
         LOG.warning(
             "the controller cannot change the settings of amphora %s and tries again later: %s", one.id, failure

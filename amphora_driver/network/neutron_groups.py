@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The security groups of a deployment.
 
-Invariant: a group is found by its name and the mark of the deployment. Neutron permits equal groups; after each
-creation all processes keep the same one, the oldest, and delete their own one. Traffic of a group that is still used
-is the same, because its rules are the same.
+Invariant: a group is found by its name and the mark of the deployment. Neutron permits several groups with the same
+name. So after a creation, all processes use the oldest of these groups, and each process deletes the newer group that
+it has created. If a port still uses a newer group, the traffic is the same, because the rules are the same.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Groups:
         return self._neutron.cached(("group", group.value), read)
 
     def forget(self) -> None:
-        """Read the groups again at their next use: one does not exist any more."""
+        """Read the groups again at their next use, because one of them no longer exists."""
         self._neutron.forget(*(("group", one.value) for one in Group))
 
     def remove(self, load_balancer_id: str) -> None:
@@ -120,7 +120,7 @@ class Groups:
         return self._neutron.find_paged("groups", fields=("id", "name", "project_id"), description=self._mark)
 
     def pass_one_direction(self, ports: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether these ports pass answers without the packets before them: no group tracks connections."""
+        """Whether these ports pass answers without the preceding packets, because no group tracks connections."""
         guarded = [one for one in ports if one.get("port_security_enabled", True)]
         ids = sorted({group for one in guarded for group in one["security_groups"]})
         if not ids or not all(one["security_groups"] for one in guarded):

@@ -283,8 +283,8 @@ class Reporter:
                 self._update_octavia("barrier", {"loadbalancers": [barrier]})
             except octavia_errors.UpdateStatusError as error:
                 refused = (
-                    "Octavia refused the status update (barrier) of load balancer %s; the provider agent repeats the "
-                    "update in the next round: %s"
+                    "Octavia refused the update of load balancer %s that shows the end of Octavia's transaction (barrier); "
+                    "the provider agent repeats the update in the next round: %s"
                 )
                 LOG.warning(refused, load_balancer_id, error.fault_string)
                 failed.add(load_balancer_id)
