@@ -27,12 +27,12 @@ _DATABASE = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1,
 _FAILOVER = (1, 2, 3, 5, 8, 12, 20, 30, 60, 120, 300, 900, 3600)
 
 HOWS = ("start", "unchanged", "runtime", "reload", "stop")
-OUTCOMES = ("finished", "waiting", "gave_way", "failed", "lost")
+OUTCOMES = ("finished", "waiting", "preempted", "failed", "lost")
 PUSH_ERRORS = ("AgentUnreachable", "AgentRefused", "AgentUntrusted")
 CAUSES = ("silent", "mute", "never_spoke", "asked", "operator", "rotation", "resize")
 ENDS = ("done", "gone", "superseded", "recovered")
 CALLS = ("barrier", "statuses", "statistics")
-REPORTS = ("taken", "refused")
+REPORTS = ("accepted", "refused")
 _TRANSACTIONS = ("read", "write")
 _OTHER = "other"
 

@@ -283,8 +283,8 @@ class Reporter:
                 self._update_octavia("barrier", {"loadbalancers": [barrier]})
             except octavia_errors.UpdateStatusError as error:
                 refused = (
-                    "Octavia refused the update of load balancer %s that shows the end of Octavia's transaction (barrier); "
-                    "the provider agent repeats the update in the next round: %s"
+                    "Octavia refused a status update (barrier) of load balancer %s, which precedes the report of its "
+                    "statuses; the provider agent repeats the update in the next round: %s"
                 )
                 LOG.warning(refused, load_balancer_id, error.fault_string)
                 failed.add(load_balancer_id)
@@ -320,7 +320,7 @@ class Reporter:
         failpoints.reach(failpoints.Point.REPORT_SENT)
         self._database.write(lambda connection: status_outbox.mark_reported(connection, accepted))
         failpoints.reach(failpoints.Point.REPORT_TAKEN)
-        metrics.count_reports("taken", len(accepted))
+        metrics.count_reports("accepted", len(accepted))
         return True
 
     def _is_due(self, report: status_outbox.StatusReport) -> bool:

@@ -351,7 +351,7 @@ class StepExecutor:
                 raise
             # The agent answers, so a compute backend that fails now must not delay the service of the load balancer.
             LOG.warning(
-                "the controller could not read the hypervisor and the zone of amphora %s, and continues without them: %s",
+                "the controller could not read the hypervisor and the zone of amphora %s, and continues: %s",
                 amphora.id,
                 error,
             )

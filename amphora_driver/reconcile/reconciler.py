@@ -118,7 +118,7 @@ class Reconciler:
             self._handle_failure(job, error)
         else:
             return "finished" if found[2] is None else "waiting"
-        return "gave_way" if job.is_preempted else "failed"
+        return "preempted" if job.is_preempted else "failed"
 
     def _refuse_crash_loop(self, lease: Lease) -> None:
         """Refuse load balancers that crashed several controllers, except for occasional retries."""

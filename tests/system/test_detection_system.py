@@ -51,8 +51,8 @@ OPTIONS = {
         "silent_after": str(SILENT_AFTER),
         "probe_timeout": "1",
         "breaker_window": "30",
-        "breaker_calm": "2",
-        "pause_first": "1",
+        "breaker_close_after": "2",
+        "backoff_first": "1",
     },
 }
 FLEET = 50

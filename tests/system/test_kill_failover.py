@@ -35,7 +35,7 @@ def steps(*kinds):
 
 @pytest.fixture(scope="module")
 def lab():
-    haste = {"amp_failover": {"silent_after": "4", "pause_first": "0"}, "amp_rotation": {"settle": "1"}}
+    haste = {"amp_failover": {"silent_after": "4", "backoff_first": "0"}, "amp_rotation": {"settle": "1"}}
     with kill_lab.lab(haste=haste) as made:
         yield made
 

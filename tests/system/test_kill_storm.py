@@ -39,7 +39,7 @@ pytestmark = [pytest.mark.root, pytest.mark.extended, pytest.mark.quiet, pytest.
 
 @pytest.fixture(scope="module")
 def lab():
-    with kill_lab.lab(haste={"amp_failover": {"pause_first": "0"}}) as made:
+    with kill_lab.lab(haste={"amp_failover": {"backoff_first": "0"}}) as made:
         yield made
 
 

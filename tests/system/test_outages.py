@@ -21,7 +21,7 @@ SILENT_AFTER = 4.0
 SECONDS = max(float(os.environ.get("AMPHORA_OUTAGE_SECONDS", "8")), 2 * SILENT_AFTER)
 HASTE = {
     "amp_health": {"interval": "0.5", "flush_interval": "0.2"},
-    "amp_failover": {"silent_after": str(SILENT_AFTER), "pause_first": "0"},
+    "amp_failover": {"silent_after": str(SILENT_AFTER), "backoff_first": "0"},
 }
 pytestmark = [pytest.mark.root, pytest.mark.lasts(300 + 3 * SECONDS)]
 

@@ -40,7 +40,7 @@ SILENT_AFTER = 4.0
 GRACE = 25.0
 OPTIONS = {
     "amp_health": {"interval": "0.5", "flush_interval": "0.2"},
-    "amp_failover": {"silent_after": str(SILENT_AFTER), "pause_first": "0"},
+    "amp_failover": {"silent_after": str(SILENT_AFTER), "backoff_first": "0"},
     "amp_controller": {
         "housekeeping_interval": "0.5",
         "forget_vip_after": str(GRACE),

@@ -18,10 +18,10 @@ OPTIONS = """
 [amp_failover]
 silent_after = 7
 mute_after = 30
-breaker_trial = 100
-breaker_calm = 10
+breaker_trial_after = 100
+breaker_close_after = 10
 most_at_once = 2
-pause_first = 20
+backoff_first = 20
 """
 STEP = 1.0
 BEGIN = 1_900_000_000.0

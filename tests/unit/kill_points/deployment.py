@@ -49,7 +49,7 @@ audit_interval = 0.5
 bind_address = 127.0.0.1
 bind_port = 0
 [amp_failover]
-pause_first = 0
+backoff_first = 0
 [amp_rotation]
 settle = 1
 [amp_certificates]

@@ -157,7 +157,7 @@ def test_the_remaining_fleet_figures(database):
     assert [one.state for one in read.authorities] == ["current", "next"]
     assert read.outbox.waiting == 1
     assert [(one.state, one.done) for one in read.rotations] == [("paused", 0)]
-    assert worst_level(find_notices(read, 3.0)) is Level.TROUBLE
+    assert worst_level(find_notices(read, 3.0)) is Level.CRITICAL
     # The snapshot can be encoded for a program and decoded again.
     assert msgspec.json.decode(msgspec.json.encode(read), type=type(read)) == read
 
@@ -293,7 +293,7 @@ def test_while_the_database_is_unavailable_the_last_snapshot_is_shown(url, tmp_p
         (tmp_path / "driver.sqlite").write_bytes(b"this is no database, and long enough to be looked at" * 100)
         now[0] += 1.5
         after = looking.get_view()
-        assert after.trouble is not None
+        assert after.read_error is not None
         assert after.fleet == before.fleet
         assert after.number > before.number
     finally:

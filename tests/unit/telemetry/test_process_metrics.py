@@ -110,14 +110,14 @@ def test_calls_of_octavia_and_their_results_are_counted():
         raise UpdateStatusError(fault_string="no such file")
     with pytest.raises(UpdateStatusError), meters.octavia_call("statuses"):
         raise UpdateStatusError(fault_string="not there", status_object="listeners", status_object_id="li")
-    meters.count_reports("taken", 3)
+    meters.count_reports("accepted", 3)
     meters.count_reports("refused")
     assert value(meters, "amphora_octavia_seconds_count", call="barrier") == 1
     assert value(meters, "amphora_octavia_seconds_count", call="statuses") == 2
     assert value(meters, "amphora_octavia_seconds_count", call="statistics") == 0
     assert value(meters, "amphora_octavia_failures_total", call="barrier") == 0
     assert value(meters, "amphora_octavia_failures_total", call="statuses") == 1, "a refusal is an answer"
-    assert value(meters, "amphora_reports_total", outcome="taken") == 3
+    assert value(meters, "amphora_reports_total", outcome="accepted") == 3
     assert value(meters, "amphora_reports_total", outcome="refused") == 1
 
 
@@ -144,7 +144,7 @@ def test_the_metrics_of_the_fleet():
         'amphora_fleet_load_balancers{status="PENDING_CREATE"}': 0,
         'amphora_fleet_queue_depth{state="due"}': 1,
         'amphora_fleet_queue_depth{state="waiting"}': 1,
-        'amphora_fleet_queue_depth{state="worked_on"}': 1,
+        'amphora_fleet_queue_depth{state="running"}': 1,
         'amphora_fleet_queue_depth{state="failing"}': 1,
         "amphora_fleet_queue_oldest_seconds": 40,
         "amphora_fleet_unconfirmed_oldest_seconds": 50,

@@ -263,7 +263,7 @@ def test_an_unavailable_database_is_reported(tmp_path):
         status, body, _ = asked(port)
         assert status == 200
         assert b"The database does not answer" in body
-        assert json.loads(asked(port, "/status.json")[1])["level"] == "trouble"
+        assert json.loads(asked(port, "/status.json")[1])["level"] == "critical"
         told = asked(port, "/metrics")[1].decode()
         assert "amphora_fleet_up 0.0" in told
         assert "amphora_fleet_load_balancers" not in told
