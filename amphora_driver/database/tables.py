@@ -49,9 +49,10 @@ desired_object = sa.Table(
 )
 
 # The table `job` has one row per load balancer: the desired generation, the applied generation, and the lease of a
-# controller. A generation is the number of a version of the configuration. The column `committed` is the newest
-# generation for which Octavia's own transaction has ended. If `read_back` is set, the provider agent must read objects
-# from Octavia. The column `reread` then lists these objects as JSON; NULL means the complete load balancer.
+# controller. A generation is the number of a version of the configuration. The columns `generation` and `applied` are
+# the desired and the applied generation. The column `committed` is the newest generation for which Octavia's own
+# transaction has ended. If `read_back` is set, the provider agent must read objects from Octavia. The column `reread`
+# then lists these objects as JSON; NULL means the complete load balancer.
 job = sa.Table(
     "job",
     metadata,
@@ -78,11 +79,14 @@ job = sa.Table(
     # a row in this table, and the column `spares` of that row describes the pool as JSON.
     sa.Column("spare_pool", Id, nullable=True),
     sa.Column("spares", Body, nullable=True),
+    # The column `dirty` is set while a controller must run the job, now or at the time in `due_at`.
     sa.Column("dirty", sa.Boolean, nullable=False, default=True),
     # The column `tickets` counts the rotations of the keys for TLS session tickets; NULL means that no keys exist. The
     # column `tickets_due` is the time of the next rotation.
     sa.Column("tickets", sa.BigInteger, nullable=True),
     sa.Column("tickets_due", sa.Double, nullable=True),
+    # The column `owner` is the process with the lease of the job, until the time in `leased_until`. The column `epoch`
+    # grows with every new lease. A write under an older lease therefore changes no row (fencing).
     sa.Column("owner", sa.String(128), nullable=True),
     sa.Column("epoch", sa.BigInteger, nullable=False, default=0),
     # Every write under a lease increments `writes`, so that the write always changes a value. MariaDB does not
@@ -186,8 +190,8 @@ amphora = sa.Table(
     # the VIPs some seconds after that time.
     sa.Column("confirmed_at", sa.Double, nullable=True),
     sa.Column("heartbeat_key", sa.LargeBinary, nullable=False),
-    # The column `plugged` lists the attached ports of the amphora and the subnets of the ports as JSON. The column
-    # `partners` lists, as JSON, the VRRP peers that the amphora had when the agent confirmed the generation.
+    # The column `plugged` lists, as JSON, the network ports that are attached to the amphora's machine, each with its
+    # subnets. The column `partners` lists, as JSON, the VRRP peers in the configuration that the agent confirmed last.
     sa.Column("plugged", Body, nullable=True),
     sa.Column("partners", Body, nullable=True),
     # The column `handed_over` says whether the controller has asked the amphora to hand the VIPs over to the partner
@@ -198,7 +202,8 @@ amphora = sa.Table(
     sa.Column("drains_until", sa.Double, nullable=True),
     sa.Column("certificate_expires_at", sa.Double, nullable=True),
     # The column `certificate_authority` is the CA that issued the amphora's certificate; NULL means the CA in the
-    # configured files. The column `trusts` lists the CAs whose client certificates the agent accepts.
+    # configured files. The column `trusts` is the trust list of the agent: the CAs whose client certificates the agent
+    # accepts, in the notation of `certificates/ca_rotation.py`.
     sa.Column("certificate_issued_at", sa.Double, nullable=True),
     sa.Column("certificate_authority", sa.BigInteger, nullable=True),
     sa.Column("trusts", sa.String(255), nullable=True),
@@ -234,8 +239,8 @@ amphora_heartbeat = sa.Table(
     sa.Column("agent_version", sa.String(64), nullable=True),
 )
 
-# The table `duty` names, for each duty, the process that performs the duty. An example of a duty is the status reports
-# to Octavia.
+# A duty is a task that only one process of the control plane performs at a time, for example the status reports to
+# Octavia. The table `duty` has the lease of each duty, with the same columns as the lease of a job.
 duty = sa.Table(
     "duty",
     metadata,
