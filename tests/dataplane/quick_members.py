@@ -28,7 +28,7 @@ CHUNK_BYTES = 4096
 FILLING = b"x" * 200
 
 
-class Room:
+class MemberSet:
     """All members, their recorded requests, and the running downloads."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -64,8 +64,8 @@ class Room:
 class Connection(asyncio.Protocol):
     """One connection to one member."""
 
-    def __init__(self, room: Room, port: int) -> None:
-        self._room = room
+    def __init__(self, members: MemberSet, port: int) -> None:
+        self._room = members
         self._port = port
         self._buffer = bytearray()
         self._upgraded = False
@@ -155,14 +155,14 @@ class Connection(asyncio.Protocol):
 
 def main() -> None:
     loop = asyncio.new_event_loop()
-    room = Room(loop)
+    members = MemberSet(loop)
 
     def order() -> None:
         line = sys.stdin.readline()
         if not line:
             loop.stop()
             return
-        obey(line, room.orders())
+        obey(line, members.orders())
 
     loop.add_reader(sys.stdin.fileno(), order)
     loop.run_forever()

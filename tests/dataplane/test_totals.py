@@ -16,7 +16,7 @@ import pytest
 from amphora_lab import MEMBERS, VIP, Client, alive, descendants, eventually, get
 from configuration_text import LISTENER, MEMBER_IDS, POOL, SECOND, listener, text
 from counted import metrics, total
-from mishaps import answered, end_agent, haproxy_pids
+from faults import answered, end_agent, haproxy_pids
 
 pytestmark = pytest.mark.root
 ECHO = str(uuid.uuid5(uuid.NAMESPACE_DNS, "echo"))
@@ -60,7 +60,7 @@ class Echo:
             thread.join(10)
 
 
-class Long:
+class LongConnection:
     """A long connection that counts sent and received bytes."""
 
     def __init__(self, network):
@@ -99,10 +99,10 @@ def echo(network):
 
 @pytest.fixture
 def opened(network):
-    made: list[Long] = []
+    made: list[LongConnection] = []
 
     def new():
-        made.append(Long(network))
+        made.append(LongConnection(network))
         return made[-1]
 
     yield new
@@ -110,11 +110,11 @@ def opened(network):
         one.close()
 
 
-class Books:
+class TotalsReader:
     """Reads the totals from heartbeats and from metrics."""
 
-    def __init__(self, amphora, mailbox):
-        self._amphora, self._mailbox = amphora, mailbox
+    def __init__(self, amphora, receiver):
+        self._amphora, self._receiver = amphora, receiver
         self.fallen: list[str] = []
         self.scrapes = 0
         self._last: dict[str, float] = {}
@@ -122,7 +122,7 @@ class Books:
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def told(self, listener_id):
-        return self._mailbox.next().document["listeners"].get(listener_id, {})
+        return self._receiver.next().document["listeners"].get(listener_id, {})
 
     def scrape(self) -> dict[str, float]:
         return metrics(self._amphora)
@@ -146,11 +146,11 @@ class Books:
             self._last.update(found)
 
 
-def test_totals_are_exact_over_reloads_and_restarts_of_everything(amphora, mailbox, echo, opened):
+def test_totals_are_exact_over_reloads_and_restarts_of_everything(amphora, receiver, echo, opened):
     assert amphora.push(1, wanted(1))[0] == 200
     eternal, number = opened(), 1
     longs = [eternal]
-    with Books(amphora, mailbox) as books:
+    with TotalsReader(amphora, receiver) as books:
         with Client(amphora.network) as client:
             for step in range(10):
                 number += 1
@@ -192,9 +192,9 @@ def test_totals_are_exact_over_reloads_and_restarts_of_everything(amphora, mailb
     assert books.told(LISTENER)["request_errors"] == 0
 
 
-def test_bytes_are_exact_however_a_connection_ends(amphora, mailbox, echo, opened):
+def test_bytes_are_exact_however_a_connection_ends(amphora, receiver, echo, opened):
     """Connections end by themselves, at the end of a drain, or with a worker over the limit."""
-    books = Books(amphora, mailbox)
+    books = TotalsReader(amphora, receiver)
     limits = {"connections": None, "threads": None, "drain": None, "workers": 2}
     assert amphora.push(1, wanted(1), limits=limits)[0] == 200
     longs = []
@@ -238,9 +238,9 @@ def test_bytes_are_exact_however_a_connection_ends(amphora, mailbox, echo, opene
     assert amphora.push(8, wanted(7), limits={**limits, "workers": 3})[1]["how"] == "unchanged"
 
 
-def test_counters_of_a_killed_haproxy_are_kept(amphora, mailbox):
+def test_counters_of_a_killed_haproxy_are_kept(amphora, receiver):
     assert amphora.push(1, wanted(1))[0] == 200
-    books = Books(amphora, mailbox)
+    books = TotalsReader(amphora, receiver)
     for _ in range(20):
         assert answered(amphora) is not None
     eventually(lambda: books.told(LISTENER).get("total_connections") == 20, "20 requests are reported")
@@ -256,9 +256,9 @@ def test_counters_of_a_killed_haproxy_are_kept(amphora, mailbox):
     assert {name for name, value in before.items() if after.get(name, 0) < value} == set()
 
 
-def test_counters_continue_for_a_member_removed_and_added_at_runtime(amphora, mailbox):
+def test_counters_continue_for_a_member_removed_and_added_at_runtime(amphora, receiver):
     assert amphora.push(1, text(listener(["m1", "m2"])))[0] == 200
-    books, served = Books(amphora, mailbox), 0
+    books, served = TotalsReader(amphora, receiver), 0
     for generation in range(2, 8):
         served += sum(answered(amphora) == "m2" for _ in range(6))
         members = ["m1"] if generation % 2 == 0 else ["m1", "m2"]
@@ -278,7 +278,7 @@ def processor_time(pids) -> float:
 
 
 @pytest.mark.quiet
-def test_counters_of_a_thousand_members_take_little_processor_time(amphora, mailbox):
+def test_counters_of_a_thousand_members_take_little_processor_time(amphora, receiver):
     servers = "".join(
         f"    server {uuid.uuid5(uuid.NAMESPACE_DNS, str(n))} {MEMBERS['m1']}:80 weight 1\n" for n in range(1000)
     )
@@ -287,7 +287,7 @@ def test_counters_of_a_thousand_members_take_little_processor_time(amphora, mail
         assert amphora.push(generation, text(listener([], extra=extra)))[0] == 200
         for _ in range(200):
             amphora.network.thread("cl").run(get)
-    books = Books(amphora, mailbox)
+    books = TotalsReader(amphora, receiver)
     name = f'octavia_listener_sessions_total{{listener="{LISTENER}"}}'
     eventually(lambda: books.scrape().get(name) == 400, "all sessions are reported")
     everything = descendants(amphora.init())

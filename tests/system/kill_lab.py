@@ -336,7 +336,7 @@ class Lab:
         return self.connection.load_balancer.get(self.cloud.url("loadbalancers")).json()["loadbalancers"]
 
 
-class Witness:
+class ContinuousClient:
     """A client that sends requests to one load balancer continuously.
 
     No part of the control plane is in the path of a request, so no request may fail.

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 import kill_lab
 import msgspec
 import pytest
-from kill_lab import FAILED, Witness
+from kill_lab import FAILED, ContinuousClient
 from sandbox_of_a_test import provider_agents, title
 
 from amphora_driver.host.detached_process import Process
@@ -149,14 +149,14 @@ def test_processes_killed_at_random_moments(lab, record_property):
         profile = cloud.balancers.create_flavor_profile(name=name, provider_name="haproxy", flavor_data=data)
         made = cloud.balancers.create_flavor(name=name, flavor_profile_id=profile.id, is_enabled=True)
         kinds.append({"flavor_id": made.id})
-    balancer = cloud.served("witness", ("member1",))
+    balancer = cloud.served("steady", ("member1",))
     until = time.monotonic() + SECONDS
     lives = 0
-    with Witness(cloud, balancer.vip_address) as witness:
+    with ContinuousClient(cloud, balancer.vip_address) as client:
         while time.monotonic() < until or set(kills.deaths) != set(MORTAL):
             life(lab, kills, **kinds[lives % len(kinds)])
             lives += 1
-    assert witness.failed == []
-    assert lab.replacements(balancer.id) == [], "the witness's amphora is not replaced"
-    for name, value in (("lives", lives), ("deaths", dict(kills.deaths)), ("answers", witness.answered)):
+    assert client.failed == []
+    assert lab.replacements(balancer.id) == [], "the amphora of the other load balancer is not replaced"
+    for name, value in (("lives", lives), ("deaths", dict(kills.deaths)), ("answers", client.answered)):
         record_property(name, value)

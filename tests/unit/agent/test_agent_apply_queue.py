@@ -14,7 +14,7 @@ from amphora_agent.apply.change_log import UNCHANGED, Change, ChangeLog
 PATIENCE = 10.0
 
 
-class Line:
+class QueuedPushes:
     """Pushes that wait behind the push that the agent applies."""
 
     def __init__(self):
@@ -56,7 +56,7 @@ class Line:
 
 @pytest.mark.parametrize("order", [(2, 3, 4), (4, 3, 2), (3, 4, 2)])
 def test_only_the_newest_waiting_push_is_applied(order):
-    line = Line()
+    line = QueuedPushes()
     waiting = [line.push(generation) for generation in order]
     line.go()
     assert [future.result(PATIENCE) for future in waiting] == [4, 4, 4]
@@ -64,7 +64,7 @@ def test_only_the_newest_waiting_push_is_applied(order):
 
 
 def test_an_invalid_newest_push_gives_way_to_the_next_newest():
-    line = Line()
+    line = QueuedPushes()
     line.failing = {4}
     two, three, four = (line.push(generation) for generation in (2, 3, 4))
     line.go()
@@ -75,7 +75,7 @@ def test_an_invalid_newest_push_gives_way_to_the_next_newest():
 
 
 def test_equal_pushes_are_applied_in_order():
-    line = Line()
+    line = QueuedPushes()
     waiting = [line.push(3), line.push(3), line.push(2, kind="another")]
     line.go()
     assert [future.result(PATIENCE) for future in waiting] == [3, 3, 2]

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import pytest
 import sqlalchemy as sa
-from control import TREE, World, controlled
+from control import TREE, FakeCloud, controlled
 
 from amphora_driver.agent.client import BundleState, SettingsState
 from amphora_driver.database.tables import amphora, job
@@ -28,7 +28,7 @@ MANY = 3
 OLD = render_agent_settings(["192.0.2.1:9879"], 3.0, 30.0)
 
 
-class Agents(World):
+class Agents(FakeCloud):
     """One amphora for each load balancer; agents that keep settings, as far as they know them."""
 
     roles = SingleTopology.roles
@@ -145,10 +145,10 @@ def test_agent_conf_has_exact_intervals():
 def test_every_agent_gets_changed_settings_once(control, pool):
     made = update(control)
     assert made.run_round(pool) == MANY
-    assert control.world.settings == dict.fromkeys(ids(control), wanted(control))
+    assert control.cloud.settings == dict.fromkeys(ids(control), wanted(control))
     assert made.run_round(pool) == 0
     assert update(control).run_round(pool) == MANY
-    assert sorted(control.world.sent) == ids(control)
+    assert sorted(control.cloud.sent) == ids(control)
 
 
 def test_spares_and_amphorae_of_open_jobs_get_settings(control, pool):
@@ -162,7 +162,7 @@ def test_spares_and_amphorae_of_open_jobs_get_settings(control, pool):
 
     control.database.write(write)
     assert update(control).run_round(pool) == MANY
-    assert sorted(control.world.sent) == ids(control)
+    assert sorted(control.cloud.sent) == ids(control)
 
 
 def test_amphorae_that_are_not_ready_are_not_queried(control, pool):
@@ -174,7 +174,7 @@ def test_amphorae_that_are_not_ready_are_not_queried(control, pool):
 
     control.database.write(write)
     assert update(control).run_round(pool) == 1
-    assert control.world.sent == [ids(control)[2]]
+    assert control.cloud.sent == [ids(control)[2]]
 
 
 def test_the_number_of_updates_in_a_round_is_limited(control, pool):
@@ -185,12 +185,12 @@ def test_the_number_of_updates_in_a_round_is_limited(control, pool):
 
 def test_an_old_agent_gets_no_settings(control, pool):
     first, second, third = ids(control)
-    control.world.old.add(first)
+    control.cloud.old.add(first)
     # The second agent has answered before its version was replaced by an earlier one.
-    control.world.failure[second] = AgentRefused("change", "it answered 404", status=404)
+    control.cloud.failure[second] = AgentRefused("change", "it answered 404", status=404)
     made = update(control)
     assert made.run_round(pool) == MANY
-    assert sorted(control.world.sent) == [second, third]
+    assert sorted(control.cloud.sent) == [second, third]
     assert made.run_round(pool) == 0
 
 
@@ -200,29 +200,29 @@ def test_an_old_agent_gets_no_settings(control, pool):
 def test_a_failed_update_is_repeated_later(control, pool, caplog, failure):
     caplog.set_level(logging.INFO)
     first = ids(control)[0]
-    control.world.failure[first] = failure
+    control.cloud.failure[first] = failure
     made = update(control)
     assert made.run_round(pool) == MANY
     assert f"cannot change the settings of amphora {first}" in caplog.text
     assert made.run_round(pool) == 0, "the update is postponed"
-    control.world.failure.clear()
+    control.cloud.failure.clear()
     made._due_at[first] = 0.0
     assert made.run_round(pool) == 1
-    assert control.world.settings[first] == wanted(control)
+    assert control.cloud.settings[first] == wanted(control)
 
 
 def test_an_unreachable_agent_stops_no_round(control, pool):
     first = ids(control)[0]
-    control.world.dead.add(first)
+    control.cloud.dead.add(first)
     made = update(control)
     assert made.run_round(pool) == MANY - 1
     assert made.run_round(pool) == 0
-    assert first not in control.world.sent
+    assert first not in control.cloud.sent
 
 
 def test_a_round_ends_while_an_agent_does_not_answer(control, pool, monkeypatch):
     released = threading.Event()
-    monkeypatch.setattr(control.world, "bundle_state", lambda *_, **__: released.wait(60))
+    monkeypatch.setattr(control.cloud, "bundle_state", lambda *_, **__: released.wait(60))
     made, allowed = update(control), iter([True])
     try:
         assert made.run_round(pool, lambda: next(allowed, False)) == 0
@@ -255,14 +255,14 @@ def findings(control):
 
 def test_the_drift_audit_sends_settings_and_needs_no_second_query(control, audits, pool):
     assert audits.run_round(pool) == MANY
-    assert sorted(control.world.sent) == ids(control)
+    assert sorted(control.cloud.sent) == ids(control)
     assert findings(control) == dict.fromkeys(ids(control), (False, None))
     assert audits._settings.run_round(pool) == 0
 
 
 def test_settings_that_an_agent_refuses_are_drift(control, audits, pool):
     first = ids(control)[0]
-    control.world.failure[first] = AgentRefused("change", "disk full", status=500)
+    control.cloud.failure[first] = AgentRefused("change", "disk full", status=500)
     assert audits.run_round(pool) == MANY
     drifts, words = findings(control)[first]
     assert drifts

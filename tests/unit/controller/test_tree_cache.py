@@ -40,15 +40,15 @@ def database(tmp_path):
 
 
 @pytest.fixture
-def story(database):
-    return Story(database, random.Random(1))
+def changes(database):
+    return ChangeSequence(database, random.Random(1))
 
 
 def new_id():
     return str(uuid.uuid4())
 
 
-class Story:
+class ChangeSequence:
     """User requests for one load balancer, and the controller's work."""
 
     def __init__(self, database, dice):
@@ -238,21 +238,21 @@ class Story:
 def test_the_caches_of_two_controllers_match_the_database(database, seed):
     """The lease alternates between both controllers; rows are removed while the other one works."""
     dice = random.Random(seed)
-    story = Story(database, dice)
+    changes = ChangeSequence(database, dice)
     controllers = [TreeCache(), TreeCache()]
     for epoch in range(1, 40):
         for _ in range(dice.choice([0, 1, 1, 1, 4])):
-            story.act()
+            changes.act()
         trees = dice.choice(controllers)
-        assert story.remembered(trees, epoch) == story.recorded()
+        assert changes.remembered(trees, epoch) == changes.recorded()
         if dice.random() < 0.5:
-            story.confirm()
+            changes.confirm()
         if dice.random() < 0.1:
-            under_way = story.read_back()
+            under_way = changes.read_back()
             next(under_way)
-            assert story.remembered(trees, epoch) == story.recorded(), "the cached tree is incomplete too"
+            assert changes.remembered(trees, epoch) == changes.recorded(), "the cached tree is incomplete too"
             next(under_way, None)
-        assert story.remembered(trees, epoch) == story.recorded()
+        assert changes.remembered(trees, epoch) == changes.recorded()
 
 
 def statements(database, work_):
@@ -270,20 +270,20 @@ def statements(database, work_):
     return result, seen
 
 
-def test_unchanged_objects_come_from_the_cache(database, story):
+def test_unchanged_objects_come_from_the_cache(database, changes):
     for _ in range(3):
-        story.add_pool()
+        changes.add_pool()
     for _ in range(30):
-        story.add_member()
+        changes.add_member()
     trees = TreeCache()
-    before = story.remembered(trees, 1)
+    before = changes.remembered(trees, 1)
     changed = before.pools[1].id
     # The latest object is read again without a difference.
-    story.remembered(trees, 1)
-    story.intents.create_object(Kind.MEMBER, story.member(changed, new_id()))
-    row = story.row()
+    changes.remembered(trees, 1)
+    changes.intents.create_object(Kind.MEMBER, changes.member(changed, new_id()))
+    row = changes.row()
     after, seen = statements(database, lambda c: trees.load(c, row, 2))
-    assert after == story.recorded()
+    assert after == changes.recorded()
     assert len(seen) == 1
     assert after.pools[0] is before.pools[0]
     assert [now is then for now, then in zip(after.pools[1].members, before.pools[1].members, strict=False)].count(
@@ -294,23 +294,23 @@ def test_unchanged_objects_come_from_the_cache(database, story):
     assert seen == [], "under one lease, a generation has one tree"
 
 
-def test_trees_removed_elsewhere_leave_the_cache(database, story):
-    story.add_pool()
-    story.add_member()
+def test_trees_removed_elsewhere_leave_the_cache(database, changes):
+    changes.add_pool()
+    changes.add_member()
     trees = TreeCache()
-    assert count_objects(story.remembered(trees, 1)) == 3
-    story.drop_member()
-    story.confirm()
+    assert count_objects(changes.remembered(trees, 1)) == 3
+    changes.drop_member()
+    changes.confirm()
     assert not database.read(lambda c: c.execute(sa.select(desired_object).where(desired_object.c.removed)).all())
-    story.add_member()
-    assert [len(pool.members) for pool in story.remembered(trees, 3).pools] == [1]
-    assert story.remembered(trees, 3) == story.recorded()
+    changes.add_member()
+    assert [len(pool.members) for pool in changes.remembered(trees, 3).pools] == [1]
+    assert changes.remembered(trees, 3) == changes.recorded()
 
 
-def test_the_cache_size_is_limited(database, story):
-    story.add_pool()
+def test_the_cache_size_is_limited(database, changes):
+    changes.add_pool()
     for number in range(3):
-        story.intents.create_load_balancer(msgspec.structs.replace(TREE, id=f"lb{number}"), read_back=False)
+        changes.intents.create_load_balancer(msgspec.structs.replace(TREE, id=f"lb{number}"), read_back=False)
     trees = TreeCache(capacity=3)
 
     def load(load_balancer_id):

@@ -45,7 +45,7 @@ class ControlPlane:
             conf=conf,
             database=database,
             catalogue=deployment.catalogue,
-            agents=deployment.world,
+            agents=deployment.cloud,
             authority=None,
             vault=deployment.vault,
             trust=trust,
@@ -94,7 +94,7 @@ class ControlPlane:
 
 
 class _Health:
-    """A health manager without its threads; heartbeats come from the world."""
+    """A health manager without its threads; heartbeats come from the fake cloud."""
 
     def __init__(self, deployment, name):
         self._deployment = deployment
@@ -109,7 +109,7 @@ class _Health:
         )
 
     def turn(self):
-        for heartbeat in self._deployment.world.heartbeats(self._deployment.octavia_trees()):
+        for heartbeat in self._deployment.cloud.heartbeats(self._deployment.octavia_trees()):
             self._manager._accept(heartbeat)
         self._manager._flush()
         self._registry.heartbeat(working=True)
@@ -118,8 +118,8 @@ class _Health:
 class _Answers:
     """The answers of agents to the detector, without threads."""
 
-    def __init__(self, world):
-        self._world = world
+    def __init__(self, cloud):
+        self._world = cloud
         self._answers = {}
 
     def start(self, amphora_id, _address):
@@ -137,5 +137,5 @@ class _Answers:
 def _detector(deployment, name):
     made = FailureDetector(deployment.conf, deployment.database, None, name, lambda _role: None)
     made._probe.close()
-    made._probe = _Answers(deployment.world)
+    made._probe = _Answers(deployment.cloud)
     return made

@@ -115,7 +115,7 @@ class Run:
 
     def _begin(self):
         self._deployment.begin(self._operation.beginning)
-        self._machines = self._deployment.world.machines_made
+        self._machines = self._deployment.cloud.machines_made
         self._former = self._deployment.amphorae()
         # Operating statuses change without a request.
         self._before = self._deployment.octavia.rows()[:2]
@@ -189,7 +189,7 @@ class Run:
         assert {said for _, said in deployment.octavia.told} <= {"ACTIVE", "DELETED"}, (
             f"{operation.name}: {deployment.octavia.told}"
         )
-        made = deployment.world.machines_made - self._machines
+        made = deployment.cloud.machines_made - self._machines
         assert made == operation.machines, f"{operation.name}: {made} machines were made"
         there = deployment.amphorae()
         assert len(there) == operation.amphorae, f"{operation.name}: there are {there}"

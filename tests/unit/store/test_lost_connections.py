@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
-from bad_line import BadLine
+from faulty_proxy import FaultyProxy
 from free_ports import free_ports
 
 from amphora_driver.database.engine import Database
@@ -24,7 +24,7 @@ VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1"
 @pytest.fixture
 def line(mariadb_url):
     url = sa.make_url(mariadb_url)
-    with BadLine(url.query["unix_socket"]) as line:
+    with FaultyProxy(url.query["unix_socket"]) as line:
         line.url = str(url.update_query_dict({"unix_socket": line.path}))
         yield line
 
@@ -119,7 +119,7 @@ def test_a_hanging_server_causes_a_time_out(line):
 def test_a_hanging_postgresql_server_causes_a_time_out(postgresql_url):
     """The database driver has no time-out for answers, and the server's time-out needs a running server."""
     url = sa.make_url(postgresql_url)
-    with BadLine(f"{url.query['host']}/.s.PGSQL.5432") as line:
+    with FaultyProxy(f"{url.query['host']}/.s.PGSQL.5432") as line:
         # The database driver looks for a socket of that name in the folder.
         folder = Path(line.path).parent
         (alias := folder / ".s.PGSQL.5432").symlink_to(line.path)

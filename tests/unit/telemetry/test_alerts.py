@@ -3,7 +3,7 @@
 
 import msgspec
 import pytest
-from some_fleet import INTERVAL, NOW, PROCESSES, balancer, fleet, identifier, machine, process
+from fleet_rows import INTERVAL, NOW, PROCESSES, balancer, fleet, identifier, machine, process
 
 from amphora_driver.telemetry.alerts import Level, find_notices, group_notices, worst_level
 from amphora_driver.telemetry.fleet_snapshot import (

@@ -7,7 +7,7 @@ import time
 import msgspec
 import pytest
 import sqlalchemy as sa
-from some_fleet import NOW, identifier, rows, write
+from fleet_rows import NOW, identifier, rows, write
 
 from amphora_driver.errors import StoreError
 from amphora_driver.telemetry import fleet_queries

@@ -8,7 +8,7 @@ import mariadb
 import postgresql
 import pytest
 import sqlalchemy as sa
-from some_fleet import NOW, identifier, rows, write
+from fleet_rows import NOW, identifier, rows, write
 
 from amphora_driver.database import migrate
 from amphora_driver.database.engine import Database

@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 
 import msgspec
 import pytest
-from some_fleet import INTERVAL, NOW, balancer, fleet, identifier, machine, process
+from fleet_rows import INTERVAL, NOW, balancer, fleet, identifier, machine, process
 from test_alerts import AUTHORITY, GOING, ROTATION, ZOMBIE
 
 from amphora_driver.telemetry import status_page

@@ -5,8 +5,8 @@ import re
 from pathlib import Path
 
 import pytest
+from fleet_rows import INTERVAL, NOW, balancer, fleet, machine
 from octavia_lib.api.drivers.exceptions import UpdateStatusError
-from some_fleet import INTERVAL, NOW, balancer, fleet, machine
 from test_alerts import AUTHORITY, GOING, ROTATION
 
 from amphora_driver import metrics

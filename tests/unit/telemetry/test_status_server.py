@@ -12,7 +12,7 @@ import time
 from contextlib import contextmanager
 
 import pytest
-from some_fleet import rows, write
+from fleet_rows import rows, write
 
 from amphora_driver import config, metrics
 from amphora_driver.certificates.ca import Authority, create_authority

@@ -41,7 +41,7 @@ _BOOT_SECONDS, _SAVE_SECONDS = 900.0, 120.0
 _IDLE_SHARE, _IDLE_SECONDS = 0.15, 1.0
 
 
-class Thawing(QemuCompute):
+class ResumedGuests(QemuCompute):
     """The product's backend, which resumes guests of the image TAG from the saved guest."""
 
     def __init__(self, conf, network) -> None:

@@ -30,8 +30,8 @@ BEGIN = 1_900_000_000.0
 class Agents:
     """Prepared probe results and a record of the probed agents. The agents in `saying` answer."""
 
-    def __init__(self, scene):
-        self.scene = scene
+    def __init__(self, lab):
+        self.lab = lab
         self.saying = {}
         self.asked = []
         self.answers = {}
@@ -40,7 +40,7 @@ class Agents:
         self.asked.append(amphora_id)
         how = self.saying.get(amphora_id, ProbeOutcome.NO_ANSWER)
         words = "timed out" if how is ProbeOutcome.NO_ANSWER else ""
-        self.answers[amphora_id] = ProbeResult(outcome=how, at=self.scene.now, detail=words)
+        self.answers[amphora_id] = ProbeResult(outcome=how, at=self.lab.now, detail=words)
 
     def result(self, amphora_id):
         return self.answers.get(amphora_id)
@@ -52,7 +52,7 @@ class Agents:
         """Return whether no probe is in progress."""
 
 
-class Scene:
+class DetectorLab:
     """Load balancers with one amphora each (`a0` of `lb0`, ...), a health manager, and a fake clock."""
 
     def __init__(self, folder, monkeypatch, number=20, options=OPTIONS):
@@ -128,7 +128,7 @@ class Scene:
         if self.hearing:
             connection.execute(process.update().values(beat=process.c.beat + 1))
 
-    def hush(self, *amphora_ids):
+    def silence(self, *amphora_ids):
         self.speaking -= set(amphora_ids)
         return self
 
@@ -159,4 +159,4 @@ class Scene:
 
 
 def small(tmp_path, monkeypatch, number, options=""):
-    return Scene(tmp_path, monkeypatch, number=number, options=OPTIONS + options)
+    return DetectorLab(tmp_path, monkeypatch, number=number, options=OPTIONS + options)

@@ -109,7 +109,7 @@ class Member:
         return self._server.sent
 
 
-class _Visit:
+class _Connection:
     """One client connection, after the response header."""
 
     request = ""
@@ -126,7 +126,7 @@ class _Visit:
         self._plain.close()
 
 
-class Download(_Visit):
+class Download(_Connection):
     request = "/download HTTP/1.0"
 
     def __init__(self, plain):
@@ -148,7 +148,7 @@ class Download(_Visit):
         return self._digest.hexdigest()
 
 
-class Echo(_Visit):
+class Echo(_Connection):
     request = "/ HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: echo"
 
     def goes_on(self):

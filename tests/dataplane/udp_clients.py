@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Clients of a UDP listener: sockets that send as fast as they can and count the answers.
 
-    python udp_crowd.py ADDRESS PORT SOCKETS PAUSE
+    python udp_clients.py ADDRESS PORT SOCKETS PAUSE
 
 PAUSE is in seconds after each round of all sockets. Each second it prints the numbers of datagrams sent, answered and
 refused.

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Clients of a load balancer: the requests they send and the answers they receive.
 
-Invariant: every connection begins in the clients' namespace; a `Visitor` closes the connections it opened.
+Invariant: every connection begins in the clients' namespace; a `HttpClient` closes the connections it opened.
 
-    visitor.fetch("/path", port=443, tls=trusting(authority))   one request on a new connection
-    visitor.connect(port) / visitor.tls(port, ...)              a socket, for several requests or other data
+    client.fetch("/path", port=443, tls=trusting(authority))    one request on a new connection
+    client.connect(port) / client.tls(port, ...)                a socket, for several requests or other data
     ask(connection, "/path", ...)                               a request on a socket (HTTP/1.x)
     upgrade(connection, "/path")                                a WebSocket's handshake
     ask_h2(connection, "/path", ...)                            the same in HTTP/2, with trailers
@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 import h2.config
 import h2.connection
 import h2.events
-from peers import Room, Seen
+from peers import RecordedRequest, SocketFactory
 from pki import Certificate
 from wanted import VIP, VIP6
 
@@ -59,10 +59,10 @@ class Reply:
         return values[0] if values else None
 
     @property
-    def seen(self) -> Seen:
+    def seen(self) -> RecordedRequest:
         """Return the request as the answering member received it."""
         assert self.status == 200, f"{self.status}: {self.body[:300]!r}"
-        return Seen.read(json.loads(self.body))
+        return RecordedRequest.read(json.loads(self.body))
 
     @property
     def member(self) -> str:
@@ -225,11 +225,11 @@ def present(context: ssl.SSLContext, certificate: Certificate | None) -> None:
             context.load_cert_chain(file.name)
 
 
-class Visitor:
+class HttpClient:
     """A client in the clients' namespace."""
 
-    def __init__(self, room: Room) -> None:
-        self._room = room
+    def __init__(self, sockets: SocketFactory) -> None:
+        self._room = sockets
         self._open = contextlib.ExitStack()
 
     def connect(
@@ -323,10 +323,10 @@ def _chain(connection: ssl.SSLSocket):
 class Load:
     """Sends requests without a pause, each on a new connection; counts answers and keeps failures."""
 
-    def __init__(self, visitor: Visitor, threads: int, request: dict) -> None:
+    def __init__(self, client: HttpClient, threads: int, request: dict) -> None:
         self.answers: Counter[str] = Counter()
         self.failures: list[str] = []
-        self._visitor = visitor
+        self._client = client
         self._request = request
         self._ending = threading.Event()
         self._changed = threading.Condition()
@@ -335,7 +335,7 @@ class Load:
     def _run(self) -> None:
         while not self._ending.is_set():
             try:
-                reply = self._visitor.fetch(**self._request)
+                reply = self._client.fetch(**self._request)
                 name = reply.member if reply.status == 200 else ""
                 failure = "" if name else f"{reply.status} {reply.body[:100]!r}"
             except _TROUBLE as error:

@@ -10,7 +10,7 @@ import pickle
 import time
 from http import HTTPStatus
 
-from killed_forks import Kept
+from killed_forks import StoredValue
 
 from amphora_driver.agent.responses import Applied, Info, Vrrp
 from amphora_driver.compute.interface import Machine, MachineState
@@ -26,7 +26,7 @@ _BOOTS = 1
 DRAINS = 5.0
 
 
-class World:
+class FakeCloud:
     """A compute backend and the agents of its machines.
 
     There is one pair at a time: the VIP holder is one of the amphorae with a partner.
@@ -38,7 +38,7 @@ class World:
     listing_interval = 0.0
 
     def __init__(self, path):
-        self.kept = Kept(path, pickle.loads, pickle.dumps)
+        self.kept = StoredValue(path, pickle.loads, pickle.dumps)
 
     def begin(self):
         empty = {"machines": {}, "made": 0, "holder": None, "options": {}, "late": 0, "beats": 0, "off": set()}
@@ -223,12 +223,12 @@ def _elect(state):
         state["holder"] = next(iter(staying or paired), None)
 
 
-class WorldsNetwork(LocalNetwork):
-    """The embedded backend with late addresses; the world keeps VIP options in place of the kernel."""
+class FakeNetwork(LocalNetwork):
+    """The embedded backend with late addresses; the fake cloud keeps VIP options in place of the kernel."""
 
-    def __init__(self, conf, database, world):
+    def __init__(self, conf, database, cloud):
         super().__init__(conf, database)
-        self._world = world
+        self._world = cloud
 
     def allocate_vip(self, load_balancer_id, project_id, wanted, machines=()):
         with self._world.kept.open() as state:

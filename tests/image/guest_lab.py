@@ -20,9 +20,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from amphora_lab import eventually
-from frozen import Thawing
-from peers import Room
+from peers import SocketFactory
 from remote_shell import PORT as SHELL_PORT
+from saved_guest import ResumedGuests
 from throwaway_authority import CLIENT, SERVER, Authority
 from wanted import NETWORK, SUBNET, SUBNET6
 
@@ -56,7 +56,7 @@ MORE_MEMBERS = tuple(
 )
 
 
-class Estate:
+class GuestLab:
     """One switch, its networks, and the guests on it.
 
     Args:
@@ -71,16 +71,16 @@ class Estate:
         self.switch = f"{self.prefix}-switch"
         self._threads: dict[str, Namespace] = {}
         more = "".join(f"{name} = {value}\n" for name, value in options.items())
-        file = folder / "estate.conf"
+        file = folder / "guest_lab.conf"
         file.write_text(
             f"[amp_compute_qemu]\ndirectory = {folder}/machines\nprefix = {self.prefix}\n"
             f"image_directory = {images}\n{more}"
             f"[amp_network_local]\nswitch = {self.switch}\n"
         )
-        self._database = Database(f"sqlite:///{folder}/estate.sqlite")
+        self._database = Database(f"sqlite:///{folder}/guest_lab.sqlite")
         migrate.upgrade(self._database.url)
         self.network = LocalNetwork(config.load([str(file)]), self._database)
-        self.compute = Thawing(config.load([str(file)]), self.network)
+        self.compute = ResumedGuests(config.load([str(file)]), self.network)
         self.authority = Authority("controllers")
         self.client_certificate = folder / "client.pem"
         self.client_certificate.write_text(self.authority.issue("controller", CLIENT))
@@ -140,8 +140,8 @@ class Estate:
             self._threads[host] = Namespace(namespaces.path(self.name(host)))
         return self._threads[host]
 
-    def room(self, host: str) -> Room:
-        return Room(self.thread(host))
+    def socket_factory(self, host: str) -> SocketFactory:
+        return SocketFactory(self.thread(host))
 
     def boot(self, tag: str | None = None) -> Guest:
         guest = Guest(self, tag)
@@ -167,8 +167,8 @@ class Estate:
 class Guest:
     """One virtual machine, accessed by its controller and through `remote_shell`."""
 
-    def __init__(self, estate: Estate, tag: str | None) -> None:
-        self.estate = estate
+    def __init__(self, guest_lab: GuestLab, tag: str | None) -> None:
+        self.guest_lab = guest_lab
         self.id = str(uuid.uuid4())
         self.key = os.urandom(32)
         self.plugged: tuple[AttachedPort, ...] = ()
@@ -189,9 +189,9 @@ class Guest:
         )
         files = {
             "agent.conf": conf,
-            "server.pem": self.estate.authority.issue(self.id, SERVER, hours=6),
-            "client_ca.pem": self.estate.authority.pem,
-            "server_ca.pem": self.estate.authority.pem,
+            "server.pem": self.guest_lab.authority.issue(self.id, SERVER, hours=6),
+            "client_ca.pem": self.guest_lab.authority.pem,
+            "server_ca.pem": self.guest_lab.authority.pem,
             "heartbeat.key": self.key.hex(),
         }
         secret = {name: Secret(text.encode()) for name, text in files.items()}
@@ -199,25 +199,25 @@ class Guest:
 
     def boot(self) -> None:
         # The first call reads the whole image; a running controller has done this before.
-        assert self.estate.compute.image(self._tag) is not None
+        assert self.guest_lab.compute.image(self._tag) is not None
         self.began = time.monotonic()
-        machine = self.estate.compute.boot(self.order())
+        machine = self.guest_lab.compute.boot(self.order())
         assert machine.state is MachineState.RUNNING
         self.address = machine.management_address
 
     def plug(self) -> None:
         """Plug a port on the VIPs' network, as the controller does."""
-        port = self.estate.network.ensure_port(management_port(self.id, NETWORK, [SUBNET, SUBNET6]))
-        self.estate.compute.attach(self.id, port)
-        subnets = tuple(self.estate.network.subnet(fixed.subnet_id) for fixed in port.addresses)
+        port = self.guest_lab.network.ensure_port(management_port(self.id, NETWORK, [SUBNET, SUBNET6]))
+        self.guest_lab.compute.attach(self.id, port)
+        subnets = tuple(self.guest_lab.network.subnet(fixed.subnet_id) for fixed in port.addresses)
         self.plugged = (AttachedPort(port=port, subnets=subnets),)
 
     def process(self):
-        return self.estate.compute._process(self.id)
+        return self.guest_lab.compute._process(self.id)
 
     @property
     def folder(self) -> Path:
-        return self.estate.folder / "machines" / self.id
+        return self.guest_lab.folder / "machines" / self.id
 
     def console(self) -> str:
         with suppress(FileNotFoundError):
@@ -247,7 +247,7 @@ class Guest:
 
     def run(self, *argv: str, seconds: float = PATIENCE, check: bool = True) -> str:
         """Run a command in the guest; return its output."""
-        answer = self.estate.thread("control").run(self._ask_shell, argv, seconds)
+        answer = self.guest_lab.thread("control").run(self._ask_shell, argv, seconds)
         assert not check or answer["code"] == 0, f"{argv}: {answer}"
         return answer["said"]
 
@@ -281,7 +281,7 @@ class Guest:
 
     def call(self, method: str, path: str, body=None):
         """Send a request over the persistent connection; return status and document."""
-        return self.estate.thread("control").run(self._call, method, path, body)
+        return self.guest_lab.thread("control").run(self._call, method, path, body)
 
     def _call(self, method: str, path: str, body):
         for last in (False, True):
@@ -298,8 +298,8 @@ class Guest:
         return None
 
     def _connect(self) -> http.client.HTTPSConnection:
-        context = ssl.create_default_context(cadata=self.estate.authority.pem)
-        context.load_cert_chain(self.estate.client_certificate)
+        context = ssl.create_default_context(cadata=self.guest_lab.authority.pem)
+        context.load_cert_chain(self.guest_lab.client_certificate)
         connection = http.client.HTTPSConnection(self.id, AGENT, timeout=PATIENCE, context=context)
         # A booting guest does not answer; a short time-out allows an early retry.
         connection._create_connection = lambda *_: _dial((self.address, AGENT))
@@ -311,7 +311,7 @@ class Guest:
             self._connection = None
 
     def disconnect(self) -> None:
-        self.estate.thread("control").run(self._disconnect)
+        self.guest_lab.thread("control").run(self._disconnect)
 
     def answers(self) -> bool:
         with suppress(OSError, http.client.HTTPException):

@@ -10,7 +10,7 @@ from pathlib import Path
 _COMMIT = b"COMMIT"
 
 
-class BadLine:
+class FaultyProxy:
     """Forwards connections from its own Unix socket to another one; a context manager.
 
     Args:

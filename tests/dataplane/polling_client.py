@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A client process that sends requests on new connections every few milliseconds.
 
-    asker.py ADDRESS PORT INTERVAL PATIENCE
+    polling_client.py ADDRESS PORT INTERVAL PATIENCE
 
 A request does not wait for earlier ones. The process prints "ready" after the first answer. When its input ends, it
 prints every request as JSON: start (monotonic clock of the machine), duration, and result (status code or error name).
