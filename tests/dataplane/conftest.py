@@ -23,7 +23,7 @@ from wire import Wire
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _tidy_when_told_to_end():
+def _clean_up_at_sigterm():
     """Make SIGTERM, for example at a job's time limit, end the run with the fixtures' cleanup."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     yield

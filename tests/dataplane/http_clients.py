@@ -34,7 +34,7 @@ from wanted import VIP, VIP6
 VIPS = (VIP, VIP6)
 CLIENT, CLIENT6 = "198.51.100.20", "2001:db8:1::20"
 OTHER, OTHER6 = "198.51.100.21", "2001:db8:1::21"
-PATIENCE = 20.0
+TIME_LIMIT = 20.0
 _TROUBLE = (OSError, http.client.HTTPException, EOFError)
 
 
@@ -151,7 +151,7 @@ def _hear(talk: h2.connection.H2Connection, event, reply: Reply) -> None:
         reply.complete = True
 
 
-def ended(connection: socket.socket, seconds: float = PATIENCE) -> float:
+def ended(connection: socket.socket, seconds: float = TIME_LIMIT) -> float:
     """Wait until the peer ends a connection, discard its data, and return the seconds."""
     begin = time.monotonic()
     connection.settimeout(seconds)
@@ -239,7 +239,7 @@ class HttpClient:
         *,
         source: str | None = None,
         source_port: int = 0,
-        timeout: float = PATIENCE,
+        timeout: float = TIME_LIMIT,
     ) -> socket.socket:
         """Open a TCP connection, from `source` and `source_port` if given."""
         opened = self._open.enter_context(self._room.socket(address))
@@ -276,7 +276,7 @@ class HttpClient:
         tls: ssl.SSLContext | None = None,
         name: str | None = "www.example.com",
         source: str | None = None,
-        timeout: float = PATIENCE,
+        timeout: float = TIME_LIMIT,
         **request,
     ) -> Reply:
         """Send a request on a new connection, with HTTP/2 if ALPN selects it."""
@@ -355,7 +355,7 @@ class Load:
         """Wait for further answers, which were sent after earlier changes."""
         with self._changed:
             wanted = self.total + times
-            assert self._changed.wait_for(lambda: self.total >= wanted or self.failures, PATIENCE)
+            assert self._changed.wait_for(lambda: self.total >= wanted or self.failures, TIME_LIMIT)
             assert not self.failures, self.failures[:3]
 
     def __enter__(self):
@@ -367,4 +367,4 @@ class Load:
     def __exit__(self, *_) -> None:
         self._ending.set()
         for thread in self._threads:
-            thread.join(PATIENCE)
+            thread.join(TIME_LIMIT)

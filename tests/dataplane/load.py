@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from program import obey
 
 VIP, HOST = "198.51.100.5", "www.example.com"
-PATIENCE = 20.0
+TIME_LIMIT = 20.0
 MOST_REASONS = 20
 # A member writes the digest in hexadecimal digits.
 _DIGEST_LENGTH = 2 * hashlib.sha256().digest_size
@@ -116,7 +116,7 @@ class Group:
     threads: list[threading.Thread] = field(default_factory=list)
 
     def connect(self, session: ssl.SSLSession | None = None) -> socket.socket:
-        plain = socket.create_connection((VIP, self.port), PATIENCE)
+        plain = socket.create_connection((VIP, self.port), TIME_LIMIT)
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self.tls is None:
             return plain
@@ -189,7 +189,7 @@ def was_closed(connection: socket.socket) -> bool:
     except (BlockingIOError, ssl.SSLWantReadError):
         return False
     finally:
-        connection.settimeout(PATIENCE)
+        connection.settimeout(TIME_LIMIT)
 
 
 def kept(group: Group) -> None:
@@ -386,7 +386,7 @@ class ClientGroups:
             group.ending.set()
         for group in stopped:
             for thread in group.threads:
-                thread.join(2 * PATIENCE)
+                thread.join(2 * TIME_LIMIT)
                 assert not thread.is_alive(), f"a client of kind {group.kind} has not ended"
         return self._report()
 

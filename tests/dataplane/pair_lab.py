@@ -46,7 +46,7 @@ from amphora_driver.render.haproxy import render
 from amphora_driver.secret import Secret
 
 _SEED = Secret(bytes(range(SEED_LENGTH)))
-FAST, PATIENT, USUAL = 0.2, 0.5, 1.0
+FAST, MEDIUM, USUAL = 0.2, 0.5, 1.0
 """Advertisement intervals in seconds: the fast setting; a slower one, with which a machine may stall for more than a
 second without a move of the VIPs; and the default."""
 _STEADY_ADVERTS = 5
@@ -227,10 +227,12 @@ class PairNetwork(Network):
 class PollingClient:
     """A client of a VIP; `outage` is the time from its first to its last failed request, in seconds."""
 
-    def __init__(self, network: Network, place: str, address: str, port: int, interval: float, patience: float) -> None:
+    def __init__(
+        self, network: Network, place: str, address: str, port: int, interval: float, time_limit: float
+    ) -> None:
         where = f"--net=/run/netns/{network.name(place)}"
         program = [sys.executable, str(ROOT / "tests/dataplane/polling_client.py")]
-        arguments = [address, str(port), str(interval), str(patience)]
+        arguments = [address, str(port), str(interval), str(time_limit)]
         self._process = subprocess.Popen(
             ["nsenter", where, "--", *program, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -423,10 +425,10 @@ class Pair:
         address: str | None = None,
         port: int = 80,
         interval: float = 0.01,
-        patience: float = 0.9,
+        time_limit: float = 0.9,
         place: str = "cl",
     ):
-        polling = PollingClient(self.network, place, address or self.vip, port, interval, patience)
+        polling = PollingClient(self.network, place, address or self.vip, port, interval, time_limit)
         try:
             yield polling
         finally:
@@ -483,7 +485,7 @@ def _plugged(place: NodeAddresses, *, six: bool) -> AttachedPort:
 
 __all__ = [
     "FAST",
-    "PATIENT",
+    "MEDIUM",
     "PLACES",
     "USUAL",
     "VIP",

@@ -30,7 +30,7 @@ from cryptography import x509
 from proxy_header import Proxied, read_proxy_header
 
 MEMBER, MEMBER6 = "198.51.100.110", "2001:db8:1::110"
-PATIENCE = 20.0
+TIME_LIMIT = 20.0
 
 
 class SocketFactory:
@@ -141,7 +141,7 @@ class Peer:
             with suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
-            thread.join(PATIENCE)
+            thread.join(TIME_LIMIT)
         self._threads.clear()
         listening.close()
 
@@ -193,7 +193,7 @@ class Peer:
         with self._changed:
             self.last_trouble = error
 
-    def until(self, condition: Callable[[], object], what: str, seconds: float = PATIENCE):
+    def until(self, condition: Callable[[], object], what: str, seconds: float = TIME_LIMIT):
         """Wait for a condition on this peer's connections or requests; return its result."""
         with self._changed:
             result = self._changed.wait_for(condition, seconds)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A client process that sends requests on new connections every few milliseconds.
 
-    polling_client.py ADDRESS PORT INTERVAL PATIENCE
+    polling_client.py ADDRESS PORT INTERVAL TIME_LIMIT
 
 A request does not wait for earlier ones. The process prints "ready" after the first answer. When its input ends, it
 prints every request as JSON: start (monotonic clock of the machine), duration, and result (status code or error name).
@@ -13,11 +13,11 @@ import sys
 import time
 
 
-async def ask(address, port, patience):
+async def ask(address, port, time_limit):
     """Send one request; return its result."""
     writer = None
     try:
-        async with asyncio.timeout(patience):
+        async with asyncio.timeout(time_limit):
             reader, writer = await asyncio.open_connection(address, port)
             writer.write(b"GET / HTTP/1.1\r\nHost: www.example.com\r\nConnection: close\r\n\r\n")
             line = await reader.readline()
@@ -29,7 +29,7 @@ async def ask(address, port, patience):
             writer.transport.abort()
 
 
-async def main(address, port, interval, patience):
+async def main(address, port, interval, time_limit):
     """Send requests until the input ends."""
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
@@ -39,7 +39,7 @@ async def main(address, port, interval, patience):
     async def one():
         nonlocal said
         began = time.monotonic()
-        outcome = await ask(address, port, patience)
+        outcome = await ask(address, port, time_limit)
         found.append((began, time.monotonic() - began, outcome))
         if not said and outcome.isdigit():
             said = True

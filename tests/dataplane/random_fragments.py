@@ -164,7 +164,7 @@ def sample(chance: random.Random, version: int, number: int, ports: tuple[int, .
     pieces = [Piece(begin, end) for begin, end in zip((0, *cuts), cuts, strict=False)]
     if chance.random() < 0.5:
         chance.shuffle(pieces)
-    return replace(bare, cuts=cuts, pieces=tuple(_mischief(chance, pieces, size)))
+    return replace(bare, cuts=cuts, pieces=tuple(_malformations(chance, pieces, size)))
 
 
 def _headers(chance: random.Random) -> _Headers:
@@ -172,7 +172,7 @@ def _headers(chance: random.Random) -> _Headers:
     return tuple(chance.choice(more) for _ in range(chance.choice((0, 0, 1, 2, 3))))
 
 
-def _mischief(chance: random.Random, pieces: list[Piece], size: int) -> list[Piece]:
+def _malformations(chance: random.Random, pieces: list[Piece], size: int) -> list[Piece]:
     """Return the pieces, sometimes with a repeated, missing or overlapping piece."""
     kind = chance.random()
     at = chance.randrange(len(pieces) + 1)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from amphora_lab import eventually
-from pair_lab import PATIENT, PLACES, Node, Pair, plain
+from pair_lab import MEDIUM, PLACES, Node, Pair, plain
 from stalls import Stalls
 
 pytestmark = pytest.mark.root
@@ -24,7 +24,7 @@ def booted(pair_network, authority, tmp_path_factory):
             made.boot(place)
         made.web()
         made.mend()
-        made.advert = PATIENT
+        made.advert = MEDIUM
         made.push(plain(made))
         made.calm()
         yield made

@@ -20,7 +20,7 @@ from contextlib import closing
 
 import pytest
 from amphora_lab import eventually
-from pair_lab import FAST, PATIENT, USUAL, VIP, VIP6, Pair, plain
+from pair_lab import FAST, MEDIUM, USUAL, VIP, VIP6, Pair, plain
 from peers import MEMBER6, EchoServer
 from wanted import listener, load_balancer, member, pool, vip
 
@@ -74,7 +74,7 @@ def test_a_hand_over_keeps_open_connections(pair):
     """The VIPs move, and open connections continue over the new holder to the former one."""
     with closing(EchoServer(pair.members, "echo")) as echo:
         tree = _balancer(pair.peers[0], echo)
-        pair.advert = PATIENT
+        pair.advert = MEDIUM
         pair.push(tree)
         pair.steady()
         holder, standby = pair.holder, pair.standby
@@ -244,7 +244,7 @@ def test_busy_machine(pair):
     holder = pair.holder
     hogs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(8)]
     try:
-        with pair.poll(patience=5.0) as polling:
+        with pair.poll(time_limit=5.0) as polling:
             for number in range(3):
                 pair.push(plain(pair, name=f"reload {number}"))
                 pair.push(load_balancer(*plain(pair).listeners, listener(81 + number), *plain(pair).pools))
@@ -412,7 +412,7 @@ def test_nodes_with_ipv6_advertisements(pair, dual):
     """The nodes take over, and hand over with open connections. Packets fit into the tunnel."""
     vips = (VIP6, VIP) if dual else (VIP6,)
     pair.speak_ipv6(alone=not dual)
-    pair.advert = PATIENT
+    pair.advert = MEDIUM
     with closing(pair.web("six", MEMBER6)) as web, closing(EchoServer(pair.members, "echo", MEMBER6)) as echo:
         pair.peers.remove(web)
         pair.push(_balancer(web, echo, vip=vip(VIP6), additional_vips=tuple(map(vip, vips[1:]))))

@@ -96,7 +96,7 @@ def test_a_partner_is_replaced(pair, members):
     home = pair.client.fetch(source=CLIENT).member
     holder, gone = pair.holder, pair.standby
     pair.lose(gone)
-    with pair.poll(patience=5.0) as polling:  # the VIPs stay, also on a busy machine
+    with pair.poll(time_limit=5.0) as polling:  # the VIPs stay, also on a busy machine
         fresh = pair.boot(PLACES[2])
         eventually(fresh.answers, "the agent answers")
         first, second = pair.push(tree)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 from every_haproxy import RuntimeSocket, on_every_haproxy, worker
-from http_clients import PATIENCE, answer, ask
+from http_clients import TIME_LIMIT, answer, ask
 from peers import MEMBER, MEMBER6
 from wanted import id_of, listener, load_balancer, member, monitor, pool
 
@@ -175,7 +175,7 @@ def test_a_listeners_connection_limit_changes(served, push, lab):
     with pytest.raises(TimeoutError):  # the connection waits: no event reports that nothing happens
         second.recv(1)
     push(*wanted(2), how=how)
-    second.settimeout(PATIENCE)
+    second.settimeout(TIME_LIMIT)
     assert answer(second).status == 200
 
 

@@ -16,7 +16,7 @@ import time
 from contextlib import suppress
 
 from amphora_lab import eventually
-from guest_lab import PATIENCE
+from guest_lab import TIME_LIMIT
 from http_clients import HttpClient
 from peers import WebServer
 from served import _content
@@ -116,7 +116,7 @@ class Balanced:
                 return sending.recv(100).decode()
         return ""
 
-    def until(self, condition, what: str, seconds: float = PATIENCE):
+    def until(self, condition, what: str, seconds: float = TIME_LIMIT):
         return eventually(condition, what, seconds)
 
 

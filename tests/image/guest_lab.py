@@ -45,7 +45,7 @@ CONTROLLER = "203.0.113.2"
 # An emulated boot takes 30 s on an idle machine, and took 400 s beside seven other boots on two processors.
 BOOT_SECONDS = 900.0
 # The time-out of every other wait for a guest.
-PATIENCE = 300.0
+TIME_LIMIT = 300.0
 _HOSTS = {
     "control": (MANAGEMENT, (CONTROLLER,)),
     "client": (NETWORK, ("198.51.100.20", "2001:db8:1::20")),
@@ -245,7 +245,7 @@ class Guest:
 
     # -- the remote shell --------------------------------------------------------------------------------------
 
-    def run(self, *argv: str, seconds: float = PATIENCE, check: bool = True) -> str:
+    def run(self, *argv: str, seconds: float = TIME_LIMIT, check: bool = True) -> str:
         """Run a command in the guest; return its output."""
         answer = self.guest_lab.thread("control").run(self._ask_shell, argv, seconds)
         assert not check or answer["code"] == 0, f"{argv}: {answer}"
@@ -300,7 +300,7 @@ class Guest:
     def _connect(self) -> http.client.HTTPSConnection:
         context = ssl.create_default_context(cadata=self.guest_lab.authority.pem)
         context.load_cert_chain(self.guest_lab.client_certificate)
-        connection = http.client.HTTPSConnection(self.id, AGENT, timeout=PATIENCE, context=context)
+        connection = http.client.HTTPSConnection(self.id, AGENT, timeout=TIME_LIMIT, context=context)
         # A booting guest does not answer; a short time-out allows an early retry.
         connection._create_connection = lambda *_: _dial((self.address, AGENT))
         return connection
@@ -321,5 +321,5 @@ class Guest:
 
 def _dial(address) -> socket.socket:
     connection = socket.create_connection(address, 3.0)
-    connection.settimeout(PATIENCE)
+    connection.settimeout(TIME_LIMIT)
     return connection

@@ -10,7 +10,7 @@ import time
 import pytest
 from agent_heartbeats import decode
 from balanced import VIP, VIP6, listener, load_balancer, member, monitor, pool
-from guest_lab import CONTROLLER, HEARTBEATS, PATIENCE
+from guest_lab import CONTROLLER, HEARTBEATS, TIME_LIMIT
 from http_clients import trusting
 from wanted import id_of
 
@@ -34,7 +34,7 @@ def test_the_agent_refuses_clients_without_a_controller_certificate(first, guest
 
     def ask():
         with (
-            socket.create_connection((first.address, 9443), PATIENCE) as raw,
+            socket.create_connection((first.address, 9443), TIME_LIMIT) as raw,
             context.wrap_socket(raw, server_hostname=first.id) as secure,
         ):
             secure.sendall(b"GET /v2/info HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -62,7 +62,7 @@ def test_the_amphora_sends_heartbeats(first, guest_lab):
     def hear():
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as opened:
             opened.bind((CONTROLLER, HEARTBEATS))
-            opened.settimeout(PATIENCE)
+            opened.settimeout(TIME_LIMIT)
             return opened.recv(65536)
 
     beat = decode(guest_lab.thread("control").run(hear), first.key)
@@ -173,7 +173,7 @@ def test_heartbeats_report_the_served_objects(first, guest_lab, balanced):
     def hear():
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as opened:
             opened.bind((CONTROLLER, HEARTBEATS))
-            opened.settimeout(PATIENCE)
+            opened.settimeout(TIME_LIMIT)
             return opened.recv(65536)
 
     def told():

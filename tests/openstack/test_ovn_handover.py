@@ -19,7 +19,7 @@ from ovn_pair import tunnelled
 from ovn_streams import Download, Upload
 
 from amphora_lab import eventually  # isort: skip
-from pair_lab import PATIENT, USUAL  # isort: skip
+from pair_lab import MEDIUM, USUAL  # isort: skip
 from wanted import VIP, VIP6  # isort: skip
 
 pytestmark = [pytest.mark.root, pytest.mark.quiet]
@@ -106,7 +106,7 @@ def test_open_connections_lose_nothing_with_a_tunnel_over_ipv6(ovn_pair, record_
     pair = ovn_pair
     pair.network.set_group(stateful=True)
     pair.speak_ipv6(alone=False)
-    pair.advert = PATIENT
+    pair.advert = MEDIUM
     try:
         pair.push(pair.tree)
         pair.steady()

@@ -65,7 +65,7 @@ def connection(settings):
 
 
 @pytest.fixture
-def intents(cloud, settings, database):
+def recorder(cloud, settings, database):
     """Call the driver directly, because Octavia refuses requests while the load balancer is PENDING."""
     sockets = str(settings.run / "sockets")
     made = RequestRecorder(database, lambda node: None)
@@ -171,21 +171,21 @@ def test_black_holes_delay_no_other_load_balancer(cloud, stack, unreachable, dat
     cloud.balanced(well.vip_address, {"member1": 1, "member2": 1})
 
 
-def test_a_deletion_does_not_wait_for_unreachable_amphorae(cloud, unreachable, database, intents):
+def test_a_deletion_does_not_wait_for_unreachable_amphorae(cloud, unreachable, database, recorder):
     balancer, amphora_id = make_unreachable(cloud, unreachable, "hangs")
     cloud.until(lambda: owners(database), "a controller works on the load balancer")
     begin = time.monotonic()
-    intents("delete_load_balancer", balancer.id)
+    recorder("delete_load_balancer", balancer.id)
     cloud.until(lambda: not (cloud.settings.amphorae / amphora_id).exists(), "the amphora is deleted")
     assert time.monotonic() - begin < SOON
     cloud.gone(balancer.id)
 
 
-def test_a_fail_over_does_not_wait_for_unreachable_amphorae(cloud, unreachable, database, intents):
+def test_a_fail_over_does_not_wait_for_unreachable_amphorae(cloud, unreachable, database, recorder):
     balancer, amphora_id = make_unreachable(cloud, unreachable, "replaced")
     cloud.until(lambda: owners(database), "a controller works on the load balancer")
     begin = time.monotonic()
-    intents("fail_over", balancer.id)
+    recorder("fail_over", balancer.id)
     cloud.until(lambda: cloud.amphorae(balancer) - {amphora_id}, "another amphora is recorded")
     assert time.monotonic() - begin < SOON
     cloud.active(balancer.id)
@@ -193,7 +193,7 @@ def test_a_fail_over_does_not_wait_for_unreachable_amphorae(cloud, unreachable, 
     cloud.balanced(balancer.vip_address, {"member1": 1, "member2": 1})
 
 
-def test_booting_machines_hold_neither_worker_nor_lease(cloud, unreachable, database, intents):
+def test_booting_machines_hold_neither_worker_nor_lease(cloud, unreachable, database, recorder):
     frozen = []
     for number in range(WORKERS + 1):
         made, amphora_id = booting(cloud, f"slow-boot-{number}")
@@ -206,7 +206,7 @@ def test_booting_machines_hold_neither_worker_nor_lease(cloud, unreachable, data
     first = frozen.pop()
     (amphora_id,) = cloud.amphorae(first)
     begin = time.monotonic()
-    intents("delete_load_balancer", first.id)
+    recorder("delete_load_balancer", first.id)
     cloud.until(lambda: not (cloud.settings.amphorae / amphora_id).exists(), "the amphora is deleted")
     assert time.monotonic() - begin < SOON, "the deletion does not wait for the boot"
     unreachable.undo()

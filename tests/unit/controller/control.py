@@ -142,7 +142,7 @@ class Control:
         self.cloud = cloud or FakeCloud()
         self.database = database
         self.jobs = Jobs(database, "me", 60.0)
-        self.intents = RequestRecorder(database, lambda node: None)
+        self.recorder = RequestRecorder(database, lambda node: None)
         names = dict.fromkeys(("catalogue", "agents", "authority"), self.cloud)
         vault = Vault([Fernet.generate_key()])
         trust = TrustStore(conf, database, vault) if with_trust else None
@@ -158,7 +158,7 @@ class Control:
             self.reconciler.reconcile(lease)
         raise AssertionError("it never ends")
 
-    def hurry(self):
+    def make_all_due(self):
         """Make all postponed work due now."""
         self.database.write(lambda c: c.execute(job.update().values(due_at=0.0)))
 

@@ -81,7 +81,7 @@ def control(tmp_path, trust):
 
 
 def begun(control):
-    control.intents.create_load_balancer(TREE, read_back=False)
+    control.recorder.create_load_balancer(TREE, read_back=False)
     control.work()
     (one,) = control.observed().values()
     return one
@@ -103,7 +103,7 @@ def age(control, days):
 
 def test_the_boot_certificate_is_recorded_first(control):
     control.cloud.refusal = ComputeError("boot", "not now")
-    control.intents.create_load_balancer(TREE, read_back=False)
+    control.recorder.create_load_balancer(TREE, read_back=False)
     control.reconciler.reconcile(control.jobs.claim())
     (one,) = control.observed().values()
     assert one.management_address is None
@@ -127,10 +127,10 @@ def test_two_boot_attempts_record_only_what_both_files_contain(
     """The machine may have the first attempt's files, so a CA rotation must not count on the second attempt's."""
     control.cloud.refusal = ComputeError("boot", "the answer was lost")
     monkeypatch.setattr(control.cloud, "get", FakeCloud.get.__get__(control.cloud) if there else lambda _: None)
-    control.intents.create_load_balancer(TREE, read_back=False)
+    control.recorder.create_load_balancer(TREE, read_back=False)
     for authority, trusts in (first, second):
         trust.wanted = ca_rotation.DesiredTrust(authority=authority, trusts=trusts)
-        control.hurry()
+        control.make_all_due()
         control.reconciler.reconcile(control.jobs.claim())
     (one,) = control.observed().values()
     assert (one.certificate_authority, one.trusts) == counts

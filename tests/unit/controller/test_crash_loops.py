@@ -34,13 +34,13 @@ class CrashingCloud(FakeCloud):
 def control(tmp_path, request):
     options = f"give_up_after = {DEATHS}\nretry_most = 60\n"
     with controlled(tmp_path, CrashingCloud(), options=options, with_trust=request.param) as control:
-        control.intents.create_load_balancer(TREE, read_back=False)
+        control.recorder.create_load_balancer(TREE, read_back=False)
         yield control
 
 
 def crash_in_a_process(control):
     """Claim and crash with the job once it is due; return False if the controller did not crash."""
-    control.hurry()
+    control.make_all_due()
     jobs = Jobs(control.database, "mortal", 60.0)
     lease = jobs.claim()
     if lease is None:
@@ -73,13 +73,13 @@ def test_a_crash_loop_sets_error_and_spares_other_load_balancers(control):
     assert (found.owner, found.dirty) == (None, True)
     assert control.database.now() + 30 < found.due_at
 
-    control.hurry()
+    control.make_all_due()
     assert crash_in_a_process(control), "the controller retries the job occasionally"
     assert not crash_in_a_process(control)
     assert control.database.now() + 30 < control.row().due_at, "the controller does not retry before the retry time"
 
     control.cloud.mended = True
-    control.hurry()
+    control.make_all_due()
     control.work()
     assert (control.row().crashes, control.provisioning()[LB]) == (0, "ACTIVE")
 

@@ -36,15 +36,15 @@ def control(tmp_path):
 def test_a_later_job_of_a_new_pair_reports_its_omitted_objects(control):
     pool = Pool(id="pool", loadbalancer_id=LB, protocol=PoolProtocol.HTTP, lb_algorithm=Algorithm.ROUND_ROBIN)
     member = Member(id="member", pool_id="pool", address="192.0.2.9", protocol_port=80, subnet_id="nowhere")
-    control.intents.create_load_balancer(TREE, read_back=False)
-    control.intents.create_object(Kind.POOL, pool)
-    control.intents.create_object(Kind.MEMBER, member)
+    control.recorder.create_load_balancer(TREE, read_back=False)
+    control.recorder.create_object(Kind.POOL, pool)
+    control.recorder.create_object(Kind.MEMBER, member)
     assert control.work() == 1, "no amphora has the VIPs yet"
     assert control.pending() == {LB, LISTENER, "pool", "member"}
     assert json.loads(control.row().omitted)["generation"] == control.row().generation
 
     control.cloud.holder = next(iter(control.cloud.machines))
-    control.hurry()
+    control.make_all_due()
     assert control.work() == 1
     said = control.provisioning()
     assert said == {LB: "ACTIVE", LISTENER: "ERROR", "pool": "ACTIVE", "member": "ERROR"}
@@ -53,9 +53,9 @@ def test_a_later_job_of_a_new_pair_reports_its_omitted_objects(control):
 
 
 def test_omissions_of_an_older_generation_do_not_affect_the_next(control):
-    control.intents.create_load_balancer(TREE, read_back=False)
+    control.recorder.create_load_balancer(TREE, read_back=False)
     control.work()
     control.cloud.put_bundle = lambda *args, **more: FakeCloud.put_bundle(control.cloud, *args, **more)
-    control.intents.update_object(Kind.LISTENER, LISTENER, {"connection_limit": 5})
+    control.recorder.update_object(Kind.LISTENER, LISTENER, {"connection_limit": 5})
     control.work()
     assert control.provisioning() == {LB: "ACTIVE", LISTENER: "ACTIVE"}

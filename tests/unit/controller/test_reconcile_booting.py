@@ -78,7 +78,7 @@ class BootWaitRecorder:
 def control(tmp_path):
     with controlled(tmp_path, SlowCloud()) as control:
         control.boot_wait = control.reconciler._boot_wait = BootWaitRecorder()
-        control.intents.create_load_balancer(TREE, read_back=False)
+        control.recorder.create_load_balancer(TREE, read_back=False)
         yield control
 
 
@@ -125,17 +125,17 @@ def test_a_machine_that_fails_during_the_boot_is_booted_again(control):
     control.work()
     name = only(control).id
     control.cloud.ended = True
-    control.hurry()
+    control.make_all_due()
     control.work()
     assert control.row().attempts == 1
     assert only(control).booted_at is None
-    control.hurry()
+    control.make_all_due()
     control.work()
     assert control.cloud.boots == 2
     assert only(control).id == name
     assert control.row().attempts == 1, "a wait is neither an attempt nor a success"
     control.cloud.listens = True
-    control.hurry()
+    control.make_all_due()
     control.work()
     assert control.provisioning()[LB] == "ACTIVE"
 
@@ -144,14 +144,14 @@ def test_a_failed_boot_is_reported_and_repeated(control):
     control.work()
     most = control.conf.amp_controller.boot_timeout
     control.database.write(lambda c: amphorae.update_amphora(c, only(control).id, booted_at=time.time() - most - 1))
-    control.hurry()
+    control.make_all_due()
     control.work()
     assert control.provisioning() == {LB: "ERROR", LISTENER: "ERROR"}
     assert control.cloud.destroyed == 1
     assert only(control).management_address is None
     assert "has not answered in 300 s: connection refused" in control.row().error
     control.cloud.listens = True
-    control.hurry()
+    control.make_all_due()
     control.work()
     assert control.cloud.boots == 2
     assert control.provisioning() == {LB: "ACTIVE", LISTENER: "ACTIVE"}
@@ -162,11 +162,11 @@ def test_a_clock_jump_is_no_boot_timeout(control, monkeypatch):
     most = control.conf.amp_controller.boot_timeout
     control.database.write(lambda c: amphorae.update_amphora(c, only(control).id, booted_at=time.time() - 3600))
     monkeypatch.setattr(control.database, "seconds_since_clock_jump", lambda: most - 1)
-    control.hurry()
+    control.make_all_due()
     control.work()
     assert (control.row().attempts, control.cloud.destroyed) == (0, 0)
     monkeypatch.setattr(control.database, "seconds_since_clock_jump", lambda: most)
-    control.hurry()
+    control.make_all_due()
     control.work()
     assert control.cloud.destroyed == 1
 
@@ -177,12 +177,12 @@ def test_an_untrusted_agent_is_booted_again_after_the_boot_timeout(control):
     assert (control.row().attempts, control.cloud.destroyed) == (1, 0), "the failure may be temporary"
     most = control.conf.amp_controller.boot_timeout
     control.database.write(lambda c: amphorae.update_amphora(c, only(control).id, booted_at=time.time() - most - 1))
-    control.hurry()
+    control.make_all_due()
     control.work()
     assert control.provisioning()[LB] == "ERROR"
     assert control.cloud.destroyed == 1
     control.cloud.greeting, control.cloud.listens = None, True
-    control.hurry()
+    control.make_all_due()
     control.work()
     assert control.cloud.boots == 2
     assert control.provisioning()[LB] == "ACTIVE"
@@ -200,7 +200,7 @@ def test_an_error_is_reported_even_if_the_exact_attempt_limit_is_skipped(control
         return control.database.read(lambda c: c.execute(sa.select(object_status.c.version)).scalars().all())
 
     told = versions()
-    control.hurry()
+    control.make_all_due()
     control.work()
     assert control.row().attempts == most + 2
     assert versions() == told, "the error is reported once"
@@ -215,9 +215,9 @@ def test_a_deletion_after_the_claim_is_detected(control):
 
     control.reconciler._tree_cache.load = loads
     lease = control.jobs.claim()
-    turn = control.reconciler.create_job(lease)
-    control.reconciler.reconcile(lease, turn)
-    assert (turn.generation, turn.op) == (1, "apply"), "the job knows the older request only"
+    running_job = control.reconciler.create_job(lease)
+    control.reconciler.reconcile(lease, running_job)
+    assert (running_job.generation, running_job.op) == (1, "apply"), "the job knows the older request only"
 
 
 def test_a_backend_may_report_the_management_address_later(control):
@@ -226,7 +226,7 @@ def test_a_backend_may_report_the_management_address_later(control):
     assert control.row().attempts == 0
     begun = only(control).booted_at
     control.cloud.address, control.cloud.listens = "203.0.113.9", True
-    control.hurry()
+    control.make_all_due()
     control.work()
     assert control.provisioning()[LB] == "ACTIVE"
     assert only(control).booted_at == begun, "the machine is ordered once"
@@ -248,7 +248,7 @@ def test_a_temporary_error_is_retried_first(control):
 
 def test_a_deletion_during_the_boot(control):
     control.work()
-    control.intents.delete_load_balancer(LB)
+    control.recorder.delete_load_balancer(LB)
     assert control.work() == 1
     assert control.provisioning() == {LB: "DELETED", LISTENER: "DELETED"}
     assert control.cloud.machines == {}
@@ -256,7 +256,7 @@ def test_a_deletion_during_the_boot(control):
 
 def test_a_deletion_during_a_failing_step_follows_at_once_without_an_error(control):
     def fails(order):
-        control.intents.delete_load_balancer(LB)
+        control.recorder.delete_load_balancer(LB)
         raise ComputeError("boot it", "the quota is used up", final=True)
 
     control.cloud.boot = fails
@@ -268,7 +268,7 @@ def test_a_deletion_preempts_the_remaining_steps(control):
     boot = control.cloud.boot
 
     def boots(order):
-        control.intents.delete_load_balancer(LB)
+        control.recorder.delete_load_balancer(LB)
         return boot(order)
 
     control.cloud.boot = boots
@@ -282,7 +282,7 @@ def test_a_users_change_does_not_preempt_the_job(control):
     more = Listener(id="more", loadbalancer_id=LB, protocol=ListenerProtocol.HTTP, protocol_port=81)
 
     def boots(order):
-        control.intents.create_object(Kind.LISTENER, more)
+        control.recorder.create_object(Kind.LISTENER, more)
         return boot(order)
 
     control.cloud.boot, control.cloud.listens = boots, True

@@ -73,7 +73,7 @@ def alone(tmp_path):
 
 
 def ready(control, tree=TREE):
-    control.intents.create_load_balancer(tree, read_back=False)
+    control.recorder.create_load_balancer(tree, read_back=False)
     control.work()
     assert control.provisioning() == {LB: "ACTIVE", LISTENER: "ACTIVE"}
     return control
@@ -106,7 +106,7 @@ def line(control, number=None):
 
 def settle(control):
     while control.row().dirty:
-        control.hurry()
+        control.make_all_due()
         control.work()
 
 
@@ -151,7 +151,7 @@ def test_the_history_of_a_vip_holder(pair):
 
 
 def test_a_failover_by_octavia_has_a_history(pair):
-    pair.intents.fail_over(LB)
+    pair.recorder.fail_over(LB)
     pair.work()
     settle(pair)
     found = rows(pair)
@@ -167,7 +167,7 @@ def test_a_deletion_ends_the_failover(alone):
     alone.cloud.refusal = ComputeError("boot it", "the backend is away")
     fail_amphora(alone, old)
     alone.work()
-    alone.intents.delete_load_balancer(LB)
+    alone.recorder.delete_load_balancer(LB)
     (row,) = rows(alone)
     assert row.outcome == "gone"
     assert row.served_at is None
@@ -182,7 +182,7 @@ def test_a_failure_appears_once_in_the_history(alone):
     fail_amphora(alone, old)
     for _ in range(3):
         alone.work()
-        alone.hurry()
+        alone.make_all_due()
     assert line(alone) == ["begun", "recorded", "failed"]
     assert alone.provisioning()[LB] == "ACTIVE", "the operating status reports the failure"
     alone.cloud.refusal = None
@@ -220,7 +220,7 @@ def test_an_undeletable_machine_delays_no_other_work(pair):
     pair.work()
     assert pair.row().attempts == 1, "one attempt before its partner forgets the machine"
     assert pair.observed()[old].plugged == (), "the ports are released in any case"
-    pair.hurry()
+    pair.make_all_due()
     pair.work()
     now = pair.observed()
     assert len([one for one in now.values() if one.state is AmphoraState.READY and one.confirmed]) == 2
@@ -228,11 +228,11 @@ def test_an_undeletable_machine_delays_no_other_work(pair):
     (row,) = rows(pair)
     assert row.served_at is not None
     assert row.ended_at is None
-    pair.intents.update_object(Kind.LISTENER, LISTENER, {"connection_limit": 7})
+    pair.recorder.update_object(Kind.LISTENER, LISTENER, {"connection_limit": 7})
     pair.work()
     assert pair.provisioning()[LB] == "ACTIVE", "a user's change is not delayed"
     pair.cloud.stuck = False
-    pair.hurry()
+    pair.make_all_due()
     pair.work()
     assert old not in pair.cloud.machines
     assert rows(pair)[0].outcome == "done"
@@ -245,14 +245,14 @@ def test_both_amphorae_of_a_pair_are_dead(pair):
     pair.cloud.stuck = True
     assert begin(pair, None) == 2
     for _ in range(2):
-        pair.hurry()
+        pair.make_all_due()
         pair.work()
     fresh = [one for one in pair.observed().values() if one.id not in before]
     assert sorted(one.role for one in fresh) == ["BACKUP", "MASTER"]
     assert all(one.confirmed for one in fresh), "the replacements serve before a machine is destroyed"
     assert all(row.served_at is not None for row in rows(pair))
     pair.cloud.stuck = False
-    pair.hurry()
+    pair.make_all_due()
     pair.work()
     assert pair.observed().keys() == {one.id for one in fresh}
     assert [row.outcome for row in rows(pair)] == ["done", "done"]
@@ -274,7 +274,7 @@ def test_one_of_two_replacements_cannot_be_booted(pair):
     pair.cloud.boot = some
     assert begin(pair, None) == 2
     for _ in range(4):
-        pair.hurry()
+        pair.make_all_due()
         pair.work()
     served = [one for one in pair.observed().values() if one.confirmed and one.id not in before]
     assert [one.id == asked[0] for one in served] == [False]
@@ -293,7 +293,7 @@ def test_urgent_job_stays_urgent_after_another_due_time(alone, waker):
     (old,) = alone.observed()
     assert begin(alone, [old]) == 1
     if waker == "a user":
-        alone.intents.update_object(Kind.LISTENER, LISTENER, {"connection_limit": 7})
+        alone.recorder.update_object(Kind.LISTENER, LISTENER, {"connection_limit": 7})
     elif waker == "read back":
         alone.database.write(lambda c: pending_rereads.finish_reread(c, LB))
     else:
@@ -304,7 +304,7 @@ def test_urgent_job_stays_urgent_after_another_due_time(alone, waker):
 
 def test_a_job_with_a_retiring_amphora_stays_due(alone):
     """Also if the urgent due time is lost."""
-    alone.intents.update_object(Kind.LISTENER, LISTENER, {"connection_limit": 7})
+    alone.recorder.update_object(Kind.LISTENER, LISTENER, {"connection_limit": 7})
     lease = alone.jobs.claim()
     generation = alone.row().generation
     alone.database.write(lambda c: c.execute(job.update().values(applied=generation)))
@@ -318,7 +318,7 @@ def test_a_job_with_a_retiring_amphora_stays_due(alone):
 
 @pytest.mark.parametrize("end", ["finish", "finish for now", "wait", "postpone"])
 def test_failover_begins_during_a_job(alone, end):
-    alone.intents.update_object(Kind.LISTENER, LISTENER, {"connection_limit": 7})
+    alone.recorder.update_object(Kind.LISTENER, LISTENER, {"connection_limit": 7})
     lease = alone.jobs.claim()
     generation = alone.row().generation
     alone.database.write(lambda c: c.execute(job.update().values(applied=generation)))
@@ -341,7 +341,7 @@ def test_failover_begins_during_a_job(alone, end):
 
 
 def test_a_failover_preempts_a_job(alone):
-    alone.intents.update_object(Kind.LISTENER, LISTENER, {"connection_limit": 7})
+    alone.recorder.update_object(Kind.LISTENER, LISTENER, {"connection_limit": 7})
     (old,) = alone.observed()
     push = alone.cloud.put_bundle
 
@@ -452,7 +452,7 @@ def test_a_spare_of_an_old_image_is_replaced(spared):
 
 def test_unused_spare_pool_is_deleted(spared):
     pool = pool_of(spared).load_balancer_id
-    spared.intents.delete_load_balancer(LB)
+    spared.recorder.delete_load_balancer(LB)
     spared.database.write(lambda c: c.execute(job.update().where(job.c.load_balancer_id == LB).values(spare_pool=None)))
     spared.database.write(lambda c: spare_pools.make_pool_due(c, pool))
     spared.work()

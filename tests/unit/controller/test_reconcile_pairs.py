@@ -14,14 +14,14 @@ from amphora_driver.store import amphorae
 @pytest.fixture
 def control(tmp_path):
     with controlled(tmp_path, options="boot_timeout = 0.1") as control:
-        control.intents.create_load_balancer(TREE, read_back=False)
+        control.recorder.create_load_balancer(TREE, read_back=False)
         control.work()
         assert control.provisioning() == {LB: "ACTIVE", LISTENER: "ACTIVE"}
         yield control
 
 
 def change(control):
-    control.intents.update_object(Kind.LISTENER, LISTENER, {"connection_limit": control.row().generation})
+    control.recorder.update_object(Kind.LISTENER, LISTENER, {"connection_limit": control.row().generation})
 
 
 @pytest.mark.parametrize("dead_one_has_vips", [False, True], ids=["the standby", "the holder"])
@@ -37,16 +37,16 @@ def test_a_dead_amphora_causes_an_error_until_it_is_replaced(control, dead_one_h
         assert control.pending() == {LB, LISTENER}, f"not ACTIVE before attempt {attempt}"
         assert control.work() == 1
         assert control.observed()[alive].confirmed == 2, "the live amphora serves the change"
-        control.hurry()
+        control.make_all_due()
     assert control.provisioning() == {LB: "ERROR", LISTENER: "ERROR"}
     assert control.pending() == {LB, LISTENER}, "the change stays pending"
 
-    control.intents.fail_over(LB)
+    control.recorder.fail_over(LB)
     control.work()
     assert control.provisioning() == {LB: "ACTIVE", LISTENER: "ACTIVE"}
     assert control.pending() == set()
     while control.row().dirty:
-        control.hurry()
+        control.make_all_due()
         control.work()
     now = control.observed()
     assert now.keys() == cloud.machines.keys()
@@ -60,7 +60,7 @@ def draining(control):
     """Fail over until connections drain through the former holder; return its id."""
     old = control.cloud.holder
     control.cloud.lasting = True
-    control.intents.fail_over(LB)
+    control.recorder.fail_over(LB)
     assert control.work() == 1, "one job, which ends and is due again later"
     assert control.provisioning()[LB] == "ACTIVE"
     assert control.observed()[old].state is AmphoraState.RETIRING
@@ -87,7 +87,7 @@ def test_a_drain_delays_no_other_work(control):
 
     control.cloud.lasting = False
     for _ in range(2):
-        control.hurry()
+        control.make_all_due()
         control.work()
     assert old not in control.observed()
     assert old not in control.cloud.machines
@@ -100,7 +100,7 @@ def test_a_drain_delays_no_other_work(control):
 def test_the_drain_timeout_releases_the_amphora(control):
     old = draining(control)
     control.database.write(lambda c: amphorae.update_amphora(c, old, drains_until=time.time() - 1))
-    control.hurry()
+    control.make_all_due()
     control.work()
     assert old not in control.observed()
     assert not control.row().dirty
@@ -110,13 +110,13 @@ def test_a_draining_amphora_fails(control):
     """An amphora that does not answer is released at its drain time-out, or when it is silent."""
     old = draining(control)
     control.cloud.dead = {old}
-    control.hurry()
+    control.make_all_due()
     assert control.work() == 1
     assert old in control.observed()
 
     control.heartbeats(silent=(old,))
     for _ in range(2):
-        control.hurry()
+        control.make_all_due()
         control.work()
     assert old not in control.observed()
     assert not control.row().dirty
@@ -124,7 +124,7 @@ def test_a_draining_amphora_fails(control):
 
 def test_a_deletion_during_the_drain(control):
     draining(control)
-    control.intents.delete_load_balancer(LB)
+    control.recorder.delete_load_balancer(LB)
     assert control.work() == 1
     assert control.cloud.machines == {}
     assert control.observed() == {}
@@ -134,7 +134,7 @@ def test_a_deletion_during_the_drain(control):
 def test_a_second_failover_during_the_drain(control):
     old = draining(control)
     before = control.observed().keys()
-    control.intents.fail_over(LB)
+    control.recorder.fail_over(LB)
     control.work()
     assert control.provisioning()[LB] == "ACTIVE"
     now = control.observed()

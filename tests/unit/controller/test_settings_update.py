@@ -70,7 +70,7 @@ def control(tmp_path):
             )
             vip = msgspec.structs.replace(TREE.vip, address=f"198.51.100.{number + 1}", port_id=f"p{number}")
             tree = msgspec.structs.replace(TREE, id=f"lb{number}", vip=vip, listeners=listeners)
-            made.intents.create_load_balancer(tree, read_back=False)
+            made.recorder.create_load_balancer(tree, read_back=False)
         made.work(100)
         made.conf.set_override("targets", ["192.0.2.2:9879"], "amp_health")
         yield made

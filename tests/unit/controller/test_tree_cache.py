@@ -54,8 +54,8 @@ class ChangeSequence:
     def __init__(self, database, dice):
         self.database = database
         self.dice = dice
-        self.intents = RequestRecorder(database, lambda node: None)
-        self.intents.create_load_balancer(TREE, read_back=False)
+        self.recorder = RequestRecorder(database, lambda node: None)
+        self.recorder.create_load_balancer(TREE, read_back=False)
         self.pools, self.listeners, self.policies, self.members = [], [], [], {}
 
     def row(self):
@@ -107,7 +107,7 @@ class ChangeSequence:
 
     def add_pool(self):
         pool = Pool(id=new_id(), loadbalancer_id="lb", protocol=PoolProtocol.HTTP, lb_algorithm=Algorithm.ROUND_ROBIN)
-        self.intents.create_object(Kind.POOL, pool, for_listener=self.dice.choice([None, *self.listeners]))
+        self.recorder.create_object(Kind.POOL, pool, for_listener=self.dice.choice([None, *self.listeners]))
         self.pools.append(pool.id)
         self.members[pool.id] = []
 
@@ -117,14 +117,14 @@ class ChangeSequence:
             id=new_id(), loadbalancer_id="lb", protocol=ListenerProtocol.HTTP, protocol_port=port,
             default_pool_id=self.dice.choice([None, *self.pools]),
         )  # fmt: skip
-        self.intents.create_object(Kind.LISTENER, listener)
+        self.recorder.create_object(Kind.LISTENER, listener)
         self.listeners.append(listener.id)
 
     def add_member(self):
         if self.pools:
             pool = self.dice.choice(self.pools)
             self.members[pool].append(new_id())
-            self.intents.create_object(Kind.MEMBER, self.member(pool, self.members[pool][-1]))
+            self.recorder.create_object(Kind.MEMBER, self.member(pool, self.members[pool][-1]))
 
     def member(self, pool, member_id):
         number = self.dice.randrange(1, 200)
@@ -136,7 +136,7 @@ class ChangeSequence:
                 id=new_id(), listener_id=self.dice.choice(self.listeners), action=L7Action.REJECT,
                 position=self.dice.randrange(1, 5),
             )  # fmt: skip
-            self.intents.create_object(Kind.L7POLICY, policy)
+            self.recorder.create_object(Kind.L7POLICY, policy)
             self.policies.append(policy.id)
 
     def add_rule(self):
@@ -145,27 +145,27 @@ class ChangeSequence:
                 id=new_id(), l7policy_id=self.dice.choice(self.policies), type=L7RuleType.PATH,
                 compare_type=L7Compare.STARTS_WITH, value="/x",
             )  # fmt: skip
-            self.intents.create_object(Kind.L7RULE, rule)
+            self.recorder.create_object(Kind.L7RULE, rule)
 
     def change_member(self):
         if known := [one.id for pool in self.recorded().pools for one in pool.members]:
-            self.intents.update_object(Kind.MEMBER, self.dice.choice(known), {"weight": self.dice.randrange(100)})
+            self.recorder.update_object(Kind.MEMBER, self.dice.choice(known), {"weight": self.dice.randrange(100)})
 
     def change_pool(self):
         if self.pools:
-            self.intents.update_object(Kind.POOL, self.dice.choice(self.pools), {"name": new_id()})
+            self.recorder.update_object(Kind.POOL, self.dice.choice(self.pools), {"name": new_id()})
 
     def change_listener(self):
         if self.listeners:
-            self.intents.update_object(Kind.LISTENER, self.dice.choice(self.listeners), {"name": new_id()})
+            self.recorder.update_object(Kind.LISTENER, self.dice.choice(self.listeners), {"name": new_id()})
 
     def change_root(self):
         # A user's update requests a read-back, which is another test.
-        self.intents.fail_over("lb")
+        self.recorder.fail_over("lb")
 
     def move(self):
         if self.policies:
-            self.intents.update_object(
+            self.recorder.update_object(
                 Kind.L7POLICY, self.dice.choice(self.policies), {"position": self.dice.randrange(1, 4)}
             )
 
@@ -175,7 +175,7 @@ class ChangeSequence:
             known = [one.id for one in next(one for one in self.recorded().pools if one.id == pool).members]
             kept = self.dice.sample(known, len(known) // 2)
             self.members[pool] = [*kept, new_id(), new_id()]
-            self.intents.set_members(
+            self.recorder.set_members(
                 pool, [(one, lambda one=one: self.member(pool, one), {"weight": 7}) for one in self.members[pool]]
             )
 
@@ -184,17 +184,17 @@ class ChangeSequence:
             return
         pool = self.dice.choice(self.recorded().pools)
         if pool.healthmonitor is not None:
-            self.intents.delete_object(Kind.HEALTH_MONITOR, pool.healthmonitor.id)
+            self.recorder.delete_object(Kind.HEALTH_MONITOR, pool.healthmonitor.id)
         if pool.healthmonitor is None or self.dice.random() < 0.5:
             monitor = HealthMonitor(
                 id=new_id(), pool_id=pool.id, type=MonitorType.TCP, delay=5, timeout=3, max_retries=2,
                 max_retries_down=2,
             )  # fmt: skip
-            self.intents.create_object(Kind.HEALTH_MONITOR, monitor)
+            self.recorder.create_object(Kind.HEALTH_MONITOR, monitor)
 
     def drop_member(self):
         if known := [one.id for pool in self.recorded().pools for one in pool.members]:
-            self.intents.delete_object(Kind.MEMBER, self.dice.choice(known))
+            self.recorder.delete_object(Kind.MEMBER, self.dice.choice(known))
 
     def bring_back(self):
         """Restore an object that Octavia did not delete under a new generation, as the provider agent does."""
@@ -219,7 +219,7 @@ class ChangeSequence:
     def drop_pool(self):
         if self.pools and self.dice.random() < 0.3:
             pool = self.pools.pop(self.dice.randrange(len(self.pools)))
-            self.intents.delete_object(Kind.POOL, pool)
+            self.recorder.delete_object(Kind.POOL, pool)
 
     def drop_listener(self):
         if self.listeners and self.dice.random() < 0.3:
@@ -227,11 +227,11 @@ class ChangeSequence:
             self.policies = [
                 policy.id for one in self.recorded().listeners if one.id != listener for policy in one.l7policies
             ]
-            self.intents.delete_object(Kind.LISTENER, listener)
+            self.recorder.delete_object(Kind.LISTENER, listener)
 
     def drop_policy(self):
         if self.policies and self.dice.random() < 0.5:
-            self.intents.delete_object(Kind.L7POLICY, self.policies.pop(self.dice.randrange(len(self.policies))))
+            self.recorder.delete_object(Kind.L7POLICY, self.policies.pop(self.dice.randrange(len(self.policies))))
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -280,7 +280,7 @@ def test_unchanged_objects_come_from_the_cache(database, changes):
     changed = before.pools[1].id
     # The latest object is read again without a difference.
     changes.remembered(trees, 1)
-    changes.intents.create_object(Kind.MEMBER, changes.member(changed, new_id()))
+    changes.recorder.create_object(Kind.MEMBER, changes.member(changed, new_id()))
     row = changes.row()
     after, seen = statements(database, lambda c: trees.load(c, row, 2))
     assert after == changes.recorded()
@@ -310,7 +310,7 @@ def test_trees_removed_elsewhere_leave_the_cache(database, changes):
 def test_the_cache_size_is_limited(database, changes):
     changes.add_pool()
     for number in range(3):
-        changes.intents.create_load_balancer(msgspec.structs.replace(TREE, id=f"lb{number}"), read_back=False)
+        changes.recorder.create_load_balancer(msgspec.structs.replace(TREE, id=f"lb{number}"), read_back=False)
     trees = TreeCache(capacity=3)
 
     def load(load_balancer_id):

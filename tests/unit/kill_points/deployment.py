@@ -30,7 +30,7 @@ from amphora_driver.plugins import Catalogue
 SECOND_NETWORK, SECOND_SUBNET = (f"00000000-0000-4000-8000-0000000000a{number}" for number in (1, 2))
 LEASE = 1.0
 # Seconds of the clock within which a run has to settle after the last kill.
-PATIENCE = 60.0
+TIME_LIMIT = 60.0
 _OPTIONS = f"""
 [amp_controller]
 lease = {LEASE}

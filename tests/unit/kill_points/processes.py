@@ -57,20 +57,20 @@ class ControlPlane:
         # A reporter has the name of the previous reporter, and so gets its duty at once.
         self._reporter = Reporter(conf, database, "reporter")
         turns = {
-            HEALTH: lambda: _Health(deployment, name).turn,
+            HEALTH: lambda: _Health(deployment, name).run_round,
             DETECTION: lambda: _detector(deployment, name).run_once,
             ROTATION: lambda: ImageRotator(conf, database, deployment.catalogue, name, lambda: None).advance,
             CERTIFICATES: lambda: CertificateMaintenance(conf, database, trust).run_once,
         }
-        self._turns = [make() for duty, make in turns.items() if duty in duties]
+        self._rounds = [make() for duty, make in turns.items() if duty in duties]
 
     def round(self):
         """Do all due work once.
 
         Housekeeping removes no orphans here, because a kill must not leave one.
         """
-        for turn in self._turns:
-            turn()
+        for run_round in self._rounds:
+            run_round()
         self._work()
         self._reporter.try_run_once()
         if time.monotonic() >= self._housekeeping_at:
@@ -79,7 +79,7 @@ class ControlPlane:
 
     def pause(self):
         """Seconds until the next work may be due."""
-        if self._turns:
+        if self._rounds:
             return 1.0
         due = self._jobs.next_due()
         return 1.0 if due is None else min(max(due - time.time() + 0.01, 0.1), 3.0)
@@ -99,7 +99,7 @@ class _Health:
     def __init__(self, deployment, name):
         self._deployment = deployment
         self._manager = HealthManager(deployment.conf)
-        # The ledger gets the heartbeats directly.
+        # The collected reports get the heartbeats directly.
         self._manager._receiver.close()
         self._manager._database = self._manager._writer._database = deployment.database
         self._manager._writer._batches._database = deployment.database
@@ -108,7 +108,7 @@ class _Health:
             deployment.database, name, process_registry.ProcessKind.HEALTH_MANAGER
         )
 
-    def turn(self):
+    def run_round(self):
         for heartbeat in self._deployment.cloud.heartbeats(self._deployment.octavia_trees()):
             self._manager._accept(heartbeat)
         self._manager._flush()

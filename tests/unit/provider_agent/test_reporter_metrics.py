@@ -38,9 +38,9 @@ def octavia(tmp_path):
 @pytest.fixture
 def served(database):
     """Record a load balancer with a listener whose statuses are all due."""
-    intents = RequestRecorder(database, lambda node: None)
-    intents.create_load_balancer(TREE, read_back=False)
-    intents.create_object(Kind.LISTENER, LISTENER)
+    recorder = RequestRecorder(database, lambda node: None)
+    recorder.create_load_balancer(TREE, read_back=False)
+    recorder.create_object(Kind.LISTENER, LISTENER)
 
     def write(connection):
         connection.execute(job.update().values(applied=2))

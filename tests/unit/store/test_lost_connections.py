@@ -40,7 +40,7 @@ def database(line):
 
 
 @pytest.fixture
-def intents(database):
+def recorder(database):
     return RequestRecorder(database, lambda node: None)
 
 
@@ -50,12 +50,12 @@ def history(database):
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])
-def test_a_call_with_an_unanswered_commit_is_recorded_once(line, database, intents, moment):
+def test_a_call_with_an_unanswered_commit_is_recorded_once(line, database, recorder, moment):
     line.at_commit = moment
-    intents.create_load_balancer(LoadBalancer(id="lb", project_id="demo", vip=VIP), read_back=False)
+    recorder.create_load_balancer(LoadBalancer(id="lb", project_id="demo", vip=VIP), read_back=False)
     assert line.at_commit is None, "the connection was cut"
     line.at_commit = moment
-    intents.update_object(Kind.LOAD_BALANCER, "lb", {"name": "new"})
+    recorder.update_object(Kind.LOAD_BALANCER, "lb", {"name": "new"})
     assert line.at_commit is None
     assert history(database) == [("create loadbalancer", 1), ("update loadbalancer", 2)]
 
@@ -70,8 +70,8 @@ def test_a_write_that_is_not_repeatable_fails_with_an_error(line, database, mome
     assert counted == (moment == "after")
 
 
-def test_a_claim_with_an_unanswered_commit_expires(line, database, intents):
-    intents.create_load_balancer(LoadBalancer(id="lb", project_id="demo", vip=VIP), read_back=False)
+def test_a_claim_with_an_unanswered_commit_expires(line, database, recorder):
+    recorder.create_load_balancer(LoadBalancer(id="lb", project_id="demo", vip=VIP), read_back=False)
     # The query for due jobs is a transaction too.
     line.at_commit, line.spared = "after", 1
     with pytest.raises(StoreError, match="determine whether"):

@@ -34,7 +34,9 @@ ROTATION = RotationInfo(
     id=4, state="paused", max_unavailable=1, asked_by=None, created_at=NOW, ended_at=None, reason="the new one is deaf"
 )
 AUTHORITY = AuthorityInfo(id=1, kind="amphora", state="current", expires_at=NOW + 3600)
-ZOMBIE = UnknownAmphoraInfo(amphora_id=identifier(9), address="192.0.2.9", first_at=NOW - 5, last_at=NOW, verdict=None)
+UNKNOWN_AMPHORA = UnknownAmphoraInfo(
+    amphora_id=identifier(9), address="192.0.2.9", first_at=NOW - 5, last_at=NOW, verdict=None
+)
 SILENT = {"silence": "silent", "silent_since": NOW - 9}
 
 
@@ -87,7 +89,11 @@ def test_a_healthy_fleet_has_no_alert():
             "CA of amphora certificates expires",
             {"authorities": (msgspec.structs.replace(AUTHORITY, expires_at=NOW + 86400 * 9),)},
         ),
-        (Level.WARNING, "192.0.2.9 sends heartbeats with the unknown amphora id", {"unknown_amphorae": (ZOMBIE,)}),
+        (
+            Level.WARNING,
+            "192.0.2.9 sends heartbeats with the unknown amphora id",
+            {"unknown_amphorae": (UNKNOWN_AMPHORA,)},
+        ),
         (Level.WARNING, "quota", {"pools": (SparePoolInfo(id="p", wanted=1, booted=0, ready=0, error="quota"),)}),
         (Level.WARNING, "2 orphaned machines", {"orphans": 2}),
         (

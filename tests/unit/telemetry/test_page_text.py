@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 import msgspec
 import pytest
 from fleet_rows import INTERVAL, NOW, balancer, fleet, identifier, machine, process
-from test_alerts import AUTHORITY, GOING, ROTATION, ZOMBIE
+from test_alerts import AUTHORITY, GOING, ROTATION, UNKNOWN_AMPHORA
 
 from amphora_driver.telemetry import status_page
 from amphora_driver.telemetry.alerts import find_notices
@@ -75,7 +75,7 @@ def everything_hostile():
         pools=(SparePoolInfo(id=HOSTILE, wanted=1, booted=0, ready=0, error=HOSTILE),),
         rotations=(hostile(type(ROTATION), ROTATION),),
         authorities=(hostile(type(AUTHORITY), AUTHORITY),),
-        unknown_amphorae=(hostile(type(ZOMBIE), ZOMBIE),),
+        unknown_amphorae=(hostile(type(UNKNOWN_AMPHORA), UNKNOWN_AMPHORA),),
     )
 
 
