@@ -64,7 +64,7 @@ class Settings:
 
 
 def load(paths: Paths) -> Settings:
-    """Read the settings; a `SettingsError` names a missing or wrong one."""
+    """Read the settings; a `SettingsError` names a missing or wrong setting."""
     parser = configparser.ConfigParser(interpolation=None)
     file = paths.etc / "agent.conf"
     try:

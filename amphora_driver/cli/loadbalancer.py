@@ -199,7 +199,7 @@ def _amphora_fields(row: Any, one: LoadBalancerSummary) -> dict[str, Any]:
 
 
 def _vips(connection: sa.Connection, node: LoadBalancer) -> dict[str, Any]:
-    """Return the VIPs, their QoS policy and security groups, and the reason for missing ones.
+    """Return the VIPs, their QoS policy and security groups, and the reason for missing VIPs.
 
     Octavia does not show an address that was allocated after the creation; an operator finds it here.
     """

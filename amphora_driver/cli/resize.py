@@ -30,8 +30,8 @@ _SOURCE = "JSON|@FILE"
 class ResizeLoadBalancer(Command):
     """Change flavor or availability zone of a load balancer: size, topology, zone, limits and time-outs.
 
-    The metadata replace the present ones completely. A load balancer keeps its topology if the flavor names none.
-    Octavia continues to show the original flavor and zone.
+    The given metadata replace the present metadata completely. A load balancer keeps its topology if the flavor names
+    none. Octavia continues to show the original flavor and zone.
     """
 
     arguments = (

@@ -122,8 +122,8 @@ def next_moves(
     """Return the next moves. The caller executes them and calls again.
 
     Args:
-        items: unfinished load balancers in their order; the first of the waiting ones are enough. A failed one counts
-            until the rotation is resumed or aborted.
+        items: unfinished load balancers in their order; of the waiting items, the first are enough. A failed item
+            counts until the rotation is resumed or aborted.
         breaker: why no fail-over may start now; None if fail-overs may start.
     """
     moves: list[AnyMove] = []

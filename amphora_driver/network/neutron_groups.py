@@ -173,7 +173,7 @@ class Groups:
             self._neutron.delete("rules", rule_id)
 
     def _keep_one(self, name: str, made: Json | None) -> Json | None:
-        """Return the group to use after a creation, and delete the created one if another one is older."""
+        """Return the group to use after a creation, and delete the created group if another group is older."""
         kept = objects.oldest(self._find(name))
         if kept is not None and made is not None and kept["id"] != made["id"]:
             LOG.info(
