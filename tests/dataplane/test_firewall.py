@@ -309,13 +309,13 @@ class Attempts:
     def __init__(self, served, source: str, port: int) -> None:
         self.answered = 0
         self.refused = 0
-        self._room, self._source, self._port = served.lab.clients, source, port
+        self._sockets, self._source, self._port = served.lab.clients, source, port
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def _run(self) -> None:
         while not self._ending.is_set():
-            with self._room.socket(self._source) as opened:
+            with self._sockets.socket(self._source) as opened:
                 opened.settimeout(10)
                 opened.bind((self._source, 0))
                 try:
