@@ -169,7 +169,7 @@ class Profiles:
 
 
 class _NotFoundError(Exception):
-    """The object does not exist. The cache stores nothing if the function that reads the object raises this error."""
+    """The object does not exist. The cache stores nothing if its read function raises this error."""
 
 
 _IMAGE_REMEDY = "Upload an image with this tag in the project of [amp_compute_nova] image_owner."

@@ -11,8 +11,8 @@ import time
 from types import SimpleNamespace
 
 import sqlalchemy as sa
-from cloud import FakeCloud, FakeNetwork
 from cryptography.fernet import Fernet
+from fake_cloud import FakeCloud, FakeNetwork
 from killed_forks import Clock, Points, run_in_fork
 from octavia_lib.api.drivers import driver_lib
 from octavia_model import Octavia
