@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings that a controller can change at run time (docs/reference/agent-api.md).
 
-Invariant: the agent validates these settings like those of agent.conf. A stored document replaces the values of
-agent.conf. The agent ignores an unreadable document, so that it never prevents the start. Only `stored` and `keep` do
-I/O.
+Invariant: these settings have the validation of agent.conf. A stored document replaces the values of agent.conf; an
+unreadable one is ignored, so that it never prevents the start of the agent. Only `stored` and `keep` do I/O.
 """
 
 from __future__ import annotations

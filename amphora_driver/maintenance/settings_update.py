@@ -3,7 +3,7 @@
 
 Invariant: the settings depend on the configuration only, so an update needs no lease and may be repeated. The holder of
 the duty `audit` queries every ready amphora, also spares and amphorae of load balancers with an open job. The number of
-amphorae in a round is limited. The drift audit also reads the digests and passes them on, which saves queries.
+amphorae in a round is limited. The drift audit reports the digests that it reads anyway, which saves queries.
 """
 
 from __future__ import annotations
