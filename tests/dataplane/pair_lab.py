@@ -483,19 +483,7 @@ def _plugged(place: NodeAddresses, *, six: bool) -> AttachedPort:
     )
 
 
-__all__ = [
-    "FAST",
-    "MEDIUM",
-    "PLACES",
-    "USUAL",
-    "VIP",
-    "VIP6",
-    "Node",
-    "NodeAddresses",
-    "Pair",
-    "PairNetwork",
-    "PollingClient",
-]
+__all__ = ["FAST", "MEDIUM", "PLACES", "USUAL", "VIP", "VIP6", "Node", "NodeAddresses", "Pair", "PairNetwork"]
 
 
 def plain(pair: Pair, **more):
