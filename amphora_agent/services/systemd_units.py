@@ -60,6 +60,8 @@ CONFINEMENTS: Mapping[str, Confinement] = {
     "amphora-checker": Confinement(
         CHECKER_USER, _NETWORK_CAPABILITIES, _PACKETS, directory="amphora-agent/checker", sets=True
     ),
+    # The log forwarder runs as root without capabilities, because only root may connect to its sockets.
+    "amphora-log-forwarder": Confinement(None, (), _IP, directory="amphora-agent/log-forwarder"),
 }
 
 
