@@ -19,13 +19,13 @@ ENCRYPTED = ("tls", "https")
 MOST_TARGETS = 4
 """Maximum number of targets for administrative logs, and for tenant flow logs."""
 DEFAULT_QUEUE = 4 << 20
-_SMALLEST_QUEUE, _LARGEST_QUEUE = 64 << 10, 64 << 20
+SMALLEST_QUEUE, LARGEST_QUEUE = 64 << 10, 64 << 20
 _MOST_AUTHORITIES = 48 << 10
 _LAST_PORT = 65535
 _URL = re.compile(r"(?P<scheme>[a-z]+)://(?P<host>\[[0-9A-Fa-f:.]+\]|[0-9.]+):(?P<port>[0-9]{1,5})(?P<path>/.*)?")
 _PATH = re.compile(r"/[A-Za-z0-9._~/%?&=+:@,;-]{0,1023}")
 _HEADER = re.compile(r"[!-~](?:[ -~]{0,4094}[!-~])?")
-_ID = re.compile(r"[A-Za-z0-9_.:-]{0,255}")
+_ID = re.compile(r"[ -~]{0,255}")
 
 
 @dataclass(frozen=True)
@@ -115,8 +115,8 @@ def parse(document: Any) -> LogSettings:
     authorities, queue = document["authorities"], document["queue_bytes"]
     if not isinstance(authorities, str) or len(authorities) > _MOST_AUTHORITIES:
         raise ValueError(f"logs.authorities is not a text of at most {_MOST_AUTHORITIES} characters")
-    if isinstance(queue, bool) or not isinstance(queue, int) or not _SMALLEST_QUEUE <= queue <= _LARGEST_QUEUE:
-        raise ValueError(f"logs.queue_bytes is not a number from {_SMALLEST_QUEUE} to {_LARGEST_QUEUE}")
+    if isinstance(queue, bool) or not isinstance(queue, int) or not SMALLEST_QUEUE <= queue <= LARGEST_QUEUE:
+        raise ValueError(f"logs.queue_bytes is not a number from {SMALLEST_QUEUE} to {LARGEST_QUEUE}")
     for name in ("project_id", "load_balancer_id"):
         if not isinstance(document[name], str) or not _ID.fullmatch(document[name]):
             raise ValueError(f"logs.{name} is not an id")

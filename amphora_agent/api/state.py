@@ -81,6 +81,7 @@ def blueprint(
             "digest": confirmed.digest if confirmed is not None else None,
             "lost_generation": lost.bundle.generation if lost is not None else None,
             "settings_digest": live.current().digest,
+            "log_lines": forwarding.line_counts(),
         }
 
     @routes.get("/v2/configuration")

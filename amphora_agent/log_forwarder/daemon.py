@@ -71,6 +71,13 @@ class LogForwarding:
         shown = {name: counters.get(name) for name in ("received", "invalid", "lost", "admin", "tenant")}
         return {**shown, "error": self._error}
 
+    def line_counts(self) -> dict[str, int]:
+        """Return the last numbers of sent and lost lines, over all targets, since the start of the log forwarder."""
+        counters = self._status or {"lost": 0, "admin": (), "tenant": ()}
+        targets = (*counters["admin"], *counters["tenant"])
+        lost = sum(one["dropped"] + one["uncertain"] for one in targets)
+        return {"sent": sum(one["sent"] for one in targets), "lost": counters["lost"] + lost}
+
     def _run(self) -> None:
         while True:
             try:

@@ -31,6 +31,8 @@ _ADMIN = re.compile(
 # Levels at the beginning of lines that Python's logging and HAProxy write to their output.
 _LEVELS = {"DEBUG": 7, "INFO": 6, "WARNING": 4, "ERROR": 3, "CRITICAL": 2, "[NOTICE]": 5, "[WARNING]": 4, "[ALERT]": 1}
 _ID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
+# Characters of a value that need an escape in structured data (RFC 5424, 6.3.3).
+_PARAMETER, _BACKSLASH = re.compile(r'(["\\\]])'), r"\\\1"
 _NOT_PRINTABLE = re.compile(r"[^!-~]")
 _SEVERITIES = ("emerg", "alert", "crit", "err", "warning", "notice", "info", "debug")
 
@@ -88,14 +90,15 @@ def parse_admin(data: bytes, now: float) -> Record | None:
 
 
 def _listener(text: str, source: Source) -> str:
-    """Return the listener of a flow: the first word that is no id of the project or of the load balancer.
+    """Return the listener of a flow: the first word after the ids of project and load balancer, if they are first.
 
     The controller renders each log format with the listener before all values of a client.
     """
-    for word in text.split(" ", 3)[:3]:
-        if word not in (source.project_id, source.load_balancer_id):
-            return word if _ID.fullmatch(word) else ""
-    return ""
+    for known in (source.project_id, source.load_balancer_id):
+        if known and text.startswith(f"{known} "):
+            text = text[len(known) + 1 :]
+    word = text.partition(" ")[0]
+    return word if _ID.fullmatch(word) else ""
 
 
 def _escape(text: str) -> str:
@@ -111,7 +114,9 @@ class Renderer:
         self._host = _NOT_PRINTABLE.sub("_", source.hostname)[:255] or "-"
         ids = {"id": source.amphora_id, "project": source.project_id, "loadbalancer": source.load_balancer_id}
         # 32473 is the enterprise number for examples (RFC 5612): this project has no number of its own.
-        self._data = "[amphora@32473" + "".join(f' {name}="{value}"' for name, value in ids.items() if value)
+        self._data = "[amphora@32473" + "".join(
+            f' {name}="{_PARAMETER.sub(_BACKSLASH, value)}"' for name, value in ids.items() if value
+        )
         self._second, self._date = -1, ""
 
     def syslog(self, record: Record) -> bytes:
