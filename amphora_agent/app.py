@@ -91,7 +91,9 @@ def create(settings: Settings, paths: Paths, identity: Identity, inheritance: In
     handover = VipHandover(paths, inner, vrrp_state, lambda: applier.vrrp_instance)
     app = Flask("amphora_agent")
     app.config["MAX_CONTENT_LENGTH"] = LARGEST_BODY
-    app.register_blueprint(state.blueprint(settings, paths, applier, inner, vrrp_state, identity, drift, live, forwarding))
+    app.register_blueprint(
+        state.blueprint(settings, paths, applier, inner, vrrp_state, identity, drift, live, forwarding)
+    )
     app.register_blueprint(settings_api.blueprint(live))
     app.register_blueprint(vrrp.blueprint(handover))
     app.register_blueprint(certificate.blueprint(settings, identity))

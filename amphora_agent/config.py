@@ -15,7 +15,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from amphora_agent.errors import SettingsError
-from amphora_agent.log_settings import LogSettings
+from amphora_agent.log_settings import NO_LOGS, LogSettings
 from amphora_agent.paths import Paths
 
 HEARTBEAT_KEY_BYTES = 32
@@ -58,7 +58,7 @@ class Settings:
     heartbeat_format: str = "native"
     pair: bool = False
     audit_interval: float = AUDIT_SECONDS
-    logs: LogSettings = LogSettings()
+    logs: LogSettings = NO_LOGS
 
     @property
     def bind(self) -> str:

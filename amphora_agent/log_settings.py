@@ -82,6 +82,9 @@ class LogSettings:
         return {**document, "admin": list(document["admin"]), "tenant": list(document["tenant"])}
 
 
+NO_LOGS = LogSettings()
+
+
 def parse_endpoint(url: str) -> Endpoint:
     """Parse the URL of a target; raises ValueError with the reason."""
     found = _URL.fullmatch(url)

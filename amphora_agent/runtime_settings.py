@@ -18,7 +18,7 @@ from typing import Any
 from amphora_agent import log_settings
 from amphora_agent.config import Settings, Target, check_interval, parse_target
 from amphora_agent.errors import AgentError, MachineError, MalformedSettings
-from amphora_agent.log_settings import LogSettings
+from amphora_agent.log_settings import NO_LOGS, LogSettings
 from amphora_agent.paths import Paths, write_atomically
 
 _log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class RuntimeSettings:
 
     heartbeat: HeartbeatSettings
     audit_interval: float
-    logs: LogSettings = LogSettings()
+    logs: LogSettings = NO_LOGS
 
     def to_document(self, *, hidden: str | None = None) -> dict[str, Any]:
         """Return JSON values; with ``hidden``, this word replaces each secret. Without log targets there are no logs.
@@ -91,7 +91,7 @@ def parse(body: bytes) -> RuntimeSettings:
     return RuntimeSettings(
         HeartbeatSettings(_targets(heartbeat["targets"]), _interval(heartbeat["interval"], "heartbeat.interval")),
         _interval(found["audit_interval"], "audit_interval"),
-        _logs(found["logs"]) if given else LogSettings(),
+        _logs(found["logs"]) if given else NO_LOGS,
     )
 
 

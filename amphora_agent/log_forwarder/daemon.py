@@ -22,7 +22,7 @@ from typing import Any
 from amphora_agent.errors import AgentError, ServiceError
 from amphora_agent.log_forwarder import forwarder
 from amphora_agent.log_forwarder.code_version import version
-from amphora_agent.log_settings import LOG_ADDRESS, LOG_PORT, LogSettings
+from amphora_agent.log_settings import LOG_ADDRESS, LOG_PORT, NO_LOGS, LogSettings
 from amphora_agent.network.namespace import Namespace
 from amphora_agent.paths import Paths
 from amphora_agent.services.control import ServiceManager
@@ -49,7 +49,7 @@ class LogForwarding:
         self._services = services
         self._inner = inner
         self._amphora_id = amphora_id
-        self._wanted = LogSettings()
+        self._wanted = NO_LOGS
         self._wakeup = threading.Event()
         self._status: dict[str, Any] | None = None
         self._error = ""
@@ -68,7 +68,7 @@ class LogForwarding:
         if not self._wanted:
             return None
         counters = self._status or {}
-        shown = {name: counters.get(name) for name in ("received", "invalid", "lost", "admin", "tenant")}
+        shown = {name: counters.get(name) for name in ("received", "lost", "admin", "tenant")}
         return {**shown, "error": self._error}
 
     def line_counts(self) -> dict[str, int]:
@@ -135,7 +135,7 @@ class LogForwarding:
         if present is not None and present.pid is not None and present.wanted:
             return
         directory = self._paths.log_forwarder
-        directory.mkdir(mode=0o711, exist_ok=True)
+        directory.mkdir(mode=0o711, parents=True, exist_ok=True)
         with suppress(OSError):
             if int(_QUEUE_SYSCTL.read_text()) < _QUEUE_MESSAGES:
                 _QUEUE_SYSCTL.write_text(str(_QUEUE_MESSAGES))

@@ -13,7 +13,7 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -21,7 +21,7 @@ from amphora_agent import log_settings
 from amphora_agent.log_forwarder.code_version import version
 from amphora_agent.log_forwarder.records import LONGEST_LINE, Record, Renderer, Source, parse_admin, parse_loopback
 from amphora_agent.log_forwarder.target import Target
-from amphora_agent.log_settings import LogSettings, LogTarget
+from amphora_agent.log_settings import NO_LOGS, LogSettings, LogTarget
 
 # The loop reads at most this number of datagrams at a time. A batch shares the locks of the queues.
 _BATCH = 256
@@ -35,13 +35,13 @@ class Forwarder:
     """Targets and inputs. ``admin_path`` is the socket for lines of the journal or of the supervisor."""
 
     def __init__(self, admin_path: str, control_path: str) -> None:
-        self._settings = LogSettings()
+        self._settings = NO_LOGS
         self._source = Source("-", "")
         self._renderer = Renderer(self._source)
         self._digest = ""
         self._admin: dict[LogTarget, Target] = {}
         self._tenant: dict[LogTarget, Target] = {}
-        self._received = self._invalid = self._lost_before = 0
+        self._received = self._lost_before = 0
         self._input: socket.socket | None = None
         self._selector = selectors.DefaultSelector()
         self._admin_input = _bind(admin_path, socket.SOCK_DGRAM)
@@ -73,30 +73,21 @@ class Forwarder:
 
     def _read_input(self) -> None:
         now = time.time()
-        self._forward([parse_loopback(data, self._source, now) for data in _receive(self._input)])
+        found = (parse_loopback(data, self._source, now) for data in _receive(self._input))
+        self._put(self._tenant, [one for one in found if one is not None])
 
     def _read_admin(self) -> None:
         now = time.time()
-        found = [parse_admin(data, now) for data in _receive(self._admin_input)]
-        # Other lines are flows, which arrive at the loopback port too.
-        self._forward([one for one in found if one is not None])
+        found = (parse_admin(data, now) for data in _receive(self._admin_input))
+        self._put(self._admin, [one for one in found if one is not None])
 
-    def _forward(self, records: Sequence[Record | None]) -> None:
-        valid = [one for one in records if one is not None]
-        self._received += len(valid)
-        self._invalid += len(records) - len(valid)
-        for targets, chosen in (
-            (self._tenant, [one for one in valid if one.is_flow]),
-            (self._admin, [one for one in valid if not one.is_flow]),
-        ):
-            self._put(list(targets.values()), chosen)
-
-    def _put(self, targets: Sequence[Target], records: Sequence[Record]) -> None:
+    def _put(self, targets: Mapping[LogTarget, Target], records: Sequence[Record]) -> None:
         if not records:
             return
+        self._received += len(records)
         for is_json, render in ((False, self._renderer.syslog), (True, self._renderer.json)):
             receiving: list[Target] = []
-            for one in targets:
+            for one in targets.values():
                 if one.is_json is is_json:
                     # A full queue needs no rendered lines, so a dead target costs little processor time.
                     one.queue.drop(len(records)) if one.queue.is_full else receiving.append(one)
@@ -162,7 +153,6 @@ class Forwarder:
             "digest": self._digest,
             "has_input": self._input is not None,
             "received": self._received,
-            "invalid": self._invalid,
             "lost": lost,
             "admin": [one.counters() for one in self._admin.values()],
             "tenant": [one.counters() for one in self._tenant.values()],
@@ -207,4 +197,3 @@ def _drops(opened: socket.socket) -> int:
     """Return the number of datagrams that a socket has dropped (linux/sock_diag.h, SK_MEMINFO_DROPS)."""
     found = opened.getsockopt(socket.SOL_SOCKET, _SO_MEMINFO, _MEMINFO.size)
     return int(_MEMINFO.unpack(found)[-1]) if len(found) == _MEMINFO.size else 0
-

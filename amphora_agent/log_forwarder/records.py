@@ -25,7 +25,8 @@ _PRIORITY = re.compile(rb"<(\d{1,3})>")
 # journald forwards "<30>Nov 24 13:40:00 name[12]: text" (systemd, syslog_forward_message); the supervisor omits time
 # and process id.
 _ADMIN = re.compile(
-    r"(?:[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d )?(?P<name>[^\s\[\]:]{1,64})(?:\[(?P<process>\d{1,10})\])?: ?(?P<text>.*)",
+    r"(?:[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d )?(?P<name>[^\s\[\]:]{1,64})(?:\[(?P<process>\d{1,10})\])?:"
+    r" ?(?P<text>.*)",
     re.DOTALL,
 )
 # Levels at the beginning of lines that Python's logging and HAProxy write to their output.
@@ -61,17 +62,19 @@ class Record:
 
 
 def parse_loopback(data: bytes, source: Source, now: float) -> Record | None:
-    """Return a line of HAProxy or of the L4 daemon; None for other data."""
+    """Return a flow of HAProxy or of the L4 daemon.
+
+    None for other lines: HAProxy also writes its messages to its output, which the journal or the supervisor forwards.
+    """
     found = _PRIORITY.match(data)
     if found is None:
         return None
     facility, severity = divmod(int(found[1]), 8)
     application = _SENDERS.get(facility)
-    if application is None:
+    if application is None or severity != _INFO:
         return None
     text = _escape(data[found.end() :].decode(errors="replace").rstrip("\n\0"))
-    is_flow = severity == _INFO
-    return Record(severity, application, "-", text, is_flow, _listener(text, source) if is_flow else "", now)
+    return Record(severity, application, "-", text, True, _listener(text, source), now)
 
 
 def parse_admin(data: bytes, now: float) -> Record | None:

@@ -83,4 +83,3 @@ class Target:
             sys.stderr.write(f"log forwarder: target {self.endpoint} {state}\n")
             sys.stderr.flush()
         self._error = error
-

@@ -80,9 +80,9 @@ class SettingsUpdate:
         self._due_at = {one: at for one, at in self._due_at.items() if one in known}
         self._log_lines = {one: lines for one, lines in self._log_lines.items() if one in known}
         owners = {one.id: one.load_balancer_id for one in ready}
-        for one in self._due_at.keys() & self._owners.keys():
-            if self._owners[one] != owners[one]:
-                self._due_at[one] = moment
+        for known_id in self._due_at.keys() & self._owners.keys():
+            if self._owners[known_id] != owners[known_id]:
+                self._due_at[known_id] = moment
         self._owners = owners
         chosen = choose_amphorae(ready, self._due_at, moment, self._most)
         roots = self._database.read(

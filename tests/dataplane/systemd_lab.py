@@ -53,7 +53,7 @@ while umount /sys/fs/cgroup 2>/dev/null || umount -R /sys/fs/cgroup 2>/dev/null;
 mount -t cgroup2 cgroup2 /sys/fs/cgroup
 # The users of the image (diskimage/).
 number=64001
-for user in amphora-responder amphora-checker; do
+for user in amphora-responder amphora-checker amphora-logs; do
     getent passwd $user >/dev/null || {
         echo "$user:x:$number:$number::/nonexistent:/usr/sbin/nologin" >> /etc/passwd
         echo "$user:x:$number:" >> /etc/group
