@@ -61,7 +61,10 @@ for user in amphora-responder amphora-checker amphora-logs; do
     number=$((number + 1))
 done
 mkdir -p /run/systemd/journald.conf.d
-printf '[Journal]\\nStorage=volatile\\nReadKMsg=no\\nAudit=no\\n' > /run/systemd/journald.conf.d/test.conf
+# The image's tmpfiles.d/amphora.conf creates this link.
+mkdir -p /run/systemd/journal
+ln -s /run/amphora-agent/log-forwarder/admin.sock /run/systemd/journal/syslog
+printf '[Journal]\\nStorage=volatile\\nForwardToSyslog=yes\\nReadKMsg=no\\nAudit=no\\n' > /run/systemd/journald.conf.d/test.conf
 exec env -i container=amphora-test SYSTEMD_UNIT_PATH="$1/units:/run/systemd/system" PATH="$PATH" \
     /lib/systemd/systemd --system --unit=multi-user.target --log-target=journal --show-status=no
 """
