@@ -14,8 +14,8 @@ _PRIORITY = 30
 def is_admin(service: str, line: str) -> bool:
     """Return whether a line of a daemon's output is administrative.
 
-    HAProxy and the L4 daemon also write flows to their output. Their own messages have a known beginning. HAProxy writes
-    state changes of members twice: as a message and as a log line, which is omitted.
+    HAProxy and the L4 daemon also write flows to their output. Their own messages have a known beginning. HAProxy
+    writes state changes of members twice: as a message and as a log line, which is omitted.
     """
     if service == HAPROXY:
         return _HAPROXY_LINE.match(line) is not None

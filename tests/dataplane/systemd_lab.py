@@ -64,7 +64,8 @@ mkdir -p /run/systemd/journald.conf.d
 # The image's tmpfiles.d/amphora.conf creates this link.
 mkdir -p /run/systemd/journal
 ln -s /run/amphora-agent/log-forwarder/admin.sock /run/systemd/journal/syslog
-printf '[Journal]\\nStorage=volatile\\nForwardToSyslog=yes\\nReadKMsg=no\\nAudit=no\\n' > /run/systemd/journald.conf.d/test.conf
+printf '[Journal]\\nStorage=volatile\\nForwardToSyslog=yes\\nReadKMsg=no\\nAudit=no\\n' \\
+    > /run/systemd/journald.conf.d/test.conf
 exec env -i container=amphora-test SYSTEMD_UNIT_PATH="$1/units:/run/systemd/system" PATH="$PATH" \
     /lib/systemd/systemd --system --unit=multi-user.target --log-target=journal --show-status=no
 """
