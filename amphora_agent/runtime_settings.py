@@ -45,9 +45,9 @@ class RuntimeSettings:
     logs: LogSettings = NO_LOGS
 
     def to_document(self, *, hidden: str | None = None) -> dict[str, Any]:
-        """Return JSON values; with ``hidden``, this word replaces each secret. Without log targets there are no logs.
+        """Return JSON values; with ``hidden``, this word replaces each secret.
 
-        Agents before the first log target therefore have the digests of earlier versions.
+        Without log targets there is no key for logs, and the digest is that of earlier versions.
         """
         heartbeat = {"targets": [str(one) for one in self.heartbeat.targets], "interval": self.heartbeat.interval}
         logs = {"logs": self.logs.to_document(hidden=hidden)} if self.logs else {}

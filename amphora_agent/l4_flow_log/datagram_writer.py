@@ -14,7 +14,10 @@ _PRIORITY = b"<142>"
 
 
 class DatagramWriter:
-    """A socket that never waits and needs no receiver. The receiver's kernel counts lines that it cannot keep."""
+    """A socket that never waits and needs no receiver.
+
+    The kernel counts the lines that the receiver does not read in time.
+    """
 
     def __init__(self) -> None:
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)

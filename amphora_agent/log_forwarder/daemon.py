@@ -64,7 +64,7 @@ class LogForwarding:
         self._wakeup.set()
 
     def status(self) -> dict[str, Any] | None:
-        """Return the last counters of the log forwarder, and why the agent cannot reach it; None without targets."""
+        """Return the last counters of the log forwarder, and the agent's error; None without targets."""
         if not self._wanted:
             return None
         counters = self._status or {}
@@ -72,7 +72,7 @@ class LogForwarding:
         return {**shown, "error": self._error}
 
     def line_counts(self) -> dict[str, int]:
-        """Return the last numbers of sent and lost lines, over all targets, since the start of the log forwarder."""
+        """Return the sums of sent and lost lines since the start of the log forwarder."""
         counters = self._status or {"lost": 0, "admin": (), "tenant": ()}
         targets = (*counters["admin"], *counters["tenant"])
         lost = sum(one["dropped"] + one["uncertain"] for one in targets)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The event loop of the log forwarder: receives lines, renders them, and puts them into the queues of targets.
+"""The event loop of the log forwarder: receives and renders lines for the queues of targets.
 
 Invariant: the loop never waits for a target. Senders of lines never wait for the loop: the kernel drops datagrams
 that the loop does not read in time, and counts them.

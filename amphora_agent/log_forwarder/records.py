@@ -93,8 +93,9 @@ def parse_admin(data: bytes, now: float) -> Record | None:
 
 
 def _listener(text: str, source: Source) -> str:
-    """Return the listener of a flow: the first word after the ids of project and load balancer, if they are first.
+    """Return the listener of a flow: the first word, after the ids of project and load balancer.
 
+    The ids may be missing.
     The controller renders each log format with the listener before all values of a client.
     """
     for known in (source.project_id, source.load_balancer_id):

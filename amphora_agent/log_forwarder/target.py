@@ -20,7 +20,10 @@ _FIRST_RETRY, _LAST_RETRY = 0.5, 30.0
 
 
 class Target:
-    """Sends lines to one target until it is closed. Lines for an https target are JSON, and syslog messages others."""
+    """Sends lines to one target until it is closed.
+
+    Lines for an https target are JSON objects; other targets get syslog messages.
+    """
 
     def __init__(self, target: LogTarget, authorities: str, queue_bytes: int) -> None:
         self.endpoint = parse_endpoint(target.url)
@@ -37,7 +40,7 @@ class Target:
         return self.endpoint.scheme == "https"
 
     def counters(self) -> dict[str, Any]:
-        """Return the numbers of lines since the first use of the target, and the last error; empty without one."""
+        """Return the numbers of lines since the first use of the target, and the present error."""
         return {
             "url": str(self.endpoint),
             "sent": self._sent,

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transports of log lines: syslog over UDP (RFC 5426), TCP (RFC 6587) and TLS (RFC 5425), and JSON lines over HTTPS.
+"""Transports of log lines: syslog over UDP, TCP and TLS, and JSON lines over HTTPS.
+
+The standards are RFC 5426 (UDP), RFC 6587 (TCP) and RFC 5425 (TLS).
 
 Invariant: a TLS target has a certificate of the configured CA with the target's IP address. No transport sends a line
 or an authorization before this verification. Each call ends within seconds after `stopping` is set.
@@ -165,7 +167,10 @@ class Stream:
 
 
 def _is_closed(opened: socket.socket) -> bool:
-    """Return whether the target has closed the connection. A target sends nothing else, apart from TLS tickets."""
+    """Return whether the target has closed the connection.
+
+    A target sends nothing else, apart from TLS tickets.
+    """
     if not select.select([opened], [], [], 0)[0]:
         return False
     opened.setblocking(False)

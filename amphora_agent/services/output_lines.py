@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lines that daemons write to their output: which are administrative, and their form for the log forwarder."""
+"""Lines that daemons write to their output: the administrative ones, and the form of a datagram."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ OPTIONS: dict[str, dict[cfg.Opt, str]] = {
         ),
         cfg.IntOpt("queue_bytes", default=DEFAULT_QUEUE, min=SMALLEST_QUEUE, max=LARGEST_QUEUE): (
             "Memory in bytes for waiting lines, for each target in each amphora. A full queue loses new lines, and "
-            f"counts them. {SMALLEST_QUEUE} to {LARGEST_QUEUE}."
+            f"counts them. The default is 4 MiB. {SMALLEST_QUEUE} to {LARGEST_QUEUE}."
         ),
     }
 }

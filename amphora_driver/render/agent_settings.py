@@ -66,7 +66,10 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     logs: LogSettings = LogSettings()
 
     def encode(self) -> bytes:
-        """Return the document. Without log targets it has no logs, so that agents of earlier versions accept it."""
+        """Return the document.
+
+        Without log targets it has no logs, so that agents of earlier versions accept it.
+        """
         document: dict[str, object] = {
             "heartbeat": msgspec.to_builtins(self.heartbeat),
             "audit_interval": self.audit_interval,

@@ -52,7 +52,10 @@ class LastHeartbeat(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReachableAmphora(msgspec.Struct, frozen=True, kw_only=True):
-    """An amphora whose agent can be called. A warm spare has the id of its pool instead of a load balancer's."""
+    """An amphora whose agent can be called.
+
+    A warm spare has the id of its pool instead of a load balancer's.
+    """
 
     id: str
     management_address: str

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import resource
 import signal
 import socket
@@ -20,9 +19,7 @@ import systemd_lab
 from amphora_lab import FIXED, MEMBERS, ROOT, VIP, Client, Network, alive, children, eventually, get
 from configuration_text import listener, text
 from datagrams import UdpMember, member, name_of, virtual_server
-from log_receivers import UdpReceiver
 from systemd_lab import AGENT, SystemdAmphora
-from test_logs import ask, logged_listener, use
 
 pytestmark = [
     pytest.mark.root,
@@ -81,29 +78,6 @@ def machine(vm):
     push(vm, text(listener(["m1", "m2"])))
     eventually(lambda: said(vm) == "0", "HAProxy answers")
     return vm
-
-
-def test_log_lines_of_units_reach_a_target(machine, place):
-    """journald forwards administrative lines; flows arrive from HAProxy itself. The log forwarder has no rights."""
-    receivers = [place.thread("ctl").run(UdpReceiver) for _ in range(2)]
-    admin, tenant = receivers
-    try:
-        use(machine, admin=[admin.url], tenant=[tenant.url])
-        push(machine, logged_listener())
-        ask(place, "/under-systemd")
-        assert " haproxy - flow " in tenant.wait_for("/under-systemd")
-        assert machine.call("PUT", "/v2/settings", b"{")[0] == 400
-        refused = admin.wait_for("The agent refused a request")
-        assert re.match(r"<140>1 \S+ \S+ amphora-agent \d+ - \[amphora@32473 ", refused), refused
-        assert not [one for one in admin.messages if "/under-systemd" in one]
-        status = Path(f"/proc/{machine.pid('log-forwarder')}/status").read_text()
-        assert re.search(r"^CapEff:\s0+$", status, re.MULTILINE)
-        assert not re.search(r"^Uid:\s0\s", status, re.MULTILINE)
-        use(machine)
-        eventually(lambda: machine.pid("log-forwarder") is None, "the log forwarder has ended")
-    finally:
-        for one in receivers:
-            one.close()
 
 
 def push(machine, configuration, **changes) -> dict:
