@@ -261,6 +261,7 @@ class Haproxy:
                 # next worker drains no server, and the agent ignores the error.
                 for command in drained:
                     self.worker.ask(worker_replacement.ready_command(command))
+                self._await_open_listeners()
             raise
         finally:
             # After a reload, the agent empties the server-state file. Otherwise HAProxy would read outdated states of
@@ -365,6 +366,16 @@ class Haproxy:
             # The agent polls HAProxy, because HAProxy 2.6 answers the command `reload` before the new worker serves.
             time.sleep(_POLL_SECONDS)
         raise HaproxyError("reload HAProxy", f"no new worker within {self._read_seconds:.0f} s")
+
+    def _await_open_listeners(self) -> None:
+        """Wait until the old worker accepts connections again after a failed reload.
+
+        A new worker that cannot bind an address asks the old worker to pause its listeners, and tries for two seconds.
+        A verification during the pause would find a difference and cause a needless reload.
+        """
+        deadline = time.monotonic() + _STOPPING_SECONDS
+        while runtime_state.closed_listeners(self.worker.ask(runtime_state.PROXIES)) and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
 
     def _await_stopping(self, old: int | None) -> None:
         """Wait until the old worker accepts no connections.

@@ -235,24 +235,27 @@ def load_l4_context(
 
 def load_tree(connection: sa.Connection, load_balancer_id: str) -> LoadBalancer:
     """Return a complete load balancer, children in the order of creation; see `load_object`."""
-    by_parent: dict[tuple[Kind, str | None], list[Any]] = defaultdict(list)
-    for row in connection.execute(_TREE, {"of": load_balancer_id}):
-        kind = Kind(row.kind)
-        by_parent[kind, row.parent_id].append(_DECODERS[kind].decode(row.body))
-    roots = by_parent[Kind.LOAD_BALANCER, None]
+    # A load balancer may have thousands of members. So the loop uses the texts of kinds, and leaves need no call.
+    decoders = {kind.value: decoder for kind, decoder in _DECODERS.items()}
+    by_parent: dict[tuple[str, str | None], list[Any]] = defaultdict(list)
+    for kind, parent, body in connection.execute(_TREE, {"of": load_balancer_id}):
+        by_parent[kind, parent].append(decoders[kind].decode(body))
+    roots = by_parent.get((Kind.LOAD_BALANCER.value, None))
     if not roots:
         raise UnknownObject(f"read load balancer {load_balancer_id}", "nothing is recorded under this id")
 
-    def with_children(node: Any) -> Any:
+    def with_children(kind: Kind, node: Any) -> Any:
         fields: dict[str, Any] = {}
-        for field, kind in CHILDREN.get(kind_of(node), {}).items():
-            found = tuple(with_children(child) for child in by_parent[kind, node.id])
-            fields[field] = next(iter(found), None) if kind is Kind.HEALTH_MONITOR else found
-        if isinstance(node, Listener):
+        for field, child_kind in CHILDREN[kind].items():
+            found = by_parent.get((child_kind.value, node.id), [])
+            if child_kind in CHILDREN:
+                found = [with_children(child_kind, child) for child in found]
+            fields[field] = next(iter(found), None) if child_kind is Kind.HEALTH_MONITOR else tuple(found)
+        if kind is Kind.LISTENER:
             fields["l7policies"] = tuple(sorted(fields["l7policies"], key=lambda one: one.position))
-        return msgspec.structs.replace(node, **fields) if fields else node
+        return msgspec.structs.replace(node, **fields)
 
-    return cast("LoadBalancer", with_children(roots[0]))
+    return cast("LoadBalancer", with_children(Kind.LOAD_BALANCER, roots[0]))
 
 
 def load_changes_since(
