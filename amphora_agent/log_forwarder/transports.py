@@ -173,6 +173,7 @@ def _is_closed(opened: socket.socket) -> bool:
     """
     if not select.select([opened], [], [], 0)[0]:
         return False
+    timeout = opened.gettimeout()
     opened.setblocking(False)
     try:
         return not opened.recv(4096)
@@ -182,7 +183,7 @@ def _is_closed(opened: socket.socket) -> bool:
         # The TLS record was no data: SSLWantReadError. The module ssl may not be imported here, to save memory.
         return type(error).__name__ != "SSLWantReadError"
     finally:
-        opened.settimeout(_CHECK_SECONDS)
+        opened.settimeout(timeout)
 
 
 class Requests:
@@ -204,6 +205,9 @@ class Requests:
     def send(self, lines: Sequence[bytes]) -> None:
         import http.client  # noqa: PLC0415 (saves memory without such a target)
 
+        if self._connection is not None and self._connection.sock is not None and _is_closed(self._connection.sock):
+            # Servers close connections that were idle for some time.
+            self.close()
         try:
             if self._connection is None:
                 self._connection = http.client.HTTPSConnection(

@@ -151,14 +151,17 @@ class HttpsReceiver(Receiver):
 
     scheme, path = "https", "/ingest?kind=amphora"
 
-    def __init__(self, context: ssl.SSLContext) -> None:
+    def __init__(self, context: ssl.SSLContext, idle_seconds: float | None = None) -> None:
         super().__init__()
         receiver = self
+        self.closed = 0
         self.requests: list[tuple[str, str | None, str]] = []
         self.status = 200
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            # The server closes a connection that is idle for this number of seconds.
+            timeout = idle_seconds
 
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["Content-Length"])).decode()
@@ -168,6 +171,10 @@ class HttpsReceiver(Receiver):
                 self.send_response(receiver.status)
                 self.send_header("Content-Length", "0")
                 self.end_headers()
+
+            def finish(self) -> None:
+                super().finish()
+                receiver.closed += 1
 
             def log_message(self, *_) -> None:
                 pass

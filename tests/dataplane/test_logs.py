@@ -237,6 +237,19 @@ def test_a_target_that_returns_gets_the_waiting_lines(amphora, network, ctl):
     assert shown["dropped"] == 0
 
 
+def test_an_idle_connection_that_the_target_closed_is_no_failure(amphora, network, ctl, secured):
+    context, authorities = secured
+    receiver = ctl(HttpsReceiver, context, idle_seconds=0.2)
+    assert amphora.push(1, logged_listener())[0] == 200
+    use(amphora, tenant=[receiver.url], authorities=authorities)
+    for number in (1, 2):
+        ask(network, f"/idle-{number}")
+        receiver.wait_for(f"/idle-{number} ")
+        eventually(lambda wanted=number: receiver.closed >= wanted, "the server closes the connection")
+    log = amphora.call("GET", "/v2/diagnostics")[1]["log forwarder log"]
+    assert not [line for line in log if "cannot send" in line], log
+
+
 def test_https_lines_are_retried_or_counted(amphora, network, ctl, secured):
     context, authorities = secured
     receiver = ctl(HttpsReceiver, context)
