@@ -25,7 +25,7 @@ _PIECE = re.compile(
 )
 _EXPRESSION = re.compile(EXPRESSION)
 _FLAGS = re.compile(r"[+-][QXE](?:,[+-][QXE])*")
-_LISTENER_FIRST = re.compile(r"(?:\{\{ ?(?:project_id|lb_id) ?\}\} ){0,2}%f(?= |$)")
+_LISTENER_FIRST = re.compile(r"(?:\{\{ ?(?:project_id|lb_id) ?\}\} ){0,2}%f(?: .*)?")
 _PLACE = re.compile(r"\{\{ ?(project_id|lb_id) ?\}\}")
 
 
@@ -56,7 +56,7 @@ def with_listener(text: str) -> str:
 
     The log forwarder reads the listener of a line there (amphora_agent/log_forwarder/records.py).
     """
-    return text if _LISTENER_FIRST.match(text) else f"%f {text}"
+    return text if _LISTENER_FIRST.fullmatch(text) else f"%f {text}"
 
 
 def insert_ids(text: str, ids: Mapping[str, str]) -> str:
