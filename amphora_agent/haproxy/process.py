@@ -31,6 +31,7 @@ from amphora_agent.haproxy.runtime_socket import Socket
 from amphora_agent.haproxy.runtime_state import Loaded
 from amphora_agent.haproxy.verify import Verifier
 from amphora_agent.haproxy.workers import Workers
+from amphora_agent.log_settings import LOG_ADDRESS, LOG_PORT
 from amphora_agent.network.namespace import Namespace
 from amphora_agent.paths import Paths, read_if_exists, write, write_atomically
 from amphora_agent.services.control import ServiceManager, ServicePolicy
@@ -114,6 +115,7 @@ class Haproxy:
             metrics_socket=self._paths.metrics_socket,
             server_state=self._paths.server_state,
             empty=self._paths.empty,
+            log_target=f"{LOG_ADDRESS}:{LOG_PORT}",
         )
 
     def is_machine_configuration_intact(self) -> bool:

@@ -33,6 +33,7 @@ from amphora_driver.maintenance.duty_loop import run_duty
 from amphora_driver.maintenance.settings_update import SettingsUpdate
 from amphora_driver.model.amphora import Amphora
 from amphora_driver.model.enums import Provisioning
+from amphora_driver.model.loadbalancer import LoadBalancer
 from amphora_driver.model.secret_refs import secrets_of_tree
 from amphora_driver.queue.jobs import acquire_duty, release_duty
 from amphora_driver.reconcile import vip_allocation, vrrp_peers
@@ -257,7 +258,7 @@ class DriftAuditor:
                     target = next(targets, _END)
                     more = target is not _END
                     if isinstance(target, _Target):
-                        asked[pool.submit(self._query, target.amphora)] = target
+                        asked[pool.submit(self._query, target.amphora, target.recorded.tree)] = target
                     if more:
                         continue
                 for answer in wait(asked, _CHECK_EVERY, FIRST_COMPLETED).done:
@@ -315,9 +316,9 @@ class DriftAuditor:
         at = time.monotonic() + min(_RETRY_AFTER, self._interval)
         self._retry_at |= dict.fromkeys(amphora_ids, at)
 
-    def _query(self, amphora: Amphora) -> _Answer:
+    def _query(self, amphora: Amphora, root: LoadBalancer) -> _Answer:
         reported = self._get_state(amphora)
-        failure = self._settings.compare(amphora.id, str(amphora.management_address), reported.settings_digest)
+        failure = self._settings.compare(amphora.id, str(amphora.management_address), reported, root)
         return reported, failure
 
     def _get_state(self, amphora: Amphora) -> BundleState:

@@ -48,6 +48,7 @@ _OF_KIND: sa.BindParameter[Any] = sa.bindparam("of_kind")
 _NEW_GENERATION: sa.BindParameter[Any] = sa.bindparam("new_generation")
 LOAD_BALANCER_ID_OF_OBJECT = sa.select(_OBJECT.load_balancer_id).where(_OBJECT.id == _OF, ~_OBJECT.removed)
 _ONE = sa.select(_OBJECT.body).where(_OBJECT.id == _OF, _OBJECT.kind == _OF_KIND, ~_OBJECT.removed)
+_ROOTS = sa.select(_OBJECT.id, _OBJECT.body).where(_OBJECT.id.in_(_IDS), _OBJECT.kind == _OF_KIND, ~_OBJECT.removed)
 _CHILDREN = sa.select(_OBJECT.id, _OBJECT.body).where(
     _OBJECT.parent_id == sa.bindparam("under"), _OBJECT.kind == _OF_KIND, ~_OBJECT.removed
 )
@@ -140,6 +141,15 @@ def load_object(connection: sa.Connection, kind: Kind, object_id: str) -> Any:
     if body is None:
         raise UnknownObject(f"find {kind.value[:-1]} {object_id}", "nothing is recorded under this id")
     return _DECODERS[kind].decode(body)
+
+
+def load_roots(connection: sa.Connection, load_balancer_ids: Iterable[str]) -> dict[str, LoadBalancer]:
+    """Return recorded load balancers without their children, by id."""
+    found = {}
+    for ids in chunks(sorted(set(load_balancer_ids))):
+        for row in connection.execute(_ROOTS, {"ids": ids, "of_kind": Kind.LOAD_BALANCER.value}):
+            found[row.id] = _DECODERS[Kind.LOAD_BALANCER].decode(row.body)
+    return found
 
 
 def update_objects(connection: sa.Connection, generation: int, nodes: Iterable[Node]) -> None:

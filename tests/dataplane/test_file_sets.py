@@ -192,6 +192,7 @@ def test_a_rebooted_agent_without_keys_reports_the_lost_generation(amphora, rece
     eventually(amphora.answers, "the agent answers")
     nothing = {"generation": 0, "applied_at": None, "digest": None, "lost_generation": 7}
     nothing["settings_digest"] = amphora.call("GET", "/v2/settings")[1]["digest"]
+    nothing["log_lines"] = {"sent": 0, "lost": 0}
     assert amphora.call("GET", "/v2/bundle") == (200, nothing)
     assert amphora.call("GET", "/v2/info")[1]["generation"] == 0
     heartbeat = eventually(lambda: (h := receiver.next()).epoch > epoch and h, "a heartbeat of the new start")

@@ -141,7 +141,7 @@ def test_flow_logging_follows_connection_logging():
     more = "%[protocol] %[packets_out] %[packets_in]"
     assert one.log_format == f"x {LB} %f %ci %cp %t - - %B %U - - %b %s %Tt %ts {more}"
     profile = replace(TREE.profile, connection_logging=True, log_format="{{lb_id}} %ci")
-    assert made(replace(TREE, profile=profile))[0][L1].log_format == f"{LB} %ci"
+    assert made(replace(TREE, profile=profile))[0][L1].log_format == f"%f {LB} %ci"
     off = replace(TREE.profile, connection_logging=False)
     assert made(replace(TREE, profile=off), defaults=logging)[0][L1].log_format is None
     for text in ("two\nlines", "%ci" * 1000):
