@@ -153,6 +153,7 @@ class Pool(msgspec.Struct, frozen=True, kw_only=True):
     """A pool as Octavia reports it.
 
     Args:
+        has_monitor: the pool has a health monitor whose admin_state_up is true, so that members become ONLINE.
         changeable: the load balancer is ACTIVE, so that Octavia accepts changes.
         active_connections: of all listeners of the pool; None if unknown.
     """
@@ -171,7 +172,7 @@ class NodeState(str, Enum):
     WAITING: the server is not ACTIVE yet, or has no usable address. JOINING: the members exist, but are not ONLINE yet.
     SERVING: the members are ONLINE, or NO_MONITOR in a pool without monitor. UNHEALTHY: a member that was serving is in
     ERROR. DRAINING: the members have weight 0. LEFT: the members are removed on request; the server stays out of the
-    pool. FAILED: a join or leave did not succeed; `reason` has the cause.
+    pool. FAILED: a join or leave did not succeed; `reason` has the cause. plan.py states when a state changes.
     """
 
     WAITING = "waiting"
@@ -273,6 +274,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         servers: server ids; empty if `count` and `criterion` choose them.
         outcome: server id to an empty text (success) or the reason of its failure; complete at the end.
+        refusal: the reason if the whole request was refused and changed nothing; otherwise empty.
         ended_at: None while the request is open.
     """
 
@@ -285,3 +287,4 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     created_at: float = 0.0
     ended_at: float | None = None
     outcome: dict[str, str] = {}
+    refusal: str = ""
