@@ -8,7 +8,9 @@ method and the path, without the query, because the query may contain a token; t
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from flask import Flask, Response, request
 from werkzeug.exceptions import HTTPException
@@ -17,15 +19,42 @@ from amphora_cluster.api.authentication import Replayed, Unauthenticated
 from amphora_cluster.api.parameters import MOST_BYTES
 from amphora_cluster.api.responses import error_json
 from amphora_cluster.api.webhooks import EXTENSION, Service, respond, routes
+from amphora_cluster.database.groups import GroupStore
+from amphora_cluster.database.requests import RequestStore
+from amphora_cluster.database.tables import SCHEMA
+from amphora_cluster.database.tokens import TokenStore
 from amphora_driver.errors import AmphoraDriverError, Conflict, RequestError, StoreError, UnknownObject
 from amphora_driver.untrusted_text import printable
 
+if TYPE_CHECKING:
+    from oslo_config.cfg import ConfigOpts
+
 LOG = logging.getLogger(__name__)
+# Threads that never wait for the end of a request, so that other requests are answered.
+FREE_THREADS = 2
 _RETRY_SECONDS = "5"
 
 
-def create_app(service: Service, alive: Callable[[], object] = lambda: None) -> Flask:
-    """Return the application.
+def create_app(conf: ConfigOpts | None = None) -> Flask:
+    """Return the application with its options and its database; the options by default from the usual file."""
+    from amphora_cluster import config  # noqa: PLC0415 - tests make the application without options
+    from amphora_driver.database.engine import Database  # noqa: PLC0415
+
+    conf = conf or config.load()
+    database, vault = Database(conf.amp_cluster.connection, schema=SCHEMA), config.load_vault(conf)
+    own = conf.amp_cluster_api
+    service = Service(
+        groups=GroupStore(database, vault),
+        requests=RequestStore(database),
+        tokens=TokenStore(database, vault),
+        longest_wait=own.longest_wait,
+        waiting=threading.Semaphore(own.threads - FREE_THREADS),
+    )
+    return make_app(service, database.now)
+
+
+def make_app(service: Service, alive: Callable[[], object] = lambda: None) -> Flask:
+    """Return the application for a service.
 
     Args:
         service: what the routes use.
