@@ -80,7 +80,9 @@ OPTIONS: dict[str, dict[cfg.Opt, str]] = {
 
 
 GROUPS = {
-    group: config.with_help(options) for one in (OPTIONS, cloud.OPTIONS, status.OPTIONS) for group, options in one.items()
+    group: config.with_help(options)
+    for one in (OPTIONS, cloud.OPTIONS, status.OPTIONS)
+    for group, options in one.items()
 }
 
 
