@@ -8,21 +8,22 @@ Semantics, for each server:
   definition of the group never becomes ONLINE: DRAINING counts for it. After `join_timeout` in one of these states the
   server is FAILED with the reason. A server in ERROR, and one with a conflict, is FAILED at once. The plan continues to
   join a failed server, and its members stay: it becomes SERVING as soon as the cause is gone.
-* **Serving.** A status other than ACTIVE (SHUTOFF, ERROR, REBOOT) removes no member: the health monitor decides
-  about traffic. If a member is in ERROR, the server is UNHEALTHY with time and reason. Only ERROR counts, because Octavia
+* **Serving.** A status other than ACTIVE (SHUTOFF, ERROR, REBOOT) removes no member: the health monitor decides about
+  traffic. If a member is in ERROR, the server is UNHEALTHY with time and reason. Only ERROR counts, because Octavia
   shows OFFLINE and NO_MONITOR for moments after changes, and a consumer of this state replaces servers.
 * **Leaving by request.** The server is DRAINING: a DRAIN step sets weight 0, unless the weight is 0 already. The drain
-  begins when no own member has another weight or a pending change. It ends after `drain_seconds`. With `drain_on_idle` it
-  ends earlier if the listeners have no connection, but not within STATISTICS_AGE seconds: an older number may not count
-  a connection that was opened just before the drain. Then the members are removed, and the server is LEFT until it
-  vanishes or joins by request. With `drain_seconds` 0 the members are removed at once. A leave that takes `join_timeout`
-  longer than its drain is FAILED with the reason, and continues: it becomes LEFT when it succeeds. A leave is also
-  FAILED while a foreign member has the server's address and port, because the server still receives requests.
-* **Vanished.** A server that the source does not show, or shows as DELETED or SOFT_DELETED, answers no request any more.
-  Its members are removed at once, also those of servers without a recorded state.
-* **Repairs.** A member with another name, weight, monitor port or backup flag than wanted is changed back, but not while
-  its server leaves. After a change of the address or of the group's ports, the new members join first. The old ones are
-  removed when all new ones serve, or as soon as the old ones do not serve.
+  begins when no own member has another weight or a pending change. It ends after `drain_seconds`. With `drain_on_idle`
+  it ends earlier if the listeners have no connection, but not within STATISTICS_AGE seconds: an older number may not
+  count a connection that was opened just before the drain. Then the members are removed, and the server is LEFT until
+  it vanishes or joins by request. With `drain_seconds` 0 the members are removed at once. A leave that takes
+  `join_timeout` longer than its drain is FAILED with the reason, and continues: it becomes LEFT when it succeeds. A
+  leave is also FAILED while a foreign member has the server's address and port, because the server still receives
+  requests.
+* **Vanished.** A server that the source does not show, or shows as DELETED or SOFT_DELETED, answers no request any
+  more. Its members are removed at once, also those of servers without a recorded state.
+* **Repairs.** A member with another name, weight, monitor port or backup flag than wanted is changed back, but not
+  while its server leaves. After a change of the address or of the group's ports, the new members join first. The old
+  ones are removed when all new ones serve, or as soon as the old ones do not serve.
 * **Conflicts.** A foreign member with the server's address and port makes the server FAILED. No member of this server
   joins, and the foreign member is not changed. A member that lost the group's tag is foreign, too.
 
@@ -42,6 +43,7 @@ from amphora_cluster.model import (
     NodeState,
     Plan,
     Pool,
+    Server,
     Step,
     StepKind,
 )
@@ -97,9 +99,14 @@ def plan(group: Group, servers: tuple[Server, ...], pool: Pool, nodes: tuple[Nod
 def _one(group: Group, pool: Pool, server: ServerMembers, node: Node | None, now: float) -> _Outcome:
     if server.server is None:
         return _vanished(group, server, node, now)
-    if node and node.leaving and node.reason != NOT_SHOWN:
+    if node and node.leaving and not has_vanished(node):
         return _leaving(group, pool, server, node, now)
     return _wanted(group, pool, server, node, now)
+
+
+def has_vanished(node: Node) -> bool:
+    """Whether a node leaves because the source did not show its server, and not by a request."""
+    return node.leaving and node.reason.startswith(NOT_SHOWN)
 
 
 # Servers that the source does not show.
@@ -180,8 +187,8 @@ def _overdue(group: Group, node: Node, own: tuple[Member, ...], now: float) -> N
     if node.state is NodeState.FAILED or now < node.since + limit:
         return node
     statuses = ", ".join(f"{member.id} in {member.provisioning_status}" for member in own)
-    reason = f"The members were not drained and removed within {limit} s: {statuses}."
-    return _moved(node, NodeState.FAILED, reason, now)
+    reason = f"{node.reason} The members were not drained and removed within {limit} s: {statuses}."
+    return _moved(node, NodeState.FAILED, reason.strip(), now)
 
 
 # Servers that should serve.
@@ -285,4 +292,3 @@ def _statuses(members: list[Member]) -> str:
 def _moved(node: Node, state: NodeState, reason: str, now: float) -> Node:
     since = node.since if node.state is state else now
     return msgspec.structs.replace(node, state=state, reason=reason, since=since)
-
