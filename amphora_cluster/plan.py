@@ -55,16 +55,22 @@ STATISTICS_AGE = 10.0
 
 NOT_SHOWN = "The source of the group does not show the server."
 
-_CHANGING = frozenset({NodeState.WAITING, NodeState.JOINING, NodeState.DRAINING})
 _SERVED = frozenset({NodeState.SERVING, NodeState.UNHEALTHY})
 
 
 class _Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What one server needs: its new record (None to forget it), steps, and the time of the next look at it."""
+    """What one server needs.
+
+    Args:
+        node: its new record; None to forget it.
+        again_at: time of the next look at it.
+        outstanding: a change follows, also if there is no step now.
+    """
 
     node: Node | None
     steps: tuple[Step, ...] = ()
     again_at: float | None = None
+    outstanding: bool = False
 
 
 def plan(group: Group, servers: tuple[Server, ...], pool: Pool, nodes: tuple[Node, ...], now: float) -> Plan:
@@ -92,7 +98,7 @@ def plan(group: Group, servers: tuple[Server, ...], pool: Pool, nodes: tuple[Nod
         steps=steps if pool.changeable else (),
         nodes=planned,
         again_at=min(times, default=None),
-        complete=not steps and not any(node.state in _CHANGING for node in planned),
+        complete=not steps and not any(outcome.outstanding for outcome in outcomes),
     )
 
 
@@ -177,8 +183,9 @@ def _drain_ended(group: Group, pool: Pool, node: Node, now: float) -> tuple[bool
 
 
 def _watched(node: Node, steps: tuple[Step, ...], again_at: float) -> _Outcome:
-    """A failed leave is repeated in the poll interval only."""
-    return _Outcome(node=node, steps=steps, again_at=None if node.state is NodeState.FAILED else again_at)
+    """A failed leave is repeated in the poll interval only. The end of its drain is known."""
+    poll = node.state is NodeState.FAILED and (steps or node.drain_began_at is None)
+    return _Outcome(node=node, steps=steps, again_at=None if poll else again_at, outstanding=True)
 
 
 def _overdue(group: Group, node: Node, own: tuple[Member, ...], now: float) -> Node:
@@ -256,7 +263,7 @@ def _timed(group: Group, node: Node, state: NodeState, reason: str, now: float) 
         return _Outcome(node=_moved(node, NodeState.FAILED, reason, now))
     # The poll interval is short enough for a server that boots. Its notification comes earlier.
     watch = now + WATCH_SECONDS if state is NodeState.JOINING else expires
-    return _Outcome(node=node, again_at=min(expires, watch))
+    return _Outcome(node=node, again_at=min(expires, watch), outstanding=True)
 
 
 # Members.

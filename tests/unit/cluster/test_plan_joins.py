@@ -227,6 +227,12 @@ def test_a_useless_old_member_leaves_before_the_new_one_serves():
     assert result.nodes[0].state is NodeState.UNHEALTHY
 
 
+def test_a_useless_old_member_stays_until_all_new_ones_exist():
+    new = member(number=2, id="new")
+    result = planned(group(ports=(80, 81)), [server(number=2)], pool(member(status="ERROR"), new), [node()])
+    assert steps_of(result) == [("join", "s1", [(81, 1)])]
+
+
 def test_a_changed_port_replaces_the_member():
     first = planned(group(ports=(81,)), [server()], pool(member()), [node()])
     assert steps_of(first) == [("join", "s1", [(81, 1)])]
