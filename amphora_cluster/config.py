@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from oslo_config import cfg
 
+from amphora_cluster import api_options as api
 from amphora_cluster.cloud import options as cloud
 from amphora_driver import config
 from amphora_driver.config import status
@@ -66,8 +67,6 @@ OPTIONS: dict[str, dict[cfg.Opt, str]] = {
             "TCP port of the controller's health check and metrics. 0 to 65535; 0 disables them. [amp_status_page] has "
             "the address, the token and the certificate."
         ),
-        cfg.StrOpt("api_bind_address", default="127.0.0.1"): "Local address of the API for webhooks.",
-        cfg.PortOpt("api_bind_port", default=9880, min=1): "TCP port of the API for webhooks. 1 to 65535.",
         cfg.StrOpt("notification_url", secret=True): (
             "URL of the message bus with Nova's versioned notifications: amqp://user:password@host:5672//vhost. A "
             "notification makes the next pass of its groups due at once. The default is none: the controllers poll."
@@ -81,7 +80,7 @@ OPTIONS: dict[str, dict[cfg.Opt, str]] = {
 
 GROUPS = {
     group: config.with_help(options)
-    for one in (OPTIONS, cloud.OPTIONS, status.OPTIONS)
+    for one in (OPTIONS, api.OPTIONS, cloud.OPTIONS, status.OPTIONS)
     for group, options in one.items()
 }
 

@@ -6,7 +6,8 @@ again. A new member whose address and port another member has is refused, becaus
 the other member. Octavia has no precondition for a batch: a member that a user creates between this read and the batch
 could still be overwritten. The window is one request long.
 
-Calls: `read_pool` sends three requests, plus one for each further page of members, and one for statistics on request.
+Calls: `read_pool` sends three requests, plus one for each further page of members, one for statistics on request, and
+one for a monitor whose members are not monitored (yet).
 `apply` sends one read of the members, one batch for all members that join or change, and one request for each deleted
 member. After each change, Octavia refuses the next one until the load balancer is ACTIVE.
 """
@@ -22,7 +23,7 @@ import msgspec
 from amphora_cluster.cloud.errors import Busy, CloudError, CredentialRefused, Missing
 from amphora_cluster.cloud.member_batch import MEMBER_FIELDS, MemberBatch, MemberRecord
 from amphora_cluster.cloud.session import CloudConnection
-from amphora_cluster.model import TAG_PREFIX, Group, Pool, Step
+from amphora_cluster.model import TAG_PREFIX, Group, Member, Pool, Step
 from amphora_driver.deadline import Deadline, part_of_current
 
 # Octavia has additive batches since API version 2.11 (OpenStack Train, 2019). An older one would ignore the parameter,
@@ -59,6 +60,14 @@ class _Status(msgspec.Struct, frozen=True):
 
 class _StatusAnswer(msgspec.Struct, frozen=True):
     loadbalancer: _Status
+
+
+class _Monitor(msgspec.Struct, frozen=True):
+    admin_state_up: bool = True
+
+
+class _MonitorAnswer(msgspec.Struct, frozen=True):
+    healthmonitor: _Monitor
 
 
 class _Statistics(msgspec.Struct, frozen=True):
@@ -129,12 +138,13 @@ class OctaviaPools:
         pool = self._get(f"/v2/lbaas/pools/{group.pool_id}", _PoolAnswer, wanted, _POOL_FIELDS).pool
         listeners = [one.id for one in pool.listeners]
         active = self._active_connections(group.load_balancer_id, listeners, wanted) if connections else None
+        members = tuple(one.member() for one in self._members(group.pool_id, wanted))
         return Pool(
             id=pool.id,
             load_balancer_id=group.load_balancer_id,
-            has_monitor=pool.healthmonitor_id is not None,
+            has_monitor=self._has_monitor(pool, members, wanted),
             changeable=balancer.loadbalancer.provisioning_status == "ACTIVE",
-            members=tuple(one.member() for one in self._members(group.pool_id, wanted)),
+            members=members,
             active_connections=active,
         )
 
@@ -146,6 +156,20 @@ class OctaviaPools:
         except Missing:
             return "DELETED"
         return found.loadbalancer.provisioning_status
+
+    def _has_monitor(self, pool: _PoolBody, members: Sequence[Member], wanted: str) -> bool:
+        """Return whether the pool has a monitor that is enabled."""
+        if pool.healthmonitor_id is None:
+            return False
+        # A disabled monitor lets all members be NO_MONITOR. Without such a member, it makes no difference to the plan.
+        if not any(one.operating_status == "NO_MONITOR" for one in members):
+            return True
+        path = f"/v2/lbaas/healthmonitors/{pool.healthmonitor_id}"
+        try:
+            monitor = self._get(path, _MonitorAnswer, wanted, ("admin_state_up",)).healthmonitor
+        except Missing:
+            return False
+        return bool(monitor.admin_state_up)
 
     def _active_connections(self, load_balancer_id: str, listeners: list[str], wanted: str) -> int | None:
         if not listeners:
