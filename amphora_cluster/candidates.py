@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The choice of servers. Pure functions: the caller passes the source of random numbers.
 
-The second half gives the servers that Senlin's load-balancing policy removes before, and adds after, each of its actions.
-A caller with Senlin's terms gets the same candidates from a group. `tests/compat/test_senlin_candidates.py` compares them
-with Senlin 16.0.0.
+The second half gives the servers that Senlin's load-balancing policy removes before, and adds after, each of its
+actions. A caller with Senlin's terms gets the same candidates from a group. `tests/compat/test_senlin_candidates.py`
+compares them with Senlin 16.0.0.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def choose(
 
 def _random(ids: Sequence[str], count: int, rng: Random) -> list[str]:
     """Draw ids one after another, as Senlin does, so that equal random numbers give equal results."""
-    rest, drawn = list(ids), []
+    rest = list(ids)
+    drawn: list[str] = []
     while rest and len(drawn) < count:
         drawn.append(rest.pop(rng.randrange(len(rest))))
     return drawn
@@ -100,7 +101,8 @@ class Action(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         node_id: the node of a NODE action.
-        inputs: for example `candidates`, `count`, `adjustment_type`, `number`, `min_step`, `min_size`, `max_size`, `strict`.
+        inputs: for example `candidates`, `count`, `adjustment_type`, `number`, `min_step`, `min_size`, `max_size` and
+            `strict`.
         data: `deletion` with `count` and `candidates`, or `creation` with `count` and `nodes`.
     """
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from oslo_config import cfg
 
-from amphora_cluster.api import options as api
+from amphora_cluster import api_options as api
 from amphora_cluster.cloud import options as cloud
 from amphora_driver import config
 from amphora_driver.config import status

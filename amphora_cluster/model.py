@@ -30,8 +30,8 @@ class Selector(msgspec.Struct, frozen=True, kw_only=True):
     """The servers of a group.
 
     Args:
-        value: id of the Nova server group; `key=value` of server metadata; a server tag; `stack/resource` with the id or
-            name of a Heat stack and the name of its resource group. Empty for an explicit list.
+        value: id of the Nova server group; `key=value` of server metadata; a server tag; `stack/resource` with the id
+            or name of a Heat stack and the name of its resource group. Empty for an explicit list.
         servers: server ids of an explicit list.
     """
 

@@ -8,21 +8,22 @@ Semantics, for each server:
   definition of the group never becomes ONLINE: DRAINING counts for it. After `join_timeout` in one of these states the
   server is FAILED with the reason. A server in ERROR, and one with a conflict, is FAILED at once. The plan continues to
   join a failed server, and its members stay: it becomes SERVING as soon as the cause is gone.
-* **Serving.** A status other than ACTIVE (SHUTOFF, ERROR, REBOOT) removes no member: the health monitor decides
-  about traffic. If a member is in ERROR, the server is UNHEALTHY with time and reason. Only ERROR counts, because Octavia
+* **Serving.** A status other than ACTIVE (SHUTOFF, ERROR, REBOOT) removes no member: the health monitor decides about
+  traffic. If a member is in ERROR, the server is UNHEALTHY with time and reason. Only ERROR counts, because Octavia
   shows OFFLINE and NO_MONITOR for moments after changes, and a consumer of this state replaces servers.
 * **Leaving by request.** The server is DRAINING: a DRAIN step sets weight 0, unless the weight is 0 already. The drain
-  begins when no own member has another weight or a pending change. It ends after `drain_seconds`. With `drain_on_idle` it
-  ends earlier if the listeners have no connection, but not within STATISTICS_AGE seconds: an older number may not count
-  a connection that was opened just before the drain. Then the members are removed, and the server is LEFT until it
-  vanishes or joins by request. With `drain_seconds` 0 the members are removed at once. A leave that takes `join_timeout`
-  longer than its drain is FAILED with the reason, and continues: it becomes LEFT when it succeeds. A leave is also
-  FAILED while a foreign member has the server's address and port, because the server still receives requests.
-* **Vanished.** A server that the source does not show, or shows as DELETED or SOFT_DELETED, answers no request any more.
-  Its members are removed at once, also those of servers without a recorded state.
-* **Repairs.** A member with another name, weight, monitor port or backup flag than wanted is changed back, but not while
-  its server leaves. After a change of the address or of the group's ports, the new members join first. The old ones are
-  removed when all new ones serve, or as soon as the old ones do not serve.
+  begins when no own member has another weight or a pending change. It ends after `drain_seconds`. With `drain_on_idle`
+  it ends earlier if the listeners have no connection, but not within STATISTICS_AGE seconds: an older number may not
+  count a connection that was opened just before the drain. Then the members are removed, and the server is LEFT until
+  it vanishes or joins by request. With `drain_seconds` 0 the members are removed at once. A leave that takes
+  `join_timeout` longer than its drain is FAILED with the reason, and continues: it becomes LEFT when it succeeds. A
+  leave is also FAILED while a foreign member has the server's address and port, because the server still receives
+  requests.
+* **Vanished.** A server that the source does not show, or shows as DELETED or SOFT_DELETED, answers no request any
+  more. Its members are removed at once, also those of servers without a recorded state.
+* **Repairs.** A member with another name, weight, monitor port or backup flag than wanted is changed back, but not
+  while its server leaves. After a change of the address or of the group's ports, the new members join first. The old
+  ones are removed when all new ones serve, or as soon as the old ones do not serve.
 * **Conflicts.** A foreign member with the server's address and port makes the server FAILED. No member of this server
   joins, and the foreign member is not changed. A member that lost the group's tag is foreign, too.
 
@@ -42,6 +43,7 @@ from amphora_cluster.model import (
     NodeState,
     Plan,
     Pool,
+    Server,
     Step,
     StepKind,
 )
@@ -53,16 +55,22 @@ STATISTICS_AGE = 10.0
 
 NOT_SHOWN = "The source of the group does not show the server."
 
-_CHANGING = frozenset({NodeState.WAITING, NodeState.JOINING, NodeState.DRAINING})
 _SERVED = frozenset({NodeState.SERVING, NodeState.UNHEALTHY})
 
 
 class _Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What one server needs: its new record (None to forget it), steps, and the time of the next look at it."""
+    """What one server needs.
+
+    Args:
+        node: its new record; None to forget it.
+        again_at: time of the next look at it.
+        outstanding: a change follows, also if there is no step now.
+    """
 
     node: Node | None
     steps: tuple[Step, ...] = ()
     again_at: float | None = None
+    outstanding: bool = False
 
 
 def plan(group: Group, servers: tuple[Server, ...], pool: Pool, nodes: tuple[Node, ...], now: float) -> Plan:
@@ -90,16 +98,21 @@ def plan(group: Group, servers: tuple[Server, ...], pool: Pool, nodes: tuple[Nod
         steps=steps if pool.changeable else (),
         nodes=planned,
         again_at=min(times, default=None),
-        complete=not steps and not any(node.state in _CHANGING for node in planned),
+        complete=not steps and not any(outcome.outstanding for outcome in outcomes),
     )
 
 
 def _one(group: Group, pool: Pool, server: ServerMembers, node: Node | None, now: float) -> _Outcome:
     if server.server is None:
         return _vanished(group, server, node, now)
-    if node and node.leaving and node.reason != NOT_SHOWN:
+    if node and node.leaving and not has_vanished(node):
         return _leaving(group, pool, server, node, now)
     return _wanted(group, pool, server, node, now)
+
+
+def has_vanished(node: Node) -> bool:
+    """Whether a node leaves because the source did not show its server, and not by a request."""
+    return node.leaving and node.reason.startswith(NOT_SHOWN)
 
 
 # Servers that the source does not show.
@@ -170,8 +183,9 @@ def _drain_ended(group: Group, pool: Pool, node: Node, now: float) -> tuple[bool
 
 
 def _watched(node: Node, steps: tuple[Step, ...], again_at: float) -> _Outcome:
-    """A failed leave is repeated in the poll interval only."""
-    return _Outcome(node=node, steps=steps, again_at=None if node.state is NodeState.FAILED else again_at)
+    """A failed leave is repeated in the poll interval only. The end of its drain is known."""
+    poll = node.state is NodeState.FAILED and (steps or node.drain_began_at is None)
+    return _Outcome(node=node, steps=steps, again_at=None if poll else again_at, outstanding=True)
 
 
 def _overdue(group: Group, node: Node, own: tuple[Member, ...], now: float) -> Node:
@@ -180,8 +194,8 @@ def _overdue(group: Group, node: Node, own: tuple[Member, ...], now: float) -> N
     if node.state is NodeState.FAILED or now < node.since + limit:
         return node
     statuses = ", ".join(f"{member.id} in {member.provisioning_status}" for member in own)
-    reason = f"The members were not drained and removed within {limit} s: {statuses}."
-    return _moved(node, NodeState.FAILED, reason, now)
+    reason = f"{node.reason} The members were not drained and removed within {limit} s: {statuses}."
+    return _moved(node, NodeState.FAILED, reason.strip(), now)
 
 
 # Servers that should serve.
@@ -249,7 +263,7 @@ def _timed(group: Group, node: Node, state: NodeState, reason: str, now: float) 
         return _Outcome(node=_moved(node, NodeState.FAILED, reason, now))
     # The poll interval is short enough for a server that boots. Its notification comes earlier.
     watch = now + WATCH_SECONDS if state is NodeState.JOINING else expires
-    return _Outcome(node=node, again_at=min(expires, watch))
+    return _Outcome(node=node, again_at=min(expires, watch), outstanding=True)
 
 
 # Members.
@@ -285,4 +299,3 @@ def _statuses(members: list[Member]) -> str:
 def _moved(node: Node, state: NodeState, reason: str, now: float) -> Node:
     since = node.since if node.state is state else now
     return msgspec.structs.replace(node, state=state, reason=reason, since=since)
-

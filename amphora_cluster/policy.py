@@ -132,7 +132,7 @@ def from_mapping(document: Mapping[str, Any]) -> PolicySpec:
 
 
 def names(spec: PolicySpec) -> tuple[tuple[str, str], ...]:
-    """The kind (`subnet`, `network`, `loadbalancer`) and the value of properties that may be a name instead of an id."""
+    """Kind (`subnet`, `network`, `loadbalancer`) and value of each property that may be a name or an id."""
     found = [("subnet", spec.pool.subnet), ("subnet", spec.vip.subnet), ("network", spec.vip.network)]
     found.append(("loadbalancer", spec.loadbalancer))
     return tuple(dict.fromkeys((kind, value) for kind, value in found if value))

@@ -4,16 +4,16 @@
 A request changes records only. The next plan computes the steps. So a request is applied once, in the transaction that
 records its nodes, and its outcome is computed after each pass until it has ended.
 
-* **Join.** A server that leaves, has left or has failed gets a new attempt. A serving server is not changed. A server that
-  the source does not show yet may appear within the group's `join_timeout`.
+* **Join.** A server that leaves, has left or has failed gets a new attempt. A serving server is not changed. A server
+  that the source does not show yet may appear within the group's `join_timeout`.
 * **Leave.** A server that is neither shown nor recorded has no member in the pool: its leave succeeds, so that a caller
   can repeat a request after the deletion of the server. A request that would leave fewer SERVING servers than the
   group's `minimum` is refused as a whole. A server that does not serve can always leave.
 * **Count.** A request that names no server chooses `count` servers. A leave takes servers that are not leaving, first
-  those that are FAILED or UNHEALTHY, then by the criterion. A join takes servers that are leaving or have left. If there
-  are fewer than `count`, all of them are chosen. If there is none, the request is refused.
-* **Sync.** The request changes nothing. It ends when no server of the group, or none of those that it names, is WAITING,
-  JOINING or DRAINING.
+  those that are FAILED or UNHEALTHY, then by the criterion. A join takes servers that are leaving or have left. If
+  there are fewer than `count`, all of them are chosen. If there is none, the request is refused.
+* **Sync.** The request changes nothing. It ends when none of the servers that it names is WAITING, JOINING or DRAINING.
+  Without names it covers all servers of the group.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import msgspec
 from amphora_cluster.candidates import choose
 from amphora_cluster.members import GONE
 from amphora_cluster.model import Group, Node, NodeState, Request, RequestKind, Server
-from amphora_cluster.plan import NOT_SHOWN
+from amphora_cluster.plan import NOT_SHOWN, has_vanished
 
 _OPEN = frozenset({NodeState.WAITING, NodeState.JOINING, NodeState.DRAINING})
 _FAULTY = (NodeState.FAILED, NodeState.UNHEALTHY)
@@ -138,7 +138,7 @@ def _joining(server_id: str, shown: bool, node: Node | None, now: float) -> Node
 def _leaving(server_id: str, shown: bool, node: Node | None, now: float) -> Node | None:
     if node is None:
         return Node(server_id=server_id, state=NodeState.DRAINING, since=now, leaving=True) if shown else None
-    if node.leaving and node.state is not NodeState.FAILED and node.reason != NOT_SHOWN:
+    if node.leaving and node.state is not NodeState.FAILED and not has_vanished(node):
         return None
     return msgspec.structs.replace(node, state=NodeState.DRAINING, since=now, leaving=True, reason="")
 

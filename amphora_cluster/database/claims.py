@@ -27,8 +27,8 @@ from amphora_driver.database.engine import Database
 from amphora_driver.database.rows import chunks
 from amphora_driver.errors import LeaseLost
 
-# If more than this number of lease times remain until the end of a lease, the database clock was set back. The number is
-# high, because hosts may configure different lease times.
+# If more than this number of lease times remain until the end of a lease, the database clock was set back. The number
+# is high, because hosts may configure different lease times.
 _LEASES = 4
 # Minimum number of seconds for this limit.
 _LEAST = 60.0
@@ -82,7 +82,9 @@ class Claims:
         def write(connection: sa.Connection) -> tuple[Claim, ...]:
             now = clock.now(connection)
             rows = connection.execute(
-                sa.select(group_row.c.id, group_row.c.epoch, group_row.c.attempts, group_row.c.events, group_row.c.owner)
+                sa.select(
+                    group_row.c.id, group_row.c.epoch, group_row.c.attempts, group_row.c.events, group_row.c.owner
+                )
                 .where(*_due(now, fresh=fresh))
                 .order_by(group_row.c.due_at)
                 .limit(most)
@@ -122,12 +124,6 @@ class Claims:
         )
         return self._database.write(write) if due else ()
 
-    def next_due(self) -> float | None:
-        """Return when the next group becomes due (on `Database.now()`'s clock); None without groups."""
-        due = sa.case((group_row.c.owner.is_(None), group_row.c.due_at), else_=group_row.c.leased_until)
-        first = sa.select(sa.func.min(due))
-        return self._database.read(lambda connection: connection.execute(first).scalar())
-
     def renew(self, claims: Collection[Claim]) -> None:
         """Renew leases; those that this process has lost stay lost.
 
@@ -141,7 +137,9 @@ class Claims:
             if connection.dialect.name != "sqlite":
                 free = sa.select(group_row.c.id).where(mine).with_for_update(skip_locked=True)
                 mine = sa.and_(mine, group_row.c.id.in_(connection.execute(free).scalars().all()))
-            connection.execute(group_row.update().where(mine).values(leased_until=clock.now(connection) + self._seconds))
+            connection.execute(
+                group_row.update().where(mine).values(leased_until=clock.now(connection) + self._seconds)
+            )
 
         if ids:
             self._database.write(write)
@@ -183,8 +181,9 @@ class Claims:
 
         def write(connection: sa.Connection) -> int:
             paused, leased = _late(connection, longest, lease)
-            due = connection.execute(group_row.update().where(paused).values(due_at=0.0)).rowcount
-            soon = clock.now(connection) + self._seconds
+            now = clock.now(connection)
+            due = connection.execute(group_row.update().where(paused).values(due_at=now)).rowcount
+            soon = now + self._seconds
             return due + connection.execute(group_row.update().where(leased).values(leased_until=soon)).rowcount
 
         return self._database.write(write) if self._database.read(look) else 0
@@ -213,13 +212,12 @@ _MINE = (
 )
 _GUARD = group_row.update().where(*_MINE).values(writes=group_row.c.writes + 1)
 _SEEN = sa.bindparam("seen", type_=sa.BigInteger)
+_NOW = sa.bindparam("now", type_=sa.Double)
 _END = (
     group_row.update()
     .where(*_MINE)
     .values(
-        due_at=sa.case(
-            (group_row.c.events != _SEEN, 0.0), else_=sa.bindparam("again", type_=sa.Double)
-        ),
+        due_at=sa.case((group_row.c.events != _SEEN, _NOW), else_=sa.bindparam("again", type_=sa.Double)),
         attempts=sa.bindparam("failed", type_=sa.Integer),
         error=sa.bindparam("why", type_=sa.Text),
         passed_at=sa.func.coalesce(sa.bindparam("passed", type_=sa.Double), group_row.c.passed_at),
@@ -247,6 +245,7 @@ def end_passes(connection: sa.Connection, ends: Sequence[PassEnd]) -> None:
             [
                 {
                     **_bound(end.claim),
+                    "now": now,
                     "seen": end.claim.events,
                     "again": end.due_at,
                     "failed": end.attempts,

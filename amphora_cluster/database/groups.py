@@ -92,7 +92,8 @@ class GroupStore:
             if found := connection.execute(taken).scalar():
                 raise Conflict(f"create group {group.name}", f"group {found} has this name", "Choose another name.")
             values = {"id": group.id, "name": group.name, "project_id": group.project_id, "credential": sealed}
-            values |= {"body": _encode(group), "created_at": clock.now(connection)}
+            now = clock.now(connection)
+            values |= {"body": _encode(group), "created_at": now, "due_at": now}
             connection.execute(group_row.insert().values(**values))
 
         self._database.write(write)
@@ -109,7 +110,7 @@ class GroupStore:
 
         def write(connection: sa.Connection) -> None:
             alive = group_row.c.id == group.id, sa.not_(group_row.c.deleting)
-            if not connection.execute(group_row.update().where(*alive).values(**values, **_EVENT)).rowcount:
+            if not connection.execute(group_row.update().where(*alive).values(**values, **_event(connection))).rowcount:
                 raise _unknown(group.id)
 
         self._database.write(write)
@@ -118,7 +119,7 @@ class GroupStore:
         """Let a controller remove the members and then the record. Idempotent; raises UnknownObject without record."""
 
         def write(connection: sa.Connection) -> None:
-            update = group_row.update().where(group_row.c.id == group_id).values(deleting=True, **_EVENT)
+            update = group_row.update().where(group_row.c.id == group_id).values(deleting=True, **_event(connection))
             if not connection.execute(update).rowcount:
                 raise _unknown(group_id)
 
@@ -132,14 +133,20 @@ class GroupStore:
         return _record(row)
 
     def find(self, name_or_id: str) -> GroupRecord:
-        """Return the group with this name, id or unique beginning of an id; raise UnknownObject for none or several."""
-        named = sa.or_(group_row.c.id.startswith(name_or_id, autoescape=True), group_row.c.name == name_or_id)
-        rows = self._database.read(lambda c: c.execute(_RECORDS.where(named).limit(2)).all())
-        exact = [row for row in rows if row.id == name_or_id]
-        if len(exact or rows) != 1:
-            happened = "no group has this name or id" if not rows else "several groups have it"
+        """Return the group with this id, name or unique beginning of an id; raise UnknownObject for none or several."""
+        by_beginning = group_row.c.id.startswith(name_or_id, autoescape=True)
+
+        def read(connection: sa.Connection) -> Sequence[Any]:
+            for condition in (group_row.c.id == name_or_id, group_row.c.name == name_or_id, by_beginning):
+                if found := connection.execute(_RECORDS.where(condition).limit(2)).all():
+                    return found
+            return ()
+
+        rows = self._database.read(read)
+        if len(rows) != 1:
+            happened = "several groups have it" if rows else "no group has this name or id"
             raise UnknownObject(f"find group {name_or_id}", happened, "List the groups: amphoractl group list.")
-        return _record((exact or rows)[0])
+        return _record(rows[0])
 
     def list_groups(self, project_id: str | None = None) -> tuple[GroupRecord, ...]:
         """Return all groups, or those of a project, in the order of their names."""
@@ -179,10 +186,12 @@ class GroupStore:
             number = 0
             for column, values in ((group_row.c.id, group_ids), (group_row.c.project_id, project_ids)):
                 for part in chunks(sorted(set(values))):
-                    number += connection.execute(group_row.update().where(column.in_(part)).values(**_EVENT)).rowcount
+                    number += connection.execute(
+                        group_row.update().where(column.in_(part)).values(**_event(connection))
+                    ).rowcount
             for part in chunks(sorted(set(server_ids))):
                 groups = sa.select(node_row.c.group_id).where(node_row.c.server_id.in_(part))
-                having = group_row.update().where(group_row.c.id.in_(groups)).values(**_EVENT)
+                having = group_row.update().where(group_row.c.id.in_(groups)).values(**_event(connection))
                 number += connection.execute(having).rowcount
             return number
 
@@ -207,16 +216,18 @@ class GroupStore:
         return self._vault.seal(Secret(msgspec.json.encode(stored)), credential_location(group_id))
 
 
-# Values of an UPDATE that make a group due. MySQL and MariaDB assign columns from left to right; these two are
-# independent of each other.
-_EVENT: dict[str, Any] = {"events": group_row.c.events + 1, "due_at": 0.0, "writes": group_row.c.writes + 1}
 _RECORDS = sa.select(*(column for column in group_row.c if column.name != "credential"))
+
+
+def _event(connection: sa.Connection) -> dict[str, Any]:
+    """Return the values of an UPDATE that make a group due at once, also after a pass that is running."""
+    return {"events": group_row.c.events + 1, "due_at": clock.now(connection), "writes": group_row.c.writes + 1}
 
 
 def make_group_due(connection: sa.Connection, group_id: str) -> bool:
     """Make a group due at once; return whether it exists and is not being deleted."""
     alive = group_row.c.id == group_id, sa.not_(group_row.c.deleting)
-    return bool(connection.execute(group_row.update().where(*alive).values(**_EVENT)).rowcount)
+    return bool(connection.execute(group_row.update().where(*alive).values(**_event(connection))).rowcount)
 
 
 def read_nodes(connection: sa.Connection, group_ids: Sequence[str]) -> dict[str, tuple[Node, ...]]:
@@ -294,4 +305,6 @@ def _encode(value: msgspec.Struct) -> str:
 
 
 def _unknown(group_id: str) -> UnknownObject:
-    return UnknownObject(f"find group {group_id}", "no such group is recorded", "List the groups: amphoractl group list.")
+    return UnknownObject(
+        f"find group {group_id}", "no such group is recorded", "List the groups: amphoractl group list."
+    )

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 import sqlalchemy as sa
 
-from amphora_cluster.database.claims import Claim, PassEnd, end_passes, guard_claim
+from amphora_cluster.database.claims import Claim, PassEnd, end_passes
 from amphora_cluster.database.groups import decode_group, read_nodes, record_nodes, remove_group
 from amphora_cluster.database.requests import StoredRequest, read_open_requests, write_requests
 from amphora_cluster.database.tables import group_row
@@ -94,10 +94,6 @@ class PassStore:
             return moved
 
         return self._database.write(write)
-
-    def check(self, claim: Claim) -> None:
-        """Raise LeaseLost unless the lease is valid, before effects that no transaction can roll back."""
-        self._database.write(lambda connection: guard_claim(connection, claim))
 
     def remove(self, claim: Claim) -> None:
         """Delete a group with all its records; raises LeaseLost if another process owns it."""

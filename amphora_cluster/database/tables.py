@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tables of groups, in a database of their own.
 
-Invariant: the rows are authoritative; a process may lose its memory at any moment. Times are seconds since 1970 (UTC) as
-floating point numbers. The names begin with `cluster_`, so that the database may also be that of the driver.
+Invariant: the rows are authoritative; a process may lose its memory at any moment. Times are seconds since 1970 (UTC)
+as floating point numbers. The names begin with `cluster_`, so that the database may also be that of the driver.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokens of webhooks, and the nonces of signed requests.
 
-A token is `ID.RANDOM`. The database has only the SHA-256 of the token, sealed by the vault. A client may send the token,
-or a signature with the SHA-256 as the key; so neither the database nor a request with a signature reveals the token.
+A token is `ID.RANDOM`. The database has only the SHA-256 of the token, sealed by the vault. A client may send the
+token, or a signature with the SHA-256 as the key; so neither the database nor a signed request reveals the token.
 
 Invariant: a token belongs to one group, and its creation is the only moment at which it is shown. A nonce is accepted
 once until it expires.

@@ -2,9 +2,9 @@
 """Upgrade a database to the schema of this version.
 
 Invariant: only migrations change the schema of a deployed database. `Schema.metadata` describes the result of the last
-one, and a test compares the two. An upgrade may be interrupted at any point and repeated. Each migration step checks whether
-it is done (migrations/repeatable.py), because MariaDB commits in the middle of a migration. A lock lets one upgrade run
-at a time. The upgrade does not change a database that a newer version upgraded.
+one, and a test compares the two. An upgrade may be interrupted at any point and repeated. Each migration step checks
+whether it is done (migrations/repeatable.py), because MariaDB commits in the middle of a migration. A lock lets one
+upgrade run at a time. The upgrade does not change a database that a newer version upgraded.
 
 A process of the old version must not use the database during an upgrade: it writes data the new version does not
 expect, and ignores operations the new version has begun (a CA rotation, for example). `active_processes` lists such
