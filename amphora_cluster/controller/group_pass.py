@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One pass over a group: read servers and pool, compute the plan, record it, change the pool, record the result.
+"""One pass over a group: read servers and pool, plan, record, change the pool, record the result.
 
 Invariant: the nodes are recorded under the lease before the steps, and each step compares the pool with its result. A
 pass can therefore end at any point, also by a crash: the next one reads servers and pool again and does the rest. A
@@ -93,7 +93,7 @@ class GroupPass:
         self._busy: dict[str, int] = {}
 
     def run(self, claimed: ClaimedGroup) -> PassEnd | None:
-        """Run one pass. Return its end if the caller must still return the lease; None if the pass has returned it."""
+        """Run one pass; return its end if the caller must still return the lease, otherwise None."""
         with METRICS.measure_pass() as measured:
             try:
                 return self._run(claimed, measured)
@@ -138,7 +138,7 @@ class GroupPass:
         nodes: tuple[Node, ...],
         now: float,
     ) -> tuple[tuple[Node, ...], tuple[StoredRequest, ...]]:
-        """Apply new requests, oldest first; return the changed nodes and the open requests, all of them applied."""
+        """Apply new requests, oldest first; return the nodes after them, and all requests as applied."""
         applied = []
         for one in stored:
             request = one.request

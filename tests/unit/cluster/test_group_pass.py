@@ -26,9 +26,7 @@ class Scene:
         self.passed = 0.0
         self.claims = Claims(stores.database, "one", 30)
         settings = PassSettings(poll_interval=POLL, retry_first=1.0, retry_most=60.0)
-        self.group_pass = GroupPass(
-            stores.passes, self.now, stores.groups.open_credential, self.cloud.get, settings
-        )
+        self.group_pass = GroupPass(stores.passes, self.now, stores.groups.open_credential, self.cloud.get, settings)
 
     def now(self):
         return self.stores.database.now() + self.passed
@@ -300,7 +298,7 @@ def test_connections_are_read_while_servers_drain_only(scene):
     assert scene.cloud.calls[-1] == ("read_pool", False)
 
 
-# --- deletion ----------------------------------------------------------------------------------------------------------
+# --- deletion ---
 
 
 def test_a_deleted_group_drains_its_servers_first(scene):
