@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -25,6 +25,8 @@ from amphora_cluster.cloud.member_batch import MEMBER_FIELDS, MemberBatch, Membe
 from amphora_cluster.cloud.session import CloudConnection
 from amphora_cluster.model import TAG_PREFIX, Group, Member, Pool, Step
 from amphora_driver.deadline import Deadline, part_of_current
+
+T = TypeVar("T")
 
 # Octavia has additive batches since API version 2.11 (OpenStack Train, 2019). An older one would ignore the parameter,
 # and delete all members that the batch does not name.
@@ -348,12 +350,12 @@ class OctaviaPools:
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    def _get(self, path: str, kind: Any, wanted: str, fields: Iterable[str] = ()) -> Any:
+    def _get(self, path: str, kind: type[T], wanted: str, fields: Iterable[str] = ()) -> T:
         return self._request("GET", path, kind=kind, wanted=wanted, params=_fields(fields))
 
-    def _request(self, method: str, path: str, **more: Any) -> Any:
+    def _request(self, method: str, path: str, *, kind: type[T], **more: Any) -> T:
         root = self._connection.root("octavia")
-        return self._connection.request("octavia", method, root + path, **more)
+        return self._connection.request("octavia", method, root + path, kind=kind, **more)
 
 
 def _when_changeable(change: Callable[[], object], deadline: Deadline) -> None:

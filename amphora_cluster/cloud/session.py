@@ -108,7 +108,7 @@ class CloudConnection:
         if answer.status_code >= 400:
             raise translate(_refusal(method, path, answer), wanted)
         if kind is type(None):
-            return None  # type: ignore[return-value]
+            return None
         try:
             return msgspec.json.decode(answer.content, type=kind)
         except msgspec.DecodeError as error:
@@ -170,7 +170,7 @@ class CloudConnection:
                 "connect to the cloud", "the group has no application credential", "Give the group one."
             )
         return v3.ApplicationCredential(
-            auth_url=self.settings.auth_url,
+            auth_url=self.settings.auth_url or "",
             application_credential_id=self._credential.id,
             application_credential_secret=self._credential.secret.reveal().decode(),
         )
