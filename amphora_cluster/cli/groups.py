@@ -169,7 +169,8 @@ class SetGroup(ShowOne):
 class DeleteGroup(ShowOne):
     """Delete a group: a controller drains and removes its members.
 
-    It also deletes the load balancer that the group has created. The command returns at once; the group is in the list until its members are removed.
+    It also deletes the load balancer that the group has created. The command returns at once; the group is in the
+    list until its members are removed.
     """
 
     arguments = (
