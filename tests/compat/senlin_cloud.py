@@ -80,6 +80,8 @@ class CloudStub:
             return 200, {"version": found}
         if (found := re.fullmatch(r"/compute/v2\.1/servers/([^/]+)", path)) and found[1] in SERVERS:
             return 200, {"server": self._server_body(found[1])}
+        if path == "/compute/v2.1/flavors/flavor":
+            return 200, {"flavor": {"id": "flavor", "name": "flavor", "vcpus": 1, "ram": 1, "disk": 1}}
         return 404, {"itemNotFound": {"code": 404, "message": path}}
 
     def post(self, path: str, body: dict) -> tuple[int, dict]:

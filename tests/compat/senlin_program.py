@@ -3,7 +3,7 @@
 
 The code of Senlin is not changed. The program replaces two things of its environment: the source of random numbers, so
 that a choice can be compared, and the length of its pauses, because Senlin waits ten seconds for each change. The
-database is Senlin's own, in SQLite. Standard input has one request in each line, and standard output has one answer in
+database is Senlin's own, in memory. Standard input has one request in each line, and standard output has one answer in
 each line, both JSON. The answer to a failed call has the name of the exception.
 
     python senlin_program.py
@@ -80,10 +80,10 @@ class Choices:
 class Engine:
     """One cluster with one policy, in a database of Senlin."""
 
-    def begin(self, database, auth_url):
+    def begin(self, auth_url):
         """Create the database and a cluster of servers without nodes."""
         cfg.CONF([], project="senlin", default_config_files=[])
-        cfg.CONF.set_override("connection", f"sqlite:///{database}", "database")
+        cfg.CONF.set_override("connection", "sqlite://", "database")
         cfg.CONF.set_override("auth_url", auth_url, "authentication")
         cfg.CONF.set_override("service_password", "password", "authentication")
         eventlet.sleep = lambda seconds=0: time.sleep(min(seconds, PAUSE))
