@@ -13,7 +13,7 @@ OPTIONS: dict[str, dict[cfg.Opt, str]] = {
             "Address of the API. An address other than loopback needs a certificate, or tls_proxy, because requests "
             "contain tokens."
         ),
-        cfg.PortOpt("bind_port", default=9880): "Port of the API.",
+        cfg.PortOpt("bind_port", default=9880, min=1): "TCP port of the API. 1 to 65535.",
         cfg.StrOpt("certificate"): (
             "Path of the TLS certificate in PEM, with the intermediate ones. The default is none: plain HTTP."
         ),

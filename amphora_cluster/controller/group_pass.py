@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One pass over a group: read servers and pool, compute the plan, record it, change the pool, record the result.
+"""One pass over a group: read servers and pool, plan, record, change the pool, record the result.
 
 Invariant: the nodes are recorded under the lease before the steps, and each step compares the pool with its result. A
 pass can therefore end at any point, also by a crash: the next one reads servers and pool again and does the rest. A
@@ -53,12 +53,12 @@ class _View(msgspec.Struct, frozen=True, kw_only=True):
     """What a pass has computed before the steps.
 
     Args:
-        servers: that the source shows.
+        begun: time before the first read.
         plan: its nodes are those to record.
-        requests: those that changed, with their new content.
+        requests: those that are open, with their new content.
     """
 
-    servers: tuple[Server, ...]
+    begun: float
     pool: Pool
     plan: Plan
     requests: tuple[StoredRequest, ...]
@@ -93,7 +93,7 @@ class GroupPass:
         self._busy: dict[str, int] = {}
 
     def run(self, claimed: ClaimedGroup) -> PassEnd | None:
-        """Run one pass. Return its end if the caller must still return the lease; None if the pass has returned it."""
+        """Run one pass; return its end if the caller must still return the lease, otherwise None."""
         with METRICS.measure_pass() as measured:
             try:
                 return self._run(claimed, measured)
@@ -108,16 +108,17 @@ class GroupPass:
                 return self._failed(claimed, f"The pass failed with an unexpected error: {type(error).__name__}.")
 
     def _run(self, claimed: ClaimedGroup, measured: Pass) -> PassEnd | None:
+        begun = self._now()
         cloud = self._cloud(claimed.group, self._open(claimed.group.id, claimed.credential))
         if claimed.deleting:
             return self._delete(claimed, cloud, measured)
-        view = self._view(claimed, cloud)
+        view = self._view(claimed, cloud, begun)
         nodes, busy = self._apply(claimed, cloud, view)
         return self._finish(claimed, view, nodes, measured, busy=busy)
 
     # --- reading and planning -----------------------------------------------------------------------------------------
 
-    def _view(self, claimed: ClaimedGroup, cloud: Cloud) -> _View:
+    def _view(self, claimed: ClaimedGroup, cloud: Cloud, begun: float) -> _View:
         group, nodes = claimed.group, claimed.nodes
         new = any(not one.applied for one in claimed.requests)
         # A request may name servers that are younger than a list that another group has read.
@@ -128,7 +129,7 @@ class GroupPass:
         planned = plan(group, servers, pool, nodes, now)
         recorded = {node.server_id: node for node in nodes}
         kept = tuple(_keep_failure(recorded.get(node.server_id), node) for node in planned.nodes)
-        return _View(servers=servers, pool=pool, plan=msgspec.structs.replace(planned, nodes=kept), requests=applied)
+        return _View(begun=begun, pool=pool, plan=msgspec.structs.replace(planned, nodes=kept), requests=applied)
 
     def _apply_requests(
         self,
@@ -138,7 +139,7 @@ class GroupPass:
         nodes: tuple[Node, ...],
         now: float,
     ) -> tuple[tuple[Node, ...], tuple[StoredRequest, ...]]:
-        """Apply new requests, oldest first; return the changed nodes and the open requests, all of them applied."""
+        """Apply new requests, oldest first; return the nodes after them, and all requests as applied."""
         applied = []
         for one in stored:
             request = one.request
@@ -213,7 +214,8 @@ class GroupPass:
         return None
 
     def _due_at(self, claim: Claim, view: _View, nodes: tuple[Node, ...], now: float, *, busy: bool) -> float:
-        poll = now + self._settings.poll_interval
+        # The poll interval counts from the begin, so that the time of the calls does not add to it.
+        poll = max(view.begun + self._settings.poll_interval, now)
         if busy:
             number = self._busy[claim.group_id] = self._busy.get(claim.group_id, 0) + 1
             return now + BUSY_SECONDS if number <= _MOST_BUSY else poll
@@ -273,9 +275,7 @@ class GroupPass:
             nodes = _merged(nodes, requests.apply_request(free, leave, servers, nodes, now, self._rng, {}).nodes)
         refused = tuple(_refusal(one, _DELETED, now) for one in claimed.requests if not one.applied)
         running = tuple(one for one in claimed.requests if one.applied)
-        return _View(
-            servers=servers, pool=pool, plan=plan(group, servers, pool, nodes, now), requests=(*refused, *running)
-        )
+        return _View(begun=now, pool=pool, plan=plan(group, servers, pool, nodes, now), requests=(*refused, *running))
 
     def _without_source(self, claimed: ClaimedGroup, cloud: Cloud) -> bool:
         """Remove the members if only the source of the servers is missing; return whether members were there."""

@@ -256,7 +256,7 @@ class Controller:
     # --- the rest -----------------------------------------------------------------------------------------------------
 
     def _on_servers(self, changed: Mapping[str, str]) -> None:
-        """Make the groups of changed servers due, and all groups of their projects: a new server is in none yet."""
+        """Make the groups of changed servers and of their projects due: a new server is in no group."""
         number = self._groups.make_due(server_ids=changed.keys(), project_ids=set(changed.values()))
         LOG.debug("notifications of %d servers made %d groups due", len(changed), number)
 

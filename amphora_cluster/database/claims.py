@@ -145,7 +145,7 @@ class Claims:
             self._database.write(write)
 
     def end_passes(self, ends: Sequence[PassEnd]) -> None:
-        """Return the leases of passes in one transaction. A lease that another process owns now is not changed."""
+        """Return the leases of passes in one transaction. A lease that another process owns stays."""
         if ends:
             self._database.write(lambda connection: end_passes(connection, ends))
 

@@ -91,9 +91,9 @@ class GroupStore:
             taken = sa.select(group_row.c.id).where(sa.or_(group_row.c.id == group.id, same_name)).limit(1)
             if found := connection.execute(taken).scalar():
                 raise Conflict(f"create group {group.name}", f"group {found} has this name", "Choose another name.")
-            values = {"id": group.id, "name": group.name, "project_id": group.project_id, "credential": sealed}
+            values: dict[str, Any] = {"id": group.id, "name": group.name, "project_id": group.project_id}
             now = clock.now(connection)
-            values |= {"body": _encode(group), "created_at": now, "due_at": now}
+            values |= {"body": _encode(group), "credential": sealed, "created_at": now, "due_at": now}
             connection.execute(group_row.insert().values(**values))
 
         self._database.write(write)
@@ -116,7 +116,11 @@ class GroupStore:
         self._database.write(write)
 
     def delete(self, group_id: str) -> None:
-        """Let a controller remove the members and then the record. Idempotent; raises UnknownObject without record."""
+        """Let a controller remove the members and then the record. Idempotent.
+
+        Raises:
+            UnknownObject: no such group is recorded.
+        """
 
         def write(connection: sa.Connection) -> None:
             update = group_row.update().where(group_row.c.id == group_id).values(deleting=True, **_event(connection))
@@ -124,6 +128,10 @@ class GroupStore:
                 raise _unknown(group_id)
 
         self._database.write(write)
+
+    def forget(self, group_id: str) -> None:
+        """Delete the record of a group without its members; a running pass loses its lease. Idempotent."""
+        self._database.write(lambda connection: _delete_rows(connection, group_id))
 
     def get(self, group_id: str) -> GroupRecord:
         """Return a group, or raise UnknownObject."""
@@ -133,7 +141,7 @@ class GroupStore:
         return _record(row)
 
     def find(self, name_or_id: str) -> GroupRecord:
-        """Return the group with this id, name or unique beginning of an id; raise UnknownObject for none or several."""
+        """Return the group with this id, name or beginning of an id; UnknownObject for none or several."""
         by_beginning = group_row.c.id.startswith(name_or_id, autoescape=True)
 
         def read(connection: sa.Connection) -> Sequence[Any]:
@@ -276,9 +284,13 @@ def record_nodes(
 def remove_group(connection: sa.Connection, claim: Claim) -> None:
     """Delete a group with all its records under its lease; raises LeaseLost."""
     guard_claim(connection, claim)
+    _delete_rows(connection, claim.group_id)
+
+
+def _delete_rows(connection: sa.Connection, group_id: str) -> None:
     for table in (node_row, request_row, event_row, token_row):
-        connection.execute(table.delete().where(table.c.group_id == claim.group_id))
-    connection.execute(group_row.delete().where(group_row.c.id == claim.group_id))
+        connection.execute(table.delete().where(table.c.group_id == group_id))
+    connection.execute(group_row.delete().where(group_row.c.id == group_id))
 
 
 def _node_values(group_id: str, node: Node) -> dict[str, Any]:

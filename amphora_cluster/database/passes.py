@@ -69,7 +69,7 @@ class PassStore:
     def record(
         self, claim: Claim, before: Sequence[Node], after: Sequence[Node], requests: Sequence[StoredRequest] = ()
     ) -> tuple[Node, ...]:
-        """Record the nodes and the changed requests of a pass before its steps; return the nodes with a new state.
+        """Record nodes and changed requests of a pass before its steps; return the nodes with a new state.
 
         Raises:
             LeaseLost: another process owns the group. Nothing is recorded.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests in the database: recorded by the API and the command line, and carried out by the controllers.
+"""Requests in the database: recorded by API and command line, carried out by controllers.
 
 Invariant: a request is recorded, and its group is made due, in one transaction. A caller may repeat a request with the
 same idempotency key; the repetition records nothing and returns the first request. Ended requests are kept for the

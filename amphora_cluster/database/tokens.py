@@ -102,7 +102,7 @@ class TokenStore:
             raise UnknownObject(f"delete token {wanted}", f"group {group_id} has no such token")
 
     def find(self, wanted: str) -> tuple[TokenRecord, Secret] | None:
-        """Return the valid token with this id and its digest; None if it is unknown, expired or of a deleted group.
+        """Return the token with this id and its digest; None if it is unknown, expired or of a deleted group.
 
         Raises:
             StoreError: no key of the vault opens the digest.
