@@ -68,6 +68,7 @@ class TestOthers:
         web.reaches({first: "serving"})
         web.until(lambda: set(members(cloud, web.group)) == {first}, "the member is removed")
 
+    @pytest.mark.extended
     def test_a_server_whose_host_fails_is_unhealthy_with_a_reason(self, cloud, served, cluster):
         _, web, first = served()
         [second] = cluster.create("member2")
@@ -81,6 +82,7 @@ class TestOthers:
         web.reaches({first: "serving", second: "serving"})
         assert web.shown()["unhealthy"] == []
 
+    @pytest.mark.extended
     def test_a_server_of_a_cell_that_does_not_answer_stays(self, cloud, served, cluster, nova):
         _, web, first = served()
         [second] = cluster.create("member2")
@@ -146,6 +148,7 @@ class TestStrangers:
         for name in ("api", "controller"):
             assert web.token.partition(".")[2] not in lab.log(name)
 
+    @pytest.mark.extended
     def test_repeated_webhooks_are_idempotent(self, cloud, served, cluster):
         _, web, first = served()
         [second] = cluster.create("member2")
@@ -178,6 +181,7 @@ class TestCrashes:
             traffic.more()
         assert traffic.failed == 0, traffic.answers
 
+    @pytest.mark.extended
     def test_two_controllers_share_the_groups(self, cloud, served, cluster, lab):
         _, web, first = served()
         lab.start("second")

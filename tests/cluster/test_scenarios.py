@@ -101,6 +101,7 @@ def test_no_request_fails_in_any_scenario(cloud, served, cluster):
     assert slow.answers["200"] > 10
 
 
+@pytest.mark.extended
 def test_the_scenarios_with_another_provider(cloud, served, cluster, other_provider):
     _, web, first = served("noop_driver", minimum=1)
 
