@@ -7,8 +7,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "system"))
 
+import nova_stub
 import pytest
 import sandbox_of_a_test
+import service_lab
 from cloud import Cloud
 from other_provider import OtherProvider
 
@@ -21,6 +23,7 @@ from amphora_driver.database.engine import Database
 from sandbox import demo, topology
 
 PROJECT = "sandbox"
+MONITOR = {"type": "HTTP", "delay": 1, "timeout": 1, "max_retries": 1, "max_retries_down": 1}
 
 
 @pytest.fixture(scope="session")
@@ -98,5 +101,74 @@ def make_group():
             member=MemberTemplate(**member),
             **values,
         )
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def nova():
+    with nova_stub.running() as stub:
+        yield stub
+
+
+@pytest.fixture(scope="module")
+def lab_of_module(settings, nova, tmp_path_factory):
+    with service_lab.running(tmp_path_factory.mktemp("cluster"), settings, nova) as lab:
+        yield lab
+
+
+@pytest.fixture
+def lab(lab_of_module, nova, cloud):
+    """The service without groups and servers before and after the test."""
+    yield lab_of_module
+    nova.fails = None
+    for record in lab_of_module.groups.list_groups():
+        lab_of_module.groups.delete(record.group.id)
+    cloud.until(lambda: not lab_of_module.groups.list_groups(), "all groups are deleted")
+    nova.servers.clear()
+
+
+class Cluster:
+    """Creates and deletes servers as a cluster does: a host runs before its server joins and after it left."""
+
+    def __init__(self, nova, stack):
+        self.nova, self.stack = nova, stack
+        self.hosts, self._number = {}, 0
+
+    def create(self, *hosts, tag="web"):
+        """Create a server on each of these member hosts; return the ids. Nova never uses an id again."""
+        self.stack.up()
+        made = []
+        for host in hosts:
+            self._number += 1
+            made.append(f"{host}-{self._number}")
+            self.hosts[made[-1]] = host
+            address = f"192.0.2.{topology.MEMBERS[host]}"
+            self.nova.add(made[-1], address, subnet_id=topology.MEMBER_SUBNET, tags=[tag])
+        return made
+
+    def delete(self, *server_ids):
+        self.nova.remove(*server_ids)
+        self.stack.supervision.stop(*(self.hosts[one] for one in server_ids))
+
+
+@pytest.fixture
+def cluster(nova, sandbox):
+    found = Cluster(nova, sandbox[0])
+    yield found
+    # Hosts that the test has deleted.
+    found.stack.up()
+
+
+@pytest.fixture
+def served(cloud, lab, cluster):
+    """A group with one serving server; `others` are members that do not belong to it."""
+
+    def make(provider="haproxy", others=(), **more):
+        balancer = cloud.served("scenario", others, monitor=MONITOR, provider=provider)
+        [first] = cluster.create("member1")
+        web = lab.group(balancer, cloud.pool_of(balancer), "web", **more)
+        web.done("join", {"server": first})
+        return balancer, web, first
 
     return make
