@@ -55,6 +55,12 @@ class Choices:
     def post(self, action):
         return lb_policy.LoadBalancingPolicy._get_post_candidates(None, self._action(action))
 
+    def properties(self, document):
+        """All properties of a policy with Senlin's defaults; a failure for a document that Senlin refuses."""
+        made = lb_policy.LoadBalancingPolicy("policy", document)
+        made.validate(None)
+        return dict(made.properties)
+
     @staticmethod
     def _action(described):
         nodes = [
@@ -127,6 +133,9 @@ class Engine:
     def node(self, node):
         found = NodeRecord.get(self.context, node)
         return {"data": found.data, "status": found.status, "reason": found.status_reason}
+
+    def change_data(self, node, data):
+        NodeRecord.update(self.context, node, {"data": data})
 
     def create_policy(self, properties):
         spec = {"type": "senlin.policy.loadbalance", "version": "1.3", "properties": properties}

@@ -16,6 +16,7 @@ from cloud import Cloud
 from senlin_cloud import SERVERS, CloudStub
 from senlin_process import Senlin
 
+from amphora_cluster.policy import from_mapping, names, to_create_body
 from amphora_driver.database.engine import Database
 from sandbox import demo, topology
 
@@ -168,6 +169,12 @@ def test_replacement_and_recovery(cluster):
     # A recovered node without member joins.
     cluster.check("AFTER", "NODE_RECOVER", target=old)
     cluster.serves("member1", "member2")
+    # A node whose server was created again gets a new member.
+    before = cluster.senlin("engine.node", old)["data"]
+    cluster.senlin("engine.change_data", old, {**before, "recovery": "RECREATE"})
+    cluster.check("AFTER", "NODE_RECOVER", target=old)
+    cluster.serves("member1", "member2")
+    assert cluster.senlin("engine.node", old)["data"]["lb_member"] != before["lb_member"]
 
 
 def test_an_existing_load_balancer(cluster):
@@ -186,21 +193,53 @@ def test_an_existing_load_balancer(cluster):
     cloud.until(lambda: set(cloud.answers(balancer.vip_address)) == {"member3"}, "the other member stays")
 
 
+def described(cloud, balancer):
+    """The load balancer and its objects in Octavia, without ids, names, times and tags."""
+    found = cloud.balancers.get_load_balancer(balancer)
+    pool = cloud.pool_of(found)
+    monitor = cloud.balancers.get_health_monitor(pool.health_monitor_id)
+    kinds = {"load balancer": found, "listener": cloud.listener_of(found), "pool": pool, "monitor": monitor}
+    varies = {"created_at", "updated_at", "tags", "name", "id", "members", "location", "operating_status"}
+    return {
+        kind: {
+            key: value
+            for key, value in one.to_dict().items()
+            if key not in varies
+            and not key.endswith(("_id", "_ids"))
+            and key not in {"listeners", "pools", "load_balancers"}
+        }
+        for kind, one in kinds.items()
+    }
+
+
 def test_all_properties(cluster):
-    """Octavia accepts each property of the policy from Senlin, and the provider serves it."""
+    """Octavia has the same objects from Senlin's calls and from our single one."""
+    cloud = cluster.cloud
     cluster.create_node("member1")
     persistence = {"type": "APP_COOKIE", "cookie_name": "sid"}
-    cluster.attach(
-        pool={**POOL, "lb_method": "LEAST_CONNECTIONS", "admin_state_up": True, "session_persistence": persistence},
-        vip={**VIP, "network": "vip", "address": "198.51.100.77", "connection_limit": 500, "admin_state_up": True},
-        health_monitor={**MONITOR, "admin_state_up": True, "expected_codes": "200"},
-        lb_status_timeout=60,
-    )
-    balancer = cluster.cloud.balancers.get_load_balancer(cluster.binding["loadbalancer"])
-    listener = cluster.cloud.balancers.get_listener(cluster.binding["listener"])
-    pool = cluster.cloud.balancers.get_pool(cluster.binding["pool"])
-    assert (balancer.vip_address, listener.connection_limit) == ("198.51.100.77", 500)
-    assert (pool.lb_algorithm, pool.session_persistence["cookie_name"]) == ("LEAST_CONNECTIONS", "sid")
+    properties = {
+        "pool": {**POOL, "lb_method": "LEAST_CONNECTIONS", "admin_state_up": True, "session_persistence": persistence},
+        "vip": {**VIP, "network": "vip", "address": "198.51.100.77", "connection_limit": 500, "admin_state_up": True},
+        "health_monitor": {**MONITOR, "admin_state_up": True, "expected_codes": "200"},
+        "lb_status_timeout": 60,
+    }
+    cluster.attach(**properties)
     cluster.serves("member1")
+    theirs = described(cloud, cluster.binding["loadbalancer"])
+    assert theirs["load balancer"]["vip_address"] == "198.51.100.77"
+    assert theirs["listener"]["connection_limit"] == 500
+    assert theirs["pool"]["session_persistence"]["cookie_name"] == "sid"
+    assert theirs["monitor"]["expected_codes"] == "200"
     cluster.detach()
-    cluster.cloud.gone(balancer.id)
+    cloud.gone(cluster.binding["loadbalancer"])
+
+    ids = {
+        ("subnet", "vip-subnet"): topology.VIP_SUBNET,
+        ("network", "vip"): topology.VIP_NETWORK,
+        ("subnet", "member-subnet"): topology.MEMBER_SUBNET,
+    }
+    spec = from_mapping(properties)
+    assert set(names(spec)) == set(ids)
+    made = cloud.post("loadbalancers", to_create_body(spec, "ours", ids=ids, tags=("amphora-cluster:g",)))
+    cloud.active(made["loadbalancer"]["id"])
+    assert described(cloud, made["loadbalancer"]["id"]) == theirs
