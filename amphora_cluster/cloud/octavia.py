@@ -197,7 +197,7 @@ class OctaviaPools:
     # --- changes of members -------------------------------------------------------------------------------------------
 
     def apply(self, group: Group, steps: Sequence[Step]) -> Applied:
-        """Make the changes of a plan: one batch for joins, drains and repairs, then the deletion of single members.
+        """Make the changes of a plan: one batch for joins, drains and repairs, then single deletions.
 
         A call that was interrupted at any point is completed by the next pass, because each step compares the members
         with its result. A step without a difference sends no request.
@@ -225,7 +225,7 @@ class OctaviaPools:
         return Applied(changes=changes, refused=work.refused)
 
     def _put(self, group: Group, batch: Mapping[str, list[Any]], refused: dict[str, str], deadline: Deadline) -> int:
-        """Send one batch. If Octavia refuses it for good, send one for each server, so that the others continue."""
+        """Send one batch. If Octavia refuses it for good, send one for each server: the others continue."""
         path, wanted = f"/v2/lbaas/pools/{group.pool_id}/members", f"change the members of pool {group.pool_id}"
         body = {"members": [member for members in batch.values() for member in members]}
 
@@ -359,7 +359,7 @@ class OctaviaPools:
 
 
 def _when_changeable(change: Callable[[], object], deadline: Deadline) -> None:
-    """Send a change, and repeat it while the load balancer is busy, with a growing wait, until the deadline."""
+    """Send a change; repeat it while the load balancer is busy, with a growing wait, until the deadline."""
     wait = _FIRST_WAIT
     while True:
         try:

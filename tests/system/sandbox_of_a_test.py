@@ -23,7 +23,9 @@ _FIRST_PORT = 20000
 # A second provider of the common sandbox, which accepts each request and does nothing. tests/cluster/other_provider.py
 # reports its statuses.
 SECOND_PROVIDER = {
-    "api_settings": {"enabled_provider_drivers": "haproxy: HAProxy and keepalived, noop_driver: a driver that does nothing"}
+    "api_settings": {
+        "enabled_provider_drivers": "haproxy: HAProxy and keepalived, noop_driver: a driver that does nothing"
+    }
 }
 
 
