@@ -315,7 +315,7 @@ class Database:
 
 
 def parse_url(text: str, option: str = schema_check.DRIVER.option) -> sa.URL:
-    """Parse the database URL of an option, or raise a `ConfigurationError` that does not quote the password."""
+    """Parse the URL of an option, or raise a `ConfigurationError` that does not quote the password."""
     attempt, remedy = "use the database", f"Check {option}."
     try:
         url = sa.make_url(text)
