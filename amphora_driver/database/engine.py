@@ -103,9 +103,18 @@ class Database:
         durable: whether a commit must survive a power failure. Needed for accepted requests, not for data that can be
             computed again. Affects SQLite only.
         answer_timeout: seconds to wait for a server's answer to one statement.
+        schema: the schema that the database must have.
     """
 
-    def __init__(self, url: str, *, durable: bool = True, answer_timeout: float = _ANSWER_SECONDS) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        durable: bool = True,
+        answer_timeout: float = _ANSWER_SECONDS,
+        schema: schema_check.Schema = schema_check.DRIVER,
+    ) -> None:
+        self.schema = schema
         self._url = url
         self._durable = durable
         self._answer_timeout = answer_timeout
@@ -277,11 +286,11 @@ class Database:
         now = time.monotonic()
         if self._schema_checked_at is None or now - self._schema_checked_at > _SCHEMA_VALID_SECONDS:
             self._schema_checked_at = None
-            schema_check.require_known_schema(connection)
+            schema_check.require_known_schema(connection, self.schema)
             self._schema_checked_at = now
 
     def _create_engine(self) -> sa.Engine:
-        url = parse_url(self._url)
+        url = parse_url(self._url, self.schema.option)
         if url.get_backend_name() != "sqlite":
             options: dict[str, Any] = {"isolation_level": "READ COMMITTED", "pool_pre_ping": True, "pool_recycle": 3600}
             limits, postgresql = _connect_arguments(url, self._answer_timeout), url.get_backend_name() == "postgresql"
@@ -307,9 +316,9 @@ class Database:
         return postgresql.connect_with_timeout(self._answer_timeout, tuple(arguments), dict(options))
 
 
-def parse_url(text: str) -> sa.URL:
-    """Parse a database URL, or raise a `ConfigurationError` that does not quote the password."""
-    attempt, remedy = "use the database", "Check [amp_database] connection."
+def parse_url(text: str, option: str = schema_check.DRIVER.option) -> sa.URL:
+    """Parse the URL of an option, or raise a `ConfigurationError` that does not quote the password."""
+    attempt, remedy = "use the database", f"Check {option}."
     try:
         url = sa.make_url(text)
         url.get_dialect().import_dbapi()

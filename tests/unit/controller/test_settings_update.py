@@ -252,7 +252,7 @@ def logging_to(control):
 
 
 def logs_of(control, amphora_id):
-    return control.world.bodies[amphora_id].get("logs")
+    return control.cloud.bodies[amphora_id].get("logs")
 
 
 def balancer_of(control, amphora_id):
@@ -283,7 +283,7 @@ def test_each_amphora_gets_the_log_targets_of_its_load_balancer(control, pool):
     assert logs_of(control, second) is None
     assert logs_of(control, third)["tenant"] == [{"url": "tcp://192.0.2.9:601", "authorization": ""}]
     assert update(control).run_round(pool) == MANY
-    assert sorted(control.world.sent) == ids(control), "nothing is sent twice"
+    assert sorted(control.cloud.sent) == ids(control), "nothing is sent twice"
 
 
 @pytest.mark.usefixtures("logging_to")
@@ -309,10 +309,10 @@ def test_a_spare_gets_other_settings_when_a_load_balancer_takes_it(control, pool
 @pytest.mark.usefixtures("logging_to")
 def test_an_agent_without_log_lines_gets_no_log_targets(control, pool):
     first = ids(control)[0]
-    control.world.log_lines[first] = None
+    control.cloud.log_lines[first] = None
     assert update(control).run_round(pool) == MANY
     assert logs_of(control, first) is None
-    assert control.world.bodies[first]["heartbeat"]["targets"] == ["192.0.2.2:9879"]
+    assert control.cloud.bodies[first]["heartbeat"]["targets"] == ["192.0.2.2:9879"]
 
 
 @pytest.mark.usefixtures("logging_to")
@@ -322,7 +322,7 @@ def test_a_flavor_whose_ca_certificate_is_gone_is_named(control, pool, caplog):
     assert update(control).run_round(pool) == MANY
     assert f"cannot change the settings of amphora {first}" in caplog.text
     assert "needs a CA certificate" in caplog.text
-    assert first not in control.world.sent
+    assert first not in control.cloud.sent
 
 
 def test_lines_of_amphorae_are_metrics(control, pool):
@@ -333,7 +333,7 @@ def test_lines_of_amphorae_are_metrics(control, pool):
 
     made, before = update(control), counted()
     for sent, lost, more in ((100, 10, (0, 0)), (150, 10, (50, 0)), (30, 7, (80, 7))):
-        control.world.log_lines[first] = LogLines(sent=sent, lost=lost)
+        control.cloud.log_lines[first] = LogLines(sent=sent, lost=lost)
         made._due_at.clear()
         assert made.run_round(pool) == MANY
         assert [now - then for now, then in zip(counted(), before, strict=True)] == [*more]

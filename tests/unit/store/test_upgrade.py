@@ -10,6 +10,7 @@ import traceback
 from contextlib import nullcontext
 
 import galera
+import msgspec
 import pytest
 import revision_0001 as old
 import sqlalchemy as sa
@@ -62,19 +63,18 @@ def upgrade():
 
 
 @pytest.fixture(autouse=True)
-def next_revision(request, tmp_path_factory, monkeypatch):
+def next_revision(request, tmp_path_factory):
     """Add one more revision to the migrations, so that an upgrade with data is possible."""
     kind = request.node.callspec.params.get("kind") if hasattr(request.node, "callspec") else None
     if kind in ("mariadb", "postgresql"):
         request.getfixturevalue(f"{kind}_url")  # the database of the other tests has the real revisions
     folder = tmp_path_factory.mktemp("next") / "migrations"
-    shutil.copytree(schema_check.MIGRATIONS, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    present = schema_check.DRIVER.migrations
+    shutil.copytree(present, folder, ignore=shutil.ignore_patterns("__pycache__"))
     (folder / f"versions/{NEXT}_next.py").write_text(NEXT_REVISION)
-    monkeypatch.setattr(schema_check, "MIGRATIONS", folder)
-    schema_check.known_revisions.cache_clear()
+    msgspec.structs.force_setattr(schema_check.DRIVER, "migrations", folder)
     yield
-    monkeypatch.undo()
-    schema_check.known_revisions.cache_clear()
+    msgspec.structs.force_setattr(schema_check.DRIVER, "migrations", present)
 
 
 @pytest.fixture
