@@ -36,7 +36,7 @@ _RETRY_SECONDS = "5"
 
 
 def create_app(conf: ConfigOpts | None = None) -> Flask:
-    """Return the application with its database; the options by default from the usual file."""
+    """Return the application for these options; by default for those of the usual file."""
     from amphora_cluster import config  # noqa: PLC0415 - tests make the application without options
     from amphora_driver.database.engine import Database  # noqa: PLC0415
 

@@ -73,7 +73,9 @@ class SignedRequest(msgspec.Struct, frozen=True, kw_only=True):
 def read_signed(
     method: str, path: str, query: str, headers: Mapping[str, str], body: bytes
 ) -> tuple[str, SignedRequest, str] | None:
-    """Return token id, signed content and signature; None if a header is missing or invalid.
+    """Return the id of the token, the signed content and the signature of a request.
+
+    The result is None if a header is missing or invalid.
 
     Args:
         headers: with names in lower case.

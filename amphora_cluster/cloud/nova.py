@@ -46,7 +46,10 @@ class _Flavor(msgspec.Struct, frozen=True):
 
 
 class ServerRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A server in an answer of Nova: id and status only for a server of a cell that does not answer."""
+    """A server in an answer of Nova.
+
+    For a server of a cell that does not answer, Nova sends id and status only.
+    """
 
     id: str
     status: str

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any, TypeVar
 
 import msgspec
@@ -225,7 +226,7 @@ class OctaviaPools:
         return Applied(changes=changes, refused=work.refused)
 
     def _put(self, group: Group, batch: Mapping[str, list[Any]], refused: dict[str, str], deadline: Deadline) -> int:
-        """Send one batch. If Octavia refuses it for good, send one for each server: the others continue."""
+        """Send one batch; if Octavia refuses it for good, send its halves: the other servers continue."""
         path, wanted = f"/v2/lbaas/pools/{group.pool_id}/members", f"change the members of pool {group.pool_id}"
         body = {"members": [member for members in batch.values() for member in members]}
 
@@ -243,7 +244,9 @@ class OctaviaPools:
             if len(batch) == 1:
                 refused[next(iter(batch))] = f"Octavia refused the members: {error.happened}"
                 return 0
-            return sum(self._put(group, {one: members}, refused, deadline) for one, members in batch.items())
+            half = len(batch) // 2
+            parts = dict(islice(batch.items(), half)), dict(islice(batch.items(), half, None))
+            return sum(self._put(group, part, refused, deadline) for part in parts)
         return 1
 
     def _delete(self, group: Group, member_id: str, server_id: str, refused: dict[str, str], deadline: Deadline) -> int:
@@ -359,7 +362,7 @@ class OctaviaPools:
 
 
 def _when_changeable(change: Callable[[], object], deadline: Deadline) -> None:
-    """Send a change; repeat it while the load balancer is busy, with a growing wait, until the deadline."""
+    """Send a change, and repeat it with growing pauses while the load balancer is busy."""
     wait = _FIRST_WAIT
     while True:
         try:

@@ -3,7 +3,8 @@
 
 Invariant: each request has the token of the group's own application credential. This service has no account, so its
 rights cannot act on a user's objects. No request waits longer than the time-out or the deadline of the current
-operation, and none is repeated here: the controller has its own back-off.
+operation. Only a read whose connection fails is repeated, once: the server may have closed an idle connection at this
+moment. The controller has its own back-off.
 
 Without Keystone (option `without_keystone`), a request has no token. It names the project of the group in the header
 `X-Project-Id`. The services of such a cloud trust each client that reaches them: any process can act for any project,
@@ -87,19 +88,10 @@ class CloudConnection:
             ConfigurationError: the service has no endpoint.
             DeadlinePassed: the operation of this thread has no time left.
         """
+        more = {} if body is None else {"json": body}
+        more |= {"params": list(params), "headers": {**self._project(), **(headers or {})}}
         try:
-            adapter = self._adapter(service)
-            answer = adapter.request(
-                path,
-                method,
-                params=list(params),
-                headers={**self._project(), **(headers or {})},
-                raise_exc=False,
-                connect_retries=0,
-                # A debug log of keystoneauth would contain all answers, and costs time in each request.
-                log=False,
-                **({} if body is None else {"json": body}),
-            )
+            answer = self._send(service, method, path, more, repeat=method == "GET")
         except AmphoraDriverError:
             raise
         except Exception as error:
@@ -113,6 +105,17 @@ class CloudConnection:
             return msgspec.json.decode(answer.content, type=kind)
         except msgspec.DecodeError as error:
             raise CloudError(wanted, f"the answer to {method} {path} is not valid: {error}") from error
+
+    def _send(self, service: str, method: str, path: str, more: dict[str, Any], *, repeat: bool) -> Any:
+        from keystoneauth1 import exceptions  # noqa: PLC0415
+
+        try:
+            # A debug log of keystoneauth would contain all answers, and costs time in each request.
+            return self._adapter(service).request(path, method, raise_exc=False, connect_retries=0, log=False, **more)
+        except exceptions.ConnectFailure as error:
+            if not repeat or isinstance(error, exceptions.ConnectTimeout):
+                raise
+            return self._send(service, method, path, more, repeat=False)
 
     def root(self, service: str) -> str:
         """Return the URL of a service without the version at its end.

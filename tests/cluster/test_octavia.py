@@ -144,11 +144,12 @@ class TestMembers:
 
     def test_a_refused_member_does_not_stop_the_others(self, cloud, served, pools, make_group):
         group = make_group(*served)
-        applied = pools.apply(group, [join("member2", subnet_id=topology.derive_id("missing")), join("member3")])
+        wrong = join("member2", subnet_id=topology.derive_id("missing"))
+        applied = pools.apply(group, [wrong, join("member3"), join("member1", port=9090)])
         assert (applied.changes, set(applied.refused)) == (1, {"server-of-member2"})
         assert topology.derive_id("missing") in applied.refused["server-of-member2"]
         cloud.active(group.load_balancer_id)
-        assert set(by_name(pools.read_pool(group))) == {"member1", "server-of-member3"}
+        assert set(by_name(pools.read_pool(group))) == {"member1", "server-of-member3", "server-of-member1"}
 
     def test_pages(self, cloud, served, make_connection, make_group):
         connection = make_connection()

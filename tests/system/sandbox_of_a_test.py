@@ -22,11 +22,8 @@ AGENT_PYTHON = os.environ.get("AMPHORA_AGENT_PYTHON", sys.executable)
 _FIRST_PORT = 20000
 # A second provider of the common sandbox, which accepts each request and does nothing. tests/cluster/other_provider.py
 # reports its statuses.
-SECOND_PROVIDER = {
-    "api_settings": {
-        "enabled_provider_drivers": "haproxy: HAProxy and keepalived, noop_driver: a driver that does nothing"
-    }
-}
+_PROVIDERS = "haproxy: HAProxy and keepalived, noop_driver: a driver that does nothing"
+SECOND_PROVIDER = {"api_settings": {"enabled_provider_drivers": _PROVIDERS}}
 
 
 def _sessions(stack):

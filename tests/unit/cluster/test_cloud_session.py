@@ -113,6 +113,22 @@ def test_an_answer_in_another_form():
         get(connect(url), dict[str, int])
 
 
+def test_a_read_is_repeated_once_after_a_closed_connection():
+    seen = []
+
+    def answer(method, *_):
+        seen.append(method)
+        if len(seen) % 2:
+            raise ConnectionAbortedError
+        return 200, {}, {}
+
+    with serving(answer) as url:
+        get(connect(url))
+        with pytest.raises(CloudError) as caught:
+            connect(url).request("nova", "POST", "/x", kind=dict, wanted="make x", body={})
+    assert (seen, caught.value.final) == (["GET", "GET", "POST"], False)
+
+
 def test_no_connection():
     with pytest.raises(CloudError) as caught:
         get(connect(f"http://127.0.0.1:{free_ports(1)[0]}"))
