@@ -26,7 +26,7 @@ def choose_address(server: Server, template: MemberTemplate) -> Address | str:
 
 
 def canonical(ip: str) -> str:
-    """The usual spelling of an IP address. Octavia keeps the spelling of the request that created a member."""
+    """The usual spelling of an IP address. Octavia keeps the spelling of the creating request."""
     # IPv4 has one spelling. A pass over many members is three times as fast without parsing it.
     if ":" not in ip:
         return ip

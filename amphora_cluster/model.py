@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The data of a group: its definition, the servers and members that the cloud reports, and the steps between them.
+"""The data of a group: its definition, the servers and members in the cloud, and the steps.
 
 Invariant: frozen data without I/O. A group compares two lists at each pass: the servers that Nova reports, and the
 members that Octavia reports. The recorded state of a node is needed only where the two lists do not show it, for
@@ -49,7 +49,7 @@ class WeightKind(str, Enum):
 
 
 class Weight(msgspec.Struct, frozen=True, kw_only=True):
-    """The weight of a member: a number, the value of a metadata key, or the number of vCPUs of the server's flavor.
+    """The weight of a member: a number, the value of a metadata key, or the number of the server's vCPUs.
 
     `number` is also the weight of a server without a usable value. Octavia accepts 0 to 256.
     """

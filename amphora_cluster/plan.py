@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The steps that make the pool of a group match its servers. A pure function of lists, recorded states and the clock.
+"""The steps that make a pool match the servers of a group. A pure function.
 
 Semantics, for each server:
 
@@ -189,7 +189,7 @@ def _watched(node: Node, steps: tuple[Step, ...], again_at: float) -> _Outcome:
 
 
 def _overdue(group: Group, node: Node, own: tuple[Member, ...], now: float) -> Node:
-    """A leave that takes too long is FAILED. The record keeps the begin of the drain, because the leave continues."""
+    """A leave that takes too long is FAILED, and continues. The record keeps the begin of the drain."""
     limit = group.drain_seconds + group.join_timeout
     if node.state is NodeState.FAILED or now < node.since + limit:
         return node
@@ -254,7 +254,7 @@ def _without_members(group: Group, pool: Pool, server: ServerMembers, node: Node
 
 
 def _timed(group: Group, node: Node, state: NodeState, reason: str, now: float) -> _Outcome:
-    """The state WAITING or JOINING, or FAILED after the time-out. A failed server stays so until it serves or joins."""
+    """The state WAITING or JOINING, or FAILED after the time-out, until the server serves or joins."""
     if node.state is NodeState.FAILED:
         return _Outcome(node=_moved(node, NodeState.FAILED, reason, now))
     node = _moved(node, state, reason, now)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policy of a group that owns its load balancer: the properties of Senlin 16's `senlin.policy.loadbalance`.
+"""The policy of a group that owns its load balancer, with the properties of Senlin 16's policy.
 
 `from_mapping` accepts the properties alone, or Senlin's document with `type`, `version` and `properties`. As in Senlin,
 a number or truth value can also be a text. Defaults are those of Senlin. Values that Octavia would refuse are refused

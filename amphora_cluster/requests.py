@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The effect of a caller's request on the recorded nodes, and the outcome of a request. Pure functions.
+"""The effect of a request on the recorded nodes, and the outcome of a request. Pure functions.
 
 A request changes records only. The next plan computes the steps. So a request is applied once, in the transaction that
 records its nodes, and its outcome is computed after each pass until it has ended.
@@ -82,7 +82,7 @@ def apply_request(
 
 
 def outcome(request: Request, nodes: tuple[Node, ...], now: float) -> Request:
-    """The request with the outcome of each server that has reached its end, and the time of the end of the last one.
+    """The request with the outcomes of the servers that have one, and the end of the last of them.
 
     Args:
         nodes: the records of a plan that was computed after the request was applied.
