@@ -384,8 +384,8 @@ class Haproxy:
         """
         deadline = time.monotonic() + _STOPPING_SECONDS
         with suppress(HaproxyError):
-            # An old HAProxy worker that does not answer is frozen. A frozen worker accepts no connections either, so
-            # the agent continues without the answer.
+            # The agent waits until the old worker has closed its listeners. An old worker that does not answer is
+            # frozen. It accepts no connections either, so the agent ends the wait.
             while old is not None and time.monotonic() < deadline:
                 if "\nStopping: 0\n" not in self.master.ask(f"@!{old} show info", seconds=_STOPPING_SECONDS):
                     return

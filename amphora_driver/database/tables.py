@@ -102,7 +102,8 @@ job = sa.Table(
     sa.Column("error", sa.Text, nullable=True),
     sa.Index("ix_job_dirty_due_at", "dirty", "due_at"),
 )
-# The expression DUE_NOW sets `due_at` so that a `job` row is due immediately. An urgent row stays urgent.
+# The expression DUE_NOW sets `due_at` so that a job is due immediately. Controllers claim jobs with a negative `due_at`
+# (URGENT) before all others, so the expression keeps that value.
 DUE_NOW = sa.case((job.c.due_at < 0.0, URGENT), else_=0.0)
 
 # The table `request` has one row per accepted call of Octavia, as the history of a load balancer. The row also proves
@@ -224,9 +225,9 @@ amphora = sa.Table(
     sa.Column("reason", sa.Text, nullable=True),
 )
 
-# The health managers write the rows of `amphora_heartbeat` in bulk, whereas the rows of `amphora` change rarely. The
-# columns `epoch` and `sequence` identify the last accepted heartbeat. So a health manager refuses replays of older
-# heartbeats, even after a restart.
+# The table `amphora_heartbeat` is separate from `amphora`, because the health managers write its rows in bulk every few
+# seconds. The columns `epoch` and `sequence` identify the last accepted heartbeat of an amphora. With them, a health
+# manager refuses a repeated older heartbeat, even after a restart of the health manager.
 amphora_heartbeat = sa.Table(
     "amphora_heartbeat",
     metadata,

@@ -178,7 +178,8 @@ class DriftAuditor:
         # The keys are ids of amphorae whose audit failed or was postponed. The values are the times of the next
         # attempts, on the clock of `time.monotonic()`.
         self._retry_at: dict[str, float] = {}
-        # The keys are ids of load balancers with the drift RENDERER, in the order of detection.
+        # The keys are ids of load balancers whose amphorae have a configuration from another version of the renderer
+        # (the drift kind RENDERER), in the order of detection.
         self._outdated: dict[str, None] = {}
         self._pushed_at = time.monotonic()
         # The keys are load balancer ids. A value is the fingerprint of the content at the last push because of the

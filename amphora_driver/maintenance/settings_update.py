@@ -155,8 +155,8 @@ class SettingsUpdate:
             actual = self._agents.put_settings(amphora_id, address, wanted.encode(), deadline=deadline).digest
         except AgentError as error:
             if isinstance(error, AgentRefused) and error.status == _NOT_FOUND:
-                # The agent does not know the request. It is an agent of an earlier version, which has started since the
-                # query.
+                # The agent does not know this request: since the last query, an agent of an earlier version has
+                # replaced it.
                 return ""
             return f"settings: it has other heartbeat settings or log targets than configured: {error.happened}"
         if actual != wanted.digest:
