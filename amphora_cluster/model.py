@@ -188,7 +188,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     """The recorded state of a server in a group.
 
     Args:
-        leaving: a request or the deletion of the server removes it from the pool.
+        leaving: a request removes it from the pool. A server that vanished is not leaving: it joins when it is back.
         since: time of the last change of `state`, seconds since 1970.
         drain_began_at: time when Octavia confirmed weight 0 of all members.
     """

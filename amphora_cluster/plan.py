@@ -20,7 +20,8 @@ Semantics, for each server:
   leave is also FAILED while a foreign member has the server's address and port, because the server still receives
   requests.
 * **Vanished.** A server that the source does not show, or shows as DELETED or SOFT_DELETED, answers no request any
-  more. Its members are removed at once, also those of servers without a recorded state.
+  more. Its members are removed at once, also those of servers without a recorded state. Meanwhile it is DRAINING. If
+  the source shows it again, it joins again, unless a request had removed it.
 * **Repairs.** A member with another name, weight, monitor port or backup flag than wanted is changed back, but not
   while its server leaves. After a change of the address or of the group's ports, the new members join first. The old
   ones are removed when all new ones serve, or as soon as the old ones do not serve.
@@ -105,14 +106,9 @@ def plan(group: Group, servers: tuple[Server, ...], pool: Pool, nodes: tuple[Nod
 def _one(group: Group, pool: Pool, server: ServerMembers, node: Node | None, now: float) -> _Outcome:
     if server.server is None:
         return _vanished(group, server, node, now)
-    if node and node.leaving and not has_vanished(node):
+    if node and node.leaving:
         return _leaving(group, pool, server, node, now)
     return _wanted(group, pool, server, node, now)
-
-
-def has_vanished(node: Node) -> bool:
-    """Whether a node leaves because the source did not show its server, and not by a request."""
-    return node.leaving and node.reason.startswith(NOT_SHOWN)
 
 
 # Servers that the source does not show.
@@ -123,9 +119,9 @@ def _vanished(group: Group, server: ServerMembers, node: Node | None, now: float
         steps = (_leave(server.server_id, server.own),)
         if node is None:
             return _Outcome(node=None, steps=steps, again_at=now + WATCH_SECONDS)
-        gone = msgspec.structs.replace(node, leaving=True)
-        if not node.leaving:
-            gone = _moved(gone, NodeState.DRAINING, NOT_SHOWN, now)
+        gone = node
+        if node.state not in {NodeState.DRAINING, NodeState.FAILED}:
+            gone = _moved(node, NodeState.DRAINING, NOT_SHOWN, now)
         return _watched(_overdue(group, gone, server.own, now), steps, now + WATCH_SECONDS)
     if node is None or node.leaving or node.state is not NodeState.WAITING or node.reason != NOT_SHOWN:
         return _Outcome(node=None)
@@ -203,8 +199,6 @@ def _overdue(group: Group, node: Node, own: tuple[Member, ...], now: float) -> N
 
 def _wanted(group: Group, pool: Pool, server: ServerMembers, node: Node | None, now: float) -> _Outcome:
     before = node or Node(server_id=server.server_id, state=NodeState.WAITING, since=now)
-    if before.leaving:  # The source shows a vanished server again.
-        before = msgspec.structs.replace(before, leaving=False, state=NodeState.WAITING, since=now)
     # The begin of an interrupted drain has no meaning any more.
     before = msgspec.structs.replace(before, drain_began_at=None)
     outcome = _judged(group, pool, server, before, now)

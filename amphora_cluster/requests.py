@@ -26,7 +26,7 @@ import msgspec
 from amphora_cluster.candidates import choose
 from amphora_cluster.members import GONE
 from amphora_cluster.model import Group, Node, NodeState, Request, RequestKind, Server
-from amphora_cluster.plan import NOT_SHOWN, has_vanished
+from amphora_cluster.plan import NOT_SHOWN
 
 _OPEN = frozenset({NodeState.WAITING, NodeState.JOINING, NodeState.DRAINING})
 _FAULTY = (NodeState.FAILED, NodeState.UNHEALTHY)
@@ -138,7 +138,7 @@ def _joining(server_id: str, shown: bool, node: Node | None, now: float) -> Node
 def _leaving(server_id: str, shown: bool, node: Node | None, now: float) -> Node | None:
     if node is None:
         return Node(server_id=server_id, state=NodeState.DRAINING, since=now, leaving=True) if shown else None
-    if node.leaving and node.state is not NodeState.FAILED and not has_vanished(node):
+    if node.leaving and node.state is not NodeState.FAILED:
         return None
     return msgspec.structs.replace(node, state=NodeState.DRAINING, since=now, leaving=True, reason="")
 

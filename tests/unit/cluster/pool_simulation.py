@@ -67,6 +67,7 @@ class PoolSimulation:
             self._busy,
             self._connections,
             self._leave_source,
+            self._return_to_source,
         ]
         self.rng.choice(events)()
 
@@ -106,6 +107,13 @@ class PoolSimulation:
             for source in self.sources.values():
                 if name in source:
                     source.remove(name)
+
+    def _return_to_source(self):
+        """The source shows a server again, in one of the groups."""
+        if (name := self._some_server()) is not None:
+            source = self.sources[self.rng.choice(sorted(self.groups))]
+            if name not in source:
+                source.append(name)
 
     def _some_member(self):
         return self.members.get(self.rng.choice(sorted(self.members))) if self.members else None

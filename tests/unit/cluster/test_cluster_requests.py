@@ -74,7 +74,7 @@ LEAVING = node(state=NodeState.DRAINING, since=NOW, leaving=True)
         (node(state=NodeState.WAITING, reason="x"), LEAVING),
         (node(state=NodeState.FAILED, reason="x"), LEAVING),
         (node(state=NodeState.DRAINING, leaving=True, drain_began_at=5.0), None),
-        (node(state=NodeState.DRAINING, leaving=True, reason=NOT_SHOWN), LEAVING),
+        (node(state=NodeState.DRAINING, reason=NOT_SHOWN), LEAVING),
         (node(state=NodeState.LEFT, leaving=True), None),
         (
             node(state=NodeState.FAILED, leaving=True, reason="x", drain_began_at=5.0),
@@ -188,7 +188,7 @@ def test_refused_requests(made, nodes, servers, reason):
         ("join", node(state=NodeState.FAILED, reason="why"), "why"),
         ("join", node(state=NodeState.UNHEALTHY, reason="why"), "why"),
         ("join", node(state=NodeState.DRAINING, leaving=True), "A later request removed the server."),
-        ("join", node(state=NodeState.DRAINING, leaving=True, reason=NOT_SHOWN), NOT_SHOWN),
+        ("join", node(state=NodeState.DRAINING, reason=NOT_SHOWN), None),
         ("join", None, NOT_SHOWN),
         ("leave", node(state=NodeState.DRAINING, leaving=True), None),
         ("leave", node(state=NodeState.LEFT, leaving=True), ""),

@@ -158,7 +158,7 @@ def test_a_vanished_server_is_removed_at_once(status, known):
     result = planned(group(), [*servers, server("s2", 2)], pool(member(), member("s2", 2)), [known, node("s2")])
     assert steps_of(result) == [("leave", "s1", [(80, 1)])]
     gone = next(one for one in result.nodes if one.server_id == "s1")
-    assert (gone.state, gone.leaving) == (NodeState.DRAINING, True)
+    assert (gone.state, gone.leaving) == (NodeState.DRAINING, known.leaving)
     assert result.again_at == NOW + WATCH_SECONDS
     after = planned(group(), [*servers, server("s2", 2)], pool(member("s2", 2)), result.nodes)
     assert after.nodes == (node("s2"),)
@@ -173,10 +173,14 @@ def test_members_of_a_server_without_record_are_removed():
 
 
 def test_a_removal_of_a_vanished_server_fails_in_time():
-    gone = leaving(since=NOW - 330, reason=NOT_SHOWN)
+    gone = node(state=NodeState.DRAINING, since=NOW - 330, reason=NOT_SHOWN)
     result = planned(group(), [], pool(member(provisioning_status="ERROR")), [gone])
-    assert result.nodes[0].state is NodeState.FAILED
+    reason = f"{NOT_SHOWN} The members were not drained and removed within 330 s: m-s1-80 in ERROR."
+    assert result.nodes == (node(state=NodeState.FAILED, since=NOW, reason=reason),)
     assert steps_of(result) == [("leave", "s1", [(80, 1)])]
+    assert planned(group(), [], pool(member()), result.nodes, NOW + 1).nodes == result.nodes
+    # It serves again if the source shows it, whatever the record says.
+    assert planned(group(), [server()], pool(member()), result.nodes, NOW + 1).nodes == (node(since=NOW + 1),)
 
 
 def test_a_server_that_the_source_shows_again_serves():
