@@ -35,6 +35,19 @@ LOG = logging.getLogger(__name__)
 _MAX_AGE = 1.0
 
 
+class _WithoutCreationTimes:
+    """The metrics of a process without the times at which prometheus_client created them."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterator[Metric]:
+        """Return the families of the registry."""
+        for family in self._registry.collect():
+            family.samples = [one for one in family.samples if not one.name.endswith("_created")]
+            yield family
+
+
 class GroupCollector:
     """Metrics of all groups of the database, the same on each controller."""
 
@@ -95,8 +108,9 @@ class StatusPage:
     def __init__(self, conf: ConfigOpts, database: Database, is_working: Callable[[], bool]) -> None:
         self._tokens = TokenFile(conf.amp_status_page.token_file)
         self._is_working = is_working
-        self._groups = CollectorRegistry()
-        self._groups.register(GroupCollector(database))
+        self._families = CollectorRegistry()
+        self._families.register(_WithoutCreationTimes(METRICS.registry))
+        self._families.register(GroupCollector(database))
         port, options = conf.amp_cluster.status_port, conf.amp_status_page
         self.server = StatusServer(options.bind_address, port, self, options.certificate) if port else None
 
@@ -111,8 +125,7 @@ class StatusPage:
             return refusal_response(refusal)
         if request.path != "/metrics":
             return refusal_response(RequestRefused(404, "There is no such page."))
-        body = generate_latest(METRICS.registry) + generate_latest(self._groups)
-        return Response(content_type=CONTENT_TYPE_LATEST, body=body)
+        return Response(content_type=CONTENT_TYPE_LATEST, body=generate_latest(self._families))
 
     def __enter__(self) -> StatusPage:
         if self.server is not None:

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The controller: worker threads, leases, shutdown and the status page, with a cloud in memory."""
 
+import re
 import threading
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
@@ -20,6 +22,7 @@ from amphora_driver.database.vault import Vault
 from amphora_driver.errors import StoreError
 
 SECONDS = 30.0
+DOCUMENT = Path(__file__).parents[3] / "docs/reference/metrics.md"
 
 
 def until(condition, seconds=SECONDS):
@@ -257,6 +260,11 @@ def test_the_status_page_shows_health_and_metrics(stores, clouds, start):
     assert "amphora_cluster_failing_groups 1.0" in text
     assert 'amphora_cluster_steps_total{kind="join"}' in text
     assert 'amphora_database_seconds_count{kind="read"}' in text
+    names = {
+        re.sub(r"_(bucket|count|sum)$", "", one) for one in re.findall(r"^(amphora_cluster_\w+)", text, re.MULTILINE)
+    }
+    rows = re.findall(r"^\| `(amphora_cluster_\w+)", DOCUMENT.read_text(encoding="utf-8"), re.MULTILINE)
+    assert names == set(rows)
     with pytest.raises(urllib.error.HTTPError, match="404"):
         urllib.request.urlopen(f"{url}/", timeout=SECONDS)
     made._status._is_working = lambda: False

@@ -290,7 +290,7 @@ def test_concurrent_upgrades(filled):
 def test_concurrent_upgrades_without_a_common_lock(filled, monkeypatch):
     """Two nodes of a cluster: the later upgrade fails, checks again and finds the schema complete."""
     url, written = filled
-    monkeypatch.setattr(migrate, "_upgrade_lock", lambda engine: nullcontext())
+    monkeypatch.setattr(migrate, "_upgrade_lock", lambda *_: nullcontext())
     pids = [child(lambda: migrate.upgrade(url)) for _ in range(2)]
     assert [ended(pid) for pid in pids] == [0, 0]
     check_rows(url, written)
@@ -413,7 +413,7 @@ def test_active_processes_are_found_in_every_schema(empty, revision, monkeypatch
         database.dispose()
         assert migrate.active_processes(empty) == (), "these processes use the current schema"
         newer = (*schema_check.known_revisions(), "9999")
-        monkeypatch.setattr(schema_check, "known_revisions", lambda: newer)
+        monkeypatch.setattr(schema_check, "known_revisions", lambda *_: newer)
     assert migrate.active_processes(empty) == (("one",) if revision == "0001" else ("one", "three", "two"))
     engine.dispose()
 

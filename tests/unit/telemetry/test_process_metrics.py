@@ -183,7 +183,8 @@ def test_metric_names_match_the_documentation():
     names = {re.sub(r"_(bucket|count|sum)$", "", name.partition("{")[0]) for name in series}
     ours = {name for name in names if name.startswith("amphora_")}
     documented = set(re.findall(r"^\| `(amphora_\w+)`", DOCUMENT.read_text(encoding="utf-8"), re.MULTILINE))
-    assert ours == documented
+    # tests/unit/cluster/test_cluster_controller.py compares the metrics of cluster membership.
+    assert ours == {name for name in documented if not name.startswith("amphora_cluster_")}
 
 
 def test_alert_rules_use_existing_metrics():
