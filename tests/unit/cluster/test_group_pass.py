@@ -23,17 +23,18 @@ class Scene:
     def __init__(self, stores, **more):
         self.stores, self.cloud = stores, MemoryCloud()
         self.group = stores.add(**more)
-        self.passed = 0.0
+        # The clock of the passes stands still between the steps of a test.
+        self.clock = stores.database.now()
         self.claims = Claims(stores.database, "one", 30)
         settings = PassSettings(poll_interval=POLL, retry_first=1.0, retry_most=60.0)
         self.group_pass = GroupPass(stores.passes, self.now, stores.groups.open_credential, self.cloud.get, settings)
 
     def now(self):
-        return self.stores.database.now() + self.passed
+        return self.clock
 
     def step(self, seconds=0.0):
         """Run one pass after some seconds; return the pause until the next one, and whether the pass wrote itself."""
-        self.passed += seconds
+        self.clock += seconds
         past = {"due_at": 0.0}
         self.stores.database.write(lambda c: c.execute(group_row.update().values(**past)))
         (claim,) = self.claims.claim()
