@@ -18,7 +18,7 @@ _START_SECONDS = 60.0
 @contextmanager
 def server(*databases):
     """Run a server inside the block; yield SQLAlchemy URLs of new databases with these names."""
-    with mortal(*databases) as made:
+    with killable(*databases) as made:
         yield made.urls
 
 
@@ -37,7 +37,7 @@ def copied(data, *databases):
 
 
 @contextmanager
-def mortal(*databases, environment=None):
+def killable(*databases, environment=None):
     """Run a `Server` inside the block; a test can freeze, kill and restart it.
 
     `environment` extends the environment of the server.

@@ -43,7 +43,7 @@ def image_asked() -> str:
     return "" if said == "0" else said
 
 
-RINGS = ("unit", "golden", "hostile", "dataplane", "compat", "system", "openstack")
+RINGS = ("unit", "golden", "hostile", "dataplane", "compat", "system", "cluster", "openstack")
 
 
 def rings(config: pytest.Config) -> tuple[str, ...]:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The network backend of OpenStack: ports and security groups of Neutron.
 
-Invariant: each object carries the mark of the deployment from its creation on, and the backend changes or deletes no
-object without it, except the device id of a VIP port that a user provides. A mark counts only with evidence that users
-cannot forge: the project of the service account, or one of its groups. Calls can be repeated after a crash at each
-point. The constructor connects to no service. `docs/reference/neutron.md` describes the objects.
+Invariant: each object has the mark of the deployment from its creation on. The backend changes and deletes only objects
+with this mark, except for the device id and the tag of a VIP port that a user provides. A mark counts only with
+evidence that users cannot forge: the project of the service account, or one of its groups. A call can be repeated after
+a crash at any point. The constructor connects to no service. `docs/reference/neutron.md` describes the objects.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 """The security groups of a deployment.
 
 Invariant: a group is found by its name, the mark of the deployment, and the project of the service account, in which
-users create nothing. Neutron permits equal groups; after each creation all processes keep the same one, the oldest, and
-delete their own one. Traffic of a group that is still used is the same, because its rules are the same.
+users create nothing. Neutron permits several groups with the same name. So after a creation, all processes use the
+oldest of these groups, and each process deletes the newer group that it has created. If a port still uses a newer
+group, the traffic is the same, because the rules are the same.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ class Groups:
         return bool(group["name"] == self._full_name(Group.VIPS))
 
     def forget(self) -> None:
-        """Read the groups again at their next use: one does not exist any more."""
+        """Read the groups again at their next use, because one of them no longer exists."""
         self._neutron.forget(*(("group", one.value) for one in Group))
 
     def remove(self, load_balancer_id: str) -> None:
@@ -129,7 +130,7 @@ class Groups:
         return self._neutron.find_paged("groups", fields=("id", "name"), description=self._mark, project_id=project_id)
 
     def pass_one_direction(self, ports: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether these ports pass answers without the packets before them: no group tracks connections."""
+        """Whether these ports pass answers without the preceding packets, because no group tracks connections."""
         guarded = [one for one in ports if one.get("port_security_enabled", True)]
         ids = sorted({group for one in guarded for group in one["security_groups"]})
         if not ids or not all(one["security_groups"] for one in guarded):
@@ -185,7 +186,7 @@ class Groups:
             self._neutron.delete("rules", rule_id)
 
     def _keep_one(self, name: str, made: Json | None) -> Json | None:
-        """Return the group to use after a creation, and delete the created one if another one is older."""
+        """Return the group to use after a creation, and delete the created group if another group is older."""
         kept = objects.oldest(self._find(name))
         if kept is not None and made is not None and kept["id"] != made["id"]:
             LOG.info(

@@ -268,5 +268,5 @@ def _contains(cidr: str, address: str) -> bool:
 
 
 def oldest(objects: Sequence[Json]) -> Json | None:
-    """Return the object to keep of several equal ones: each process chooses the same one."""
+    """Return the object to keep of several equal objects: each process chooses the same object."""
     return min(objects, key=lambda one: (one["created_at"], one["id"]), default=None)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ports of amphorae in Neutron.
 
-Invariant: a port is created in one request with addresses, address pairs, groups and mark. Its MAC address follows from
-amphora, network and type, and Neutron accepts each MAC address once on a network: two processes never create two ports.
-An amphora has at most one ordinary port and one SR-IOV port on a network.
+Invariant: a port is created in one request with addresses, address pairs, groups and mark. The MAC address
+derives from amphora, network and type. Neutron accepts a MAC address only once on a network, so two processes never
+create two ports. An amphora has at most one ordinary port and one SR-IOV port on a network.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class AmphoraPorts:
                 self._neutron.update("ports", port["id"], changes)
 
     def read(self, port_ids: Sequence[str]) -> list[Json]:
-        """Return those of these ports that belong to this deployment."""
+        """Return the ports with these ids that belong to this deployment."""
         found = self._neutron.find("ports", id=port_ids) if port_ids else []
         project_id = self._neutron.project_id()
         return [one for one in found if objects.is_amphora_port(one, self._mark, project_id)]
@@ -151,7 +151,7 @@ class AmphoraPorts:
         return self._neutron.update("ports", port["id"], changes, port.get("revision_number"))
 
     def _may_repeat(self, error: ApiError) -> bool:
-        """Whether the port is looked up again: another process created or changed it, or removed a group."""
+        """Whether to read the port again, because another process created or changed it, or removed a group."""
         if error.kind == "SecurityGroupNotFound":
             self._groups.forget()
             return True

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules of the deployment's security groups. Pure.
 
-Invariant: the firewall of the amphora enforces listeners, client networks and partners in each mode. The groups only
-decide what reaches it.
+Invariant: the firewall of the amphora enforces listeners, client networks and partners in each mode. The
+security groups only decide which packets reach the amphora.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Group(str, Enum):
 
     @property
     def stateful(self) -> bool:
-        """Whether Neutron tracks the connections. The hand-over without loss needs ports without it."""
+        """Whether Neutron tracks the connections. A hand-over without loss needs a port without tracking."""
         return self not in (Group.TRAFFIC, Group.PEERS_STATELESS, Group.VIPS)
 
 
@@ -125,7 +125,7 @@ def _cidr(text: str | None) -> str | None:
 
 
 def read_rule(rule: Mapping[str, Any]) -> Rule:
-    """Return a rule of Neutron; two equal ones have the same effect."""
+    """Return a rule of Neutron. Two equal results have the same effect."""
     protocol = None if rule["protocol"] is None else _NUMBERS.get(str(rule["protocol"]), str(rule["protocol"]))
     low, high, remote = rule["port_range_min"], rule["port_range_max"], rule["remote_group_id"]
     own_group = remote is not None and remote == rule["security_group_id"]

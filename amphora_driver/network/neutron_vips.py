@@ -4,9 +4,10 @@
 Invariant: a VIP port reserves the addresses of one load balancer in the project of its user, and carries no traffic. It
 is found by device id and mark, and is in a security group that no user can give to a port. Octavia may delete it first.
 
-A port of the user gets a tag and the device id, and loses both at the end. The tag excludes a second load balancer:
-each one adds its tag first and reads the port afterwards, so that of two neither misses the other. The revision number
-does not exclude it: Neutron 29 accepts several concurrent updates of one revision, in spite of `If-Match`.
+A port that a user provides gets a tag and the device id, and loses both at the release. The tag prevents that two load
+balancers use the port. Each of them first adds its tag and then reads the port, so at least one of them sees the tag of
+the other. A condition on the revision number would not prevent it: Neutron 29 accepts several concurrent updates of one
+revision, in spite of `If-Match`.
 """
 
 from __future__ import annotations

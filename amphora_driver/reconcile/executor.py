@@ -351,7 +351,11 @@ class StepExecutor:
             if forbidden:
                 raise
             # The agent answers, so a compute backend that fails now must not delay the service of the load balancer.
-            LOG.warning("the controller could not read where amphora %s runs, and continues: %s", amphora.id, error)
+            LOG.warning(
+                "the controller could not read the hypervisor and the zone of amphora %s, and continues: %s",
+                amphora.id,
+                error,
+            )
             return recorded
         location = recorded if machine is None else machine.location
         # Spare amphorae belong to no load balancer yet, so they may share a hypervisor.

@@ -144,7 +144,7 @@ class AmphoraSet:
         self._holder = vrrp_peers.find_holder(self._in_vrrp, first_role, self._silent)
 
     def query_targets(self) -> tuple[str, ...]:
-        """Return the amphorae to query for the VIPs before one is removed: their heartbeats may be older."""
+        """Return the amphorae to ask for the VIPs before an amphora is removed: heartbeats may be out of date."""
         if self._view.holder_asked or not self._several:
             return ()
         serving = [one for one in self._in_vrrp if one.confirmed > 0 and one.plugged and one.id not in self._silent]

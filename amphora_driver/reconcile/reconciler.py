@@ -119,7 +119,7 @@ class Reconciler:
             self._handle_failure(job, error)
         else:
             return "finished" if found[2] is None else "waiting"
-        return "gave_way" if job.is_preempted else "failed"
+        return "preempted" if job.is_preempted else "failed"
 
     def _refuse_crash_loop(self, lease: Lease) -> None:
         """Refuse load balancers that crashed several controllers, except for occasional retries."""
@@ -164,8 +164,8 @@ class Reconciler:
         else:
             readable = view.readable if isinstance(view, steps.LoadBalancerView) else True
             self._jobs.defer(job.lease, view.generation, pause, readable=readable)
-        # The controller waits for agents only after it has released the lease. If an agent answered earlier, no
-        # controller could claim the load balancer.
+        # An answer of a booting agent makes the load balancer due. The controller begins to wait for answers only
+        # after it has released the lease. During the lease, no controller could claim the load balancer.
         awaited = [
             AwaitedAgent(one.id, one.management_address, job.lease.load_balancer_id, pause)
             for one in observed
@@ -292,8 +292,9 @@ class Reconciler:
                 first = final or tried == conf.give_up_after
                 if self._database.write(lambda c: _report_error(c, job, str(error), always=first)):
                     self._on_status()
-            # No controller crashed in this job, so the number of crashes restarts at zero. If the controller refused
-            # the job because of too many crashes, the number only decreases by one.
+            # This attempt ended without a crash of its controller, so the number of crashes returns to zero. After
+            # too many crashes, a controller refuses the job without an attempt. Then the number decreases by one, so
+            # that the next controller tries the job once more.
             crashes = lease.crashes - 1 if isinstance(error, CrashLoop) else 0
             self._jobs.retry_later(lease, pause, str(error), job.generation or None, crashes=crashes)
         except (AmphoraDriverError, OSError) as failure:

@@ -143,8 +143,8 @@ def allowed(tree: LoadBalancer, served: Served) -> tuple[BundleAllowed, ...]:
 
     Another listener has none: its port may belong to a served listener, or its networks are invalid.
     """
-    sections = (line.split(" ") for line in (served.text or "").splitlines())
-    there = {words[1] for words in sections if words[0] == "frontend"} | {one.id for one in served.virtual}
+    frontends = (line.split(" ")[1] for line in (served.text or "").splitlines() if line.startswith("frontend "))
+    there = {*frontends, *(one.id for one in served.virtual)}
     return tuple(
         BundleAllowed(
             port=listener.protocol_port,

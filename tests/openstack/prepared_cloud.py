@@ -67,7 +67,7 @@ def prepare():
 def _make(place):
     folder = Path(tempfile.mkdtemp(prefix="adc-"))
     try:
-        with mariadb.mortal(*_NAMES) as server:
+        with mariadb.killable(*_NAMES) as server:
             made = Cloud(folder, _named(server.urls), _named(free_ports(2)))
             try:
                 made.prepare()

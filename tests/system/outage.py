@@ -13,7 +13,7 @@ from amphora_driver.host import namespaces
 from sandbox import topology
 
 # Seconds between two requests, and the time-out of one.
-PAUSE, PATIENCE = 0.02, 0.3
+PAUSE, TIME_LIMIT = 0.02, 0.3
 
 
 class Clients:
@@ -67,7 +67,7 @@ class Clients:
                 last = now
 
     def _one(self):
-        connection = http.client.HTTPConnection(self.address, 80, timeout=PATIENCE)
+        connection = http.client.HTTPConnection(self.address, 80, timeout=TIME_LIMIT)
         try:
             connection.request("GET", "/")
             answer = connection.getresponse()

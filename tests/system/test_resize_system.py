@@ -4,7 +4,7 @@
 import json
 from contextlib import contextmanager
 
-import lasting
+import long_connections
 import pytest
 import sqlalchemy as sa
 from amphoractl import Amphoractl
@@ -106,7 +106,7 @@ def test_a_load_balancer_grows_and_shrinks_under_traffic(cloud):
         resized.gone(resized.to(LARGE, ("MASTER", "BACKUP")))
 
     old = holder(cloud, balancer)
-    with lasting.Member(cloud.settings, "member3", 9000) as member, traffic_without_failures(cloud, balancer):
+    with long_connections.Member(cloud.settings, "member3", 9000) as member, traffic_without_failures(cloud, balancer):
         download, *sockets = member.visits(cloud.settings, balancer.vip_address, 81)
         before = resized.to(SINGLE, ("STANDALONE",))
         for visit in (download, *sockets):

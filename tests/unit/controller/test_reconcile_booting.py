@@ -5,7 +5,7 @@ import time
 
 import pytest
 import sqlalchemy as sa
-from control import LB, LISTENER, TREE, World, controlled
+from control import LB, LISTENER, TREE, FakeCloud, controlled
 
 from amphora_driver.compute.interface import Machine, MachineState
 from amphora_driver.database.tables import job, object_status
@@ -16,7 +16,7 @@ from amphora_driver.store import amphorae
 from amphora_driver.topology import SingleTopology
 
 
-class SlowWorld(World):
+class SlowCloud(FakeCloud):
     """One amphora, whose agent answers when `listens` is set, and whose machine may end or be late with its address."""
 
     roles = SingleTopology.roles
@@ -63,12 +63,12 @@ class SlowWorld(World):
 class BootWaitRecorder:
     """Records the amphorae of the wait."""
 
-    def __init__(self, crowd=0):
+    def __init__(self, entries=0):
         self.awaited = []
-        self.crowd = crowd
+        self.entries = entries
 
     def __len__(self):
-        return self.crowd
+        return self.entries
 
     def add(self, awaited):
         self.awaited += awaited
@@ -76,9 +76,9 @@ class BootWaitRecorder:
 
 @pytest.fixture
 def control(tmp_path):
-    with controlled(tmp_path, SlowWorld()) as control:
+    with controlled(tmp_path, SlowCloud()) as control:
         control.boot_wait = control.reconciler._boot_wait = BootWaitRecorder()
-        control.intents.create_load_balancer(TREE, read_back=False)
+        control.recorder.create_load_balancer(TREE, read_back=False)
         yield control
 
 
@@ -99,24 +99,24 @@ def test_booting_amphora_occupies_no_worker(control):
         (one.id, "203.0.113.9", LB)
     ]
 
-    control.world.listens = True
+    control.cloud.listens = True
     control.jobs.make_due([LB])
     assert control.work() == 1
     assert control.provisioning() == {LB: "ACTIVE", LISTENER: "ACTIVE"}
     assert not control.row().dirty
-    assert control.world.boots == 1
+    assert control.cloud.boots == 1
 
 
 def test_an_outage_of_the_compute_backend_does_not_delay_an_amphora_that_answers(control):
     control.work()
-    control.world.listens = control.world.unavailable = True
+    control.cloud.listens = control.cloud.unavailable = True
     control.jobs.make_due([LB])
     control.work()
     assert control.provisioning() == {LB: "ACTIVE", LISTENER: "ACTIVE"}
 
 
 def test_many_booting_amphorae_are_checked_less_often(control):
-    control.boot_wait.crowd = 200
+    control.boot_wait.entries = 200
     control.work()
     assert control.row().due_at > time.time() + 8
 
@@ -124,18 +124,18 @@ def test_many_booting_amphorae_are_checked_less_often(control):
 def test_a_machine_that_fails_during_the_boot_is_booted_again(control):
     control.work()
     name = only(control).id
-    control.world.ended = True
-    control.hurry()
+    control.cloud.ended = True
+    control.make_all_due()
     control.work()
     assert control.row().attempts == 1
     assert only(control).booted_at is None
-    control.hurry()
+    control.make_all_due()
     control.work()
-    assert control.world.boots == 2
+    assert control.cloud.boots == 2
     assert only(control).id == name
     assert control.row().attempts == 1, "a wait is neither an attempt nor a success"
-    control.world.listens = True
-    control.hurry()
+    control.cloud.listens = True
+    control.make_all_due()
     control.work()
     assert control.provisioning()[LB] == "ACTIVE"
 
@@ -144,16 +144,16 @@ def test_a_failed_boot_is_reported_and_repeated(control):
     control.work()
     most = control.conf.amp_controller.boot_timeout
     control.database.write(lambda c: amphorae.update_amphora(c, only(control).id, booted_at=time.time() - most - 1))
-    control.hurry()
+    control.make_all_due()
     control.work()
     assert control.provisioning() == {LB: "ERROR", LISTENER: "ERROR"}
-    assert control.world.destroyed == 1
+    assert control.cloud.destroyed == 1
     assert only(control).management_address is None
     assert "has not answered in 300 s: connection refused" in control.row().error
-    control.world.listens = True
-    control.hurry()
+    control.cloud.listens = True
+    control.make_all_due()
     control.work()
-    assert control.world.boots == 2
+    assert control.cloud.boots == 2
     assert control.provisioning() == {LB: "ACTIVE", LISTENER: "ACTIVE"}
 
 
@@ -162,34 +162,34 @@ def test_a_clock_jump_is_no_boot_timeout(control, monkeypatch):
     most = control.conf.amp_controller.boot_timeout
     control.database.write(lambda c: amphorae.update_amphora(c, only(control).id, booted_at=time.time() - 3600))
     monkeypatch.setattr(control.database, "seconds_since_clock_jump", lambda: most - 1)
-    control.hurry()
+    control.make_all_due()
     control.work()
-    assert (control.row().attempts, control.world.destroyed) == (0, 0)
+    assert (control.row().attempts, control.cloud.destroyed) == (0, 0)
     monkeypatch.setattr(control.database, "seconds_since_clock_jump", lambda: most)
-    control.hurry()
+    control.make_all_due()
     control.work()
-    assert control.world.destroyed == 1
+    assert control.cloud.destroyed == 1
 
 
 def test_an_untrusted_agent_is_booted_again_after_the_boot_timeout(control):
-    control.world.greeting = AgentUntrusted("greet it", "its certificate is another one's")
+    control.cloud.greeting = AgentUntrusted("greet it", "its certificate is another one's")
     control.work()
-    assert (control.row().attempts, control.world.destroyed) == (1, 0), "the failure may be temporary"
+    assert (control.row().attempts, control.cloud.destroyed) == (1, 0), "the failure may be temporary"
     most = control.conf.amp_controller.boot_timeout
     control.database.write(lambda c: amphorae.update_amphora(c, only(control).id, booted_at=time.time() - most - 1))
-    control.hurry()
+    control.make_all_due()
     control.work()
     assert control.provisioning()[LB] == "ERROR"
-    assert control.world.destroyed == 1
-    control.world.greeting, control.world.listens = None, True
-    control.hurry()
+    assert control.cloud.destroyed == 1
+    control.cloud.greeting, control.cloud.listens = None, True
+    control.make_all_due()
     control.work()
-    assert control.world.boots == 2
+    assert control.cloud.boots == 2
     assert control.provisioning()[LB] == "ACTIVE"
 
 
 def test_an_error_is_reported_even_if_the_exact_attempt_limit_is_skipped(control):
-    control.world.refusal = ComputeError("boot it", "the backend is away")
+    control.cloud.refusal = ComputeError("boot it", "the backend is away")
     control.work()
     most = control.conf.amp_controller.give_up_after
     control.database.write(lambda c: c.execute(job.update().values(attempts=most, due_at=0.0)))
@@ -200,7 +200,7 @@ def test_an_error_is_reported_even_if_the_exact_attempt_limit_is_skipped(control
         return control.database.read(lambda c: c.execute(sa.select(object_status.c.version)).scalars().all())
 
     told = versions()
-    control.hurry()
+    control.make_all_due()
     control.work()
     assert control.row().attempts == most + 2
     assert versions() == told, "the error is reported once"
@@ -215,32 +215,32 @@ def test_a_deletion_after_the_claim_is_detected(control):
 
     control.reconciler._tree_cache.load = loads
     lease = control.jobs.claim()
-    turn = control.reconciler.create_job(lease)
-    control.reconciler.reconcile(lease, turn)
-    assert (turn.generation, turn.op) == (1, "apply"), "the job knows the older request only"
+    running_job = control.reconciler.create_job(lease)
+    control.reconciler.reconcile(lease, running_job)
+    assert (running_job.generation, running_job.op) == (1, "apply"), "the job knows the older request only"
 
 
 def test_a_backend_may_report_the_management_address_later(control):
-    control.world.address = None
+    control.cloud.address = None
     assert control.work() == 1
     assert control.row().attempts == 0
     begun = only(control).booted_at
-    control.world.address, control.world.listens = "203.0.113.9", True
-    control.hurry()
+    control.cloud.address, control.cloud.listens = "203.0.113.9", True
+    control.make_all_due()
     control.work()
     assert control.provisioning()[LB] == "ACTIVE"
     assert only(control).booted_at == begun, "the machine is ordered once"
 
 
 def test_a_final_error_is_reported_at_once(control):
-    control.world.refusal = ComputeError("boot it", "the quota is used up", final=True)
+    control.cloud.refusal = ComputeError("boot it", "the quota is used up", final=True)
     control.work()
     assert control.provisioning()[LB] == "ERROR"
     assert "quota" in control.row().error
 
 
 def test_a_temporary_error_is_retried_first(control):
-    control.world.refusal = ComputeError("boot it", "the backend is away")
+    control.cloud.refusal = ComputeError("boot it", "the backend is away")
     control.work()
     assert control.pending() == {LB, LISTENER}
     assert control.row().attempts == 1
@@ -248,43 +248,43 @@ def test_a_temporary_error_is_retried_first(control):
 
 def test_a_deletion_during_the_boot(control):
     control.work()
-    control.intents.delete_load_balancer(LB)
+    control.recorder.delete_load_balancer(LB)
     assert control.work() == 1
     assert control.provisioning() == {LB: "DELETED", LISTENER: "DELETED"}
-    assert control.world.machines == {}
+    assert control.cloud.machines == {}
 
 
 def test_a_deletion_during_a_failing_step_follows_at_once_without_an_error(control):
     def fails(order):
-        control.intents.delete_load_balancer(LB)
+        control.recorder.delete_load_balancer(LB)
         raise ComputeError("boot it", "the quota is used up", final=True)
 
-    control.world.boot = fails
+    control.cloud.boot = fails
     assert control.work() == 2, "the deletion follows at once"
     assert control.provisioning() == {LB: "DELETED", LISTENER: "DELETED"}
 
 
 def test_a_deletion_preempts_the_remaining_steps(control):
-    boot = control.world.boot
+    boot = control.cloud.boot
 
     def boots(order):
-        control.intents.delete_load_balancer(LB)
+        control.recorder.delete_load_balancer(LB)
         return boot(order)
 
-    control.world.boot = boots
+    control.cloud.boot = boots
     assert control.work() == 2, "the pre-empted job and the deletion"
     assert control.provisioning() == {LB: "DELETED", LISTENER: "DELETED"}
     assert control.boot_wait.awaited == []
 
 
 def test_a_users_change_does_not_preempt_the_job(control):
-    boot = control.world.boot
+    boot = control.cloud.boot
     more = Listener(id="more", loadbalancer_id=LB, protocol=ListenerProtocol.HTTP, protocol_port=81)
 
     def boots(order):
-        control.intents.create_object(Kind.LISTENER, more)
+        control.recorder.create_object(Kind.LISTENER, more)
         return boot(order)
 
-    control.world.boot, control.world.listens = boots, True
+    control.cloud.boot, control.cloud.listens = boots, True
     assert control.work() == 1
     assert set(control.provisioning().values()) == {"ACTIVE"}
