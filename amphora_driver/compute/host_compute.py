@@ -9,14 +9,14 @@ management ports.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
 import msgspec
 from oslo_config import cfg
 
-from amphora_driver.compute.interface import BootRequest, Location, Machine, MachineState
+from amphora_driver.compute.interface import BootPartner, BootRequest, Location, Machine, MachineState
 from amphora_driver.compute.state_dirs import StateDirs, compute_errors, console_tail, read_image_name, remove_directory
 from amphora_driver.errors import ComputeError
 from amphora_driver.host.detached_process import Process, find_by_last_argument
@@ -73,6 +73,9 @@ class HostCompute(ABC):
 
     def validate_profile(self, metadata: Mapping[str, object]) -> None:  # noqa: B027 - the common implementation
         """Accept all values: the schema has checked them, and this machine has no list of flavors or zones."""
+
+    def can_separate(self, partners: Sequence[BootPartner], zones: Sequence[str]) -> bool:  # noqa: ARG002
+        return True  # All machines run on this host, so a delay of a boot has no use.
 
     def locations(self) -> dict[str, Location]:
         # All amphorae run on this machine. The backend reports unknown locations, so that the controller accepts pairs

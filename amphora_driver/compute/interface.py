@@ -7,7 +7,7 @@ first call. A call that is repeated after a crash finds the existing machine and
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import ClassVar, Protocol
 
@@ -125,6 +125,12 @@ class Compute(Protocol):
 
         Raises:
             UnsupportedOption: a named object does not exist; the message names the key and the object.
+        """
+
+    def can_separate(self, partners: Sequence[BootPartner], zones: Sequence[str]) -> bool:
+        """Whether the backend can keep a machine that boots now on another hypervisor than these partners.
+
+        It may be able to only after it has built the partners. `zones` as in `BootRequest`.
         """
 
     def boot(self, request: BootRequest) -> Machine:

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from amphora_driver.compute import nova_servers as servers
 from amphora_driver.compute.boot_document import build_user_data
-from amphora_driver.compute.interface import BootRequest, Location, Machine, MachineState, Placement
+from amphora_driver.compute.interface import BootPartner, BootRequest, Location, Machine, MachineState, Placement
 from amphora_driver.compute.nova_client import Json, Nova
 from amphora_driver.compute.nova_profiles import Profiles
 from amphora_driver.compute.nova_servers import BootVolume, NewServer
+from amphora_driver.compute.placement import choose_zone
 from amphora_driver.compute.state_dirs import agent_files
 from amphora_driver.deadline import part_of_current
 from amphora_driver.errors import ComputeError, ConfigurationError
@@ -98,6 +99,18 @@ class NovaCompute:
             ComputeError: a service of the cloud does not answer.
         """
         self._profiles.validate(metadata)
+
+    def can_separate(self, partners: Sequence[BootPartner], zones: Sequence[str]) -> bool:
+        """Whether zones keep a new server apart from these partners, or Nova's scheduler knows their hypervisors.
+
+        nova-compute reports a server to the scheduler at the end of its build. Until then, neither `different_host` nor
+        a server group with soft anti-affinity excludes its hypervisor.
+        """
+        zone = choose_zone(tuple(zones or self._options.zones), partners)
+        if zone is not None and all(one.location.zone not in (None, zone) for one in partners):
+            return True
+        found = [self.get(one.amphora_id) for one in partners]
+        return all(one is None or one.state is not MachineState.BUILDING for one in found)
 
     def boot(self, request: BootRequest) -> Machine:
         """Create a server for the amphora, or return the existing one. A failed server is replaced."""

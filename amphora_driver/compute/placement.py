@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from amphora_driver.compute.interface import BootPartner, Location, Placement
+from amphora_driver.compute.interface import BootPartner, Location, Machine, Placement
 from amphora_driver.model.amphora import Amphora, AmphoraState
 
 
@@ -25,6 +25,17 @@ def boot_partners(amphorae: Iterable[Amphora], new: str | None = None) -> tuple[
         for one in amphorae
         if one.id != new and one.state is not AmphoraState.RETIRING and one.compute_id is not None
     )
+
+
+def complete_location(machine: Machine, recorded: Amphora) -> Location:
+    """Return the location of an amphora's machine, with the recorded value where the backend reports none.
+
+    A backend may report host and zone later than it boots the machine. Recorded values of another machine do not count.
+    """
+    reported = machine.location
+    if machine.compute_id != recorded.compute_id:
+        return reported
+    return Location(host=reported.host or recorded.host, zone=reported.zone or recorded.zone)
 
 
 def shares_host(location: Location, partners: Iterable[BootPartner]) -> bool:

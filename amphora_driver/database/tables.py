@@ -253,7 +253,8 @@ duty = sa.Table(
 
 # Octavia requests the VIP addresses of a load balancer before it requests the creation. The table `vip_claim` has one
 # row for each load balancer between these two requests. The second request may never come: Octavia may crash after
-# `create_vip_port`, or refuse the user's request.
+# `create_vip_port`, or refuse the user's request. Housekeeping deletes the old claims of existing load balancers. The
+# deletion of a load balancer deletes a younger claim.
 vip_claim = sa.Table(
     "vip_claim",
     metadata,

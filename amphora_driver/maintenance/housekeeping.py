@@ -137,8 +137,8 @@ class Housekeeping:
     def _release_vip(self, orphan: vip_claims.OrphanedClaim) -> bool:
         """Release the addresses; return False on an error, which must not stop the other releases."""
         LOG.info(
-            "load balancer %s is not recorded: it is deleted, or Octavia did not create it after the allocation of its "
-            "VIPs; the controller releases what is left of the VIPs",
+            "load balancer %s is not recorded, because Octavia did not create it after the allocation of its VIPs; the "
+            "controller releases the VIPs",
             orphan.load_balancer_id,
         )
         try:

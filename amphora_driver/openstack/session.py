@@ -137,7 +137,12 @@ class Service:
                 _WANTED, f"[{groups[-1]}] auth_type is not set", "Set the options of keystoneauth."
             )
         session = loading.load_session_from_conf_options(conf, group, auth=auth, session=_http(self._timeout))
-        return getattr(Connection(session=session, **self._endpoint(conf, groups[0])), self._kind)
+        adapter = getattr(Connection(session=session, **self._endpoint(conf, groups[0])), self._kind)
+        if self._kind == "network" and adapter.endpoint_override:
+            # Without a version in `network_endpoint_override`, openstacksdk asks Neutron for it. If Neutron does not
+            # answer, openstacksdk keeps the address, and each request of this process would fail with status 404.
+            adapter.endpoint_override = f"{adapter.endpoint_override.rstrip('/').removesuffix('/v2.0')}/v2.0"
+        return adapter
 
     def _source(self) -> tuple[ConfigOpts, tuple[str, ...]]:
         """Return the options and the groups that may hold the account, the preferred one first."""

@@ -22,7 +22,7 @@ import sqlalchemy as sa
 from amphora_driver import failpoints, metrics
 from amphora_driver.certificates.renewal import CertificateRenewer
 from amphora_driver.compute.interface import BootRequest, Compute, Location, MachineState, Placement
-from amphora_driver.compute.placement import boot_partners, shares_host
+from amphora_driver.compute.placement import boot_partners, complete_location, shares_host
 from amphora_driver.deadline import apply_deadline
 from amphora_driver.errors import (
     AgentError,
@@ -54,9 +54,13 @@ LOG = logging.getLogger(__name__)
 # Time-out in seconds of the controller's first query of an agent. A longer wait would delay the jobs of other load
 # balancers.
 _FIRST_QUERY_TIMEOUT = 3.0
+# Pause in seconds before the controller checks again whether a boot still waits for the placement of its partner, and
+# the longest wait since the boot of the partner.
+_PARTNER_PAUSE, _MAX_PARTNER_WAIT = 1.0, 60.0
 _WITHOUT_MACHINE: dict[str, Any] = {
     **dict.fromkeys(("management_address", "booted_at", "certificate_issued_at", "certificate_authority", "trusts")),
-    **dict.fromkeys(("host", "zone")),
+    # The next boot of a partner must not name the former machine in a scheduler hint.
+    **dict.fromkeys(("compute_id", "host", "zone")),
     "plugged": (),
 }
 
@@ -66,7 +70,7 @@ class StepExecutor:
 
     Attributes:
         absent: amphorae whose agents did not answer in this job, or whose boots are delayed.
-        boots_at: times at which the rate limit permits delayed boots, by amphora id.
+        boots_at: times at which delayed boots may start, by amphora id.
         vips_taken: whether an amphora of a new pair has the VIPs; None without a query in this job.
     """
 
@@ -212,7 +216,13 @@ class StepExecutor:
         self._write(write)
 
     def _boot(self, amphora: Amphora, view: steps.AnyView) -> None:
-        if self._delays_boot(amphora):
+        profile = _profile(view)
+        zones = self._permitted_zones(profile)
+        spare = isinstance(view, steps.SparePoolView)
+        # Another amphora of the load balancer may have booted after the job read the amphorae. The controller therefore
+        # reads them again.
+        others = self._read_amphorae()
+        if (not spare and self._awaits_partner(amphora, others, zones)) or self._delays_boot(amphora):
             return
         key = self._database.read(lambda c: amphorae.read_heartbeat_key(c, self._context.vault, amphora.id))
         if key is None:
@@ -223,10 +233,6 @@ class StepExecutor:
             services=self._conf.amp_agent.services,
             settings=agent_settings(self._conf),
         )
-        if isinstance(view, steps.SparePoolView):
-            profile = view.stock.spec.profile()
-        else:
-            profile = Profile() if view.tree is None else view.tree.profile
         self._job.ensure_may_act()
         identity, expires_at = self._issue_credentials(amphora)
         heartbeat_key = Secret(key.reveal().hex().encode())
@@ -236,29 +242,28 @@ class StepExecutor:
                 amphora_id=amphora.id,
                 load_balancer_id=amphora.load_balancer_id,
                 flavor=profile.compute_flavor,
-                zones=self._permitted_zones(profile),
+                zones=zones,
                 image_tag=profile.image_tag,
                 volume_zone=profile.volume_zone,
                 management_networks=_optional(profile.management_network),
-                # Another amphora of the load balancer may have booted after the job read the amphorae. The controller
-                # therefore reads them again.
-                partners=boot_partners(self._read_amphorae(), amphora.id),
+                partners=boot_partners(others, amphora.id),
                 placement=Placement(self._conf.amp_compute.placement),
-                spare=isinstance(view, steps.SparePoolView),
+                spare=spare,
                 files=files,
             )
         )
         if machine.state is MachineState.FAILED:
             raise ComputeError(f"boot amphora {amphora.id}", machine.reason or "the machine failed")
         booted_at = amphora.booted_at or self._database.now()
+        location = complete_location(machine, amphora)
         self._update(
             amphora.id,
             Event.BOOTED,
             compute_id=machine.compute_id,
             image=machine.image,
             management_address=machine.management_address,
-            host=machine.location.host,
-            zone=machine.location.zone,
+            host=location.host,
+            zone=location.zone,
             booted_at=booted_at,
             certificate_expires_at=expires_at,
         )
@@ -270,6 +275,32 @@ class StepExecutor:
             return zones
         active = self._database.read(rotations.get_active_rotation)
         return tuple(one for one in zones if active is None or one != active.wanted.zone)
+
+    def _awaits_partner(self, amphora: Amphora, others: Sequence[Amphora], zones: tuple[str, ...]) -> bool:
+        """Whether the boot is delayed until the backend can keep the machine apart from a partner that boots too.
+
+        The delay is limited, because a pair on one hypervisor is better than half of a pair. A machine that may exist
+        already is not delayed.
+        """
+        if amphora.booted_at is not None or self._conf.amp_compute.placement == Placement.NONE.value:
+            return False
+        now = self._database.now()
+        recent = [
+            one
+            for one in others
+            if one.host is None and one.booted_at is not None and now - one.booted_at < _MAX_PARTNER_WAIT
+        ]
+        partners = boot_partners(recent, amphora.id)
+        if not partners or self._compute.can_separate(partners, zones):
+            return False
+        LOG.info(
+            "the controller delays the boot of amphora %s, because its partner %s is still being built",
+            amphora.id,
+            partners[0].amphora_id,
+        )
+        self.boots_at[amphora.id] = now + _PARTNER_PAUSE
+        self.absent |= {amphora.id}
+        return True
 
     def _delays_boot(self, amphora: Amphora) -> bool:
         """Whether the rate limit delays the boot. A machine that may exist already is not delayed."""
@@ -357,7 +388,7 @@ class StepExecutor:
                 error,
             )
             return recorded
-        location = recorded if machine is None else machine.location
+        location = recorded if machine is None else complete_location(machine, amphora)
         # Spare amphorae belong to no load balancer yet, so they may share a hypervisor.
         if not forbidden or amphora.role == ROLE:
             return location
@@ -407,6 +438,12 @@ class StepExecutor:
                 self._network.delete_port(plugged.port.id)
         left = tuple(one for one in amphora.plugged if one.key != key)
         self._update(amphora.id, plugged=left)
+
+
+def _profile(view: steps.AnyView) -> Profile:
+    if isinstance(view, steps.SparePoolView):
+        return view.stock.spec.profile()
+    return Profile() if view.tree is None else view.tree.profile
 
 
 def _optional(value: str | None) -> tuple[str, ...]:

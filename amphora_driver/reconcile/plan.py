@@ -342,6 +342,8 @@ class AmphoraSet:
 
 
 def _boot_steps(view: steps.LoadBalancerView, amphora: Amphora) -> list[steps.Step]:
+    if amphora.id in view.boots_at:
+        return []
     found: list[steps.Step] = []
     if amphora.management_address is None and amphora.id not in view.absent:
         found.append(steps.Boot(amphora_id=amphora.id, reason="it is recorded but not booted"))
@@ -357,7 +359,7 @@ def _wait_for_boot(view: steps.LoadBalancerView, waiting: Sequence[Amphora]) -> 
     delays = [view.boots_at[one.id] for one in waiting if one.id in view.boots_at]
     booting = [one for one in waiting if one.id not in view.boots_at]
     if not booting:
-        return steps.Await(until=min(delays), reason="the rate limit delays the boot")
+        return steps.Await(until=min(delays), reason="the rate limit or the placement delays the boot")
     youngest = max(view.now if one.booted_at is None else one.booted_at for one in booting)
     pause = min(max((view.now - youngest) / 8, _BOOT_PAUSE), _MAX_BOOT_PAUSE)
     until = min([view.now + pause, *delays])

@@ -319,6 +319,9 @@ def _perform_steps(
         amphora_id = step.amphora_id if isinstance(step, _SINGLE_AMPHORA_STEPS) else None
         if errors and (amphora_id is None or amphora_id in errors):
             continue
+        if amphora_id in executor.boots_at:
+            # Its boot is delayed, so the machine does not exist.
+            continue
         if isinstance(step, steps.Await):
             return step
         try:

@@ -25,7 +25,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
         attempts: failed attempts since the last request.
         silence_limit: seconds without heartbeats after which the plan ignores an amphora, if another one sends them.
         absent: amphorae whose agents did not answer in this job, or whose boots are delayed.
-        boots_at: times at which the rate limit permits delayed boots, by amphora id.
+        boots_at: times at which delayed boots may start, by amphora id.
         plugs_while_booting: see `Compute.plugs_while_booting`.
         renewals: amphorae that need another certificate, with the reasons.
     """

@@ -18,7 +18,15 @@ import msgspec
 import sqlalchemy as sa
 
 from amphora_driver.database.rows import chunks, to_struct
-from amphora_driver.database.tables import desired_object, job, listener_statistics, object_status, request, secret
+from amphora_driver.database.tables import (
+    desired_object,
+    job,
+    listener_statistics,
+    object_status,
+    request,
+    secret,
+    vip_claim,
+)
 from amphora_driver.model.enums import Kind, Operating, Provisioning
 
 
@@ -281,6 +289,10 @@ def _write_confirmed_statuses(
 
 
 def _delete_load_balancer_rows(connection: sa.Connection, load_balancer_id: str) -> None:
-    """Delete all rows of a load balancer after Octavia has received its DELETED."""
-    for table in (object_status, desired_object, secret, job, request, listener_statistics):
+    """Delete all rows of a load balancer after Octavia has received its DELETED.
+
+    The claim ends with the `job` row. Housekeeping would otherwise release the VIPs again, as those of a load balancer
+    that Octavia never created.
+    """
+    for table in (object_status, desired_object, secret, job, request, listener_statistics, vip_claim):
         connection.execute(table.delete().where(table.c.load_balancer_id == load_balancer_id))

@@ -3,7 +3,7 @@
 
 Invariant: the driver writes a claim before the first address is allocated. Cleanup therefore finds the addresses of a
 load balancer that Octavia never created, also after a crash. A claim keeps a pending request until the network backend
-has answered.
+has answered. It is deleted with the `job` row of its load balancer, or earlier by housekeeping.
 """
 
 from __future__ import annotations

@@ -159,15 +159,7 @@ class Cloud:
         self._prepare("prepare_neutron.py", "--config-file", self.file("neutron"))
 
     def _prepare(self, program, *words):
-        done = subprocess.run(
-            [VENV / "bin/python", HERE / program, *words],
-            env=self._environment({}),
-            capture_output=True,
-            text=True,
-            timeout=START_SECONDS,
-            check=False,
-        )
-        assert done.returncode == 0, f"{program}: {done.stderr[-4000:]}"
+        run_command(VENV / "bin/python", HERE / program, *words, environment=self._environment({}))
 
     def _environment(self, more):
         # PYTHONPATH and the variables of OpenStack's clients belong to the environment of the test.
@@ -280,6 +272,27 @@ class Cloud:
         http = requests.Session()
         self._http.append(http)
         return Connection(session=ks_session.Session(auth, session=http), region_name="RegionOne")
+
+
+def run_command(*argv, environment=None, written=""):
+    """Run a program to its end; return its standard output.
+
+    Args:
+        argv: the program and its arguments.
+        environment: its environment; None for that of this process.
+        written: its standard input.
+    """
+    done = subprocess.run(
+        argv,
+        env=environment,
+        input=written,
+        capture_output=True,
+        text=True,
+        timeout=START_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, f"{argv}: {done.stderr[-4000:]}"
+    return done.stdout
 
 
 def merged(first, second):

@@ -7,13 +7,13 @@ import http.client
 import ipaddress
 import os
 import ssl
-import subprocess
 import sys
 import time
 from collections import Counter
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
+from cloud_lab import run_command
 from openstack.exceptions import NotFoundException
 
 from amphora_driver.host import namespaces
@@ -152,16 +152,8 @@ class CloudUser:
     def openstack(self, account, *words):
         """Run a command of the client `openstack` for an account and the project of the same name."""
         options = {f"OS_{name.upper()}": value for name, value in self.cloud.auth(account, account).items()}
-        done = subprocess.run(
-            [Path(sys.executable).with_name("openstack"), *words],
-            env={**os.environ, **options, "OS_IDENTITY_API_VERSION": "3"},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        environment = {**os.environ, **options, "OS_IDENTITY_API_VERSION": "3"}
+        return run_command(Path(sys.executable).with_name("openstack"), *words, environment=environment)
 
     # --- what is left -----------------------------------------------------------------------------------------------
 

@@ -8,12 +8,11 @@ namespace with an address on the management network; a forwarder connects them t
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import msgspec
-from cloud_lab import write_ini
+from cloud_lab import run_command, write_ini
 from cryptography.fernet import Fernet
 from cryptography.hazmat.primitives import serialization
 from whole_cloud import FLAVOR, IMAGE_TAG, ZONES
@@ -72,7 +71,7 @@ class ProviderStack:
         self.deployment = self._prepare_cloud()
         _write_private(self.folder / "encryption.keys", Fernet.generate_key())
         _write_certificates(self.folder)
-        write_ini(self.configuration, self._provider_options())
+        write_ini(self.configuration, self.provider_options())
         write_ini(self.octavia_configuration, self._octavia_options())
         (self.folder / "policy.yaml").write_text("{}\n")
         migrate.upgrade(self.database_url)
@@ -147,15 +146,8 @@ class ProviderStack:
     def amphoractl(self, *words):
         """Run a command of the operator; return its standard output."""
         # A separate process: the backends that some commands use leave their connections open until it ends.
-        done = subprocess.run(
-            [Path(sys.executable).with_name("amphoractl"), "--config-file", self.configuration, *words],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        program = Path(sys.executable).with_name("amphoractl")
+        return run_command(program, "--config-file", self.configuration, *words)
 
     def read(self, query):
         """Return the rows of a query of the provider's database."""
@@ -183,7 +175,8 @@ class ProviderStack:
 
     # --- options ----------------------------------------------------------------------------------------------------
 
-    def _provider_options(self):
+    def provider_options(self):
+        """The options of the provider by group."""
         place, deployment = self.folder, self.deployment
         ours = {
             "amp_database": {"connection": self.database_url, "encryption_key_file": place / "encryption.keys"},

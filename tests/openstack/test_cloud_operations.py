@@ -185,7 +185,7 @@ class TestPair:
 
 
 class TestSingle:
-    """A load balancer that gets a new image, and becomes a pair."""
+    """A load balancer that gets a new image, moves to another zone, and becomes a pair."""
 
     @pytest.fixture(scope="class")
     def balancer(self, cloud_user):
@@ -208,15 +208,35 @@ class TestSingle:
             client.delete_image(image)
         assert cloud_user.answers(balancer.vip_address) == BOTH
 
-    def test_a_resize_makes_a_pair(self, cloud_user, balancer, provider_stack):
-        before = ids(cloud_user)
-        data = json.dumps({"loadbalancer_topology": "ACTIVE_STANDBY"})
-        provider_stack.amphoractl("loadbalancer", "resize", balancer.id, "--flavor", data)
-        cloud_user.until(
-            lambda: len(ids(cloud_user)) == 2 and ids(cloud_user).isdisjoint(before), "a pair serves", REPLACED
-        )
-        cloud_user.until(lambda: settled(provider_stack, balancer), "the resize has ended")
+    def test_a_resize_moves_the_amphora_to_another_zone(self, cloud_user, balancer, provider_stack):
+        [former] = cloud_user.servers().values()
+        [zone] = set(ZONES.values()) - {former.availability_zone}
+        self.resize(provider_stack, cloud_user, balancer, zones=[zone], zone={"compute_zone": zone})
+
+    def test_a_resize_makes_a_pair_in_two_zones(self, cloud_user, balancer, provider_stack):
+        zones = sorted(ZONES.values())
+        flavor = {"loadbalancer_topology": "ACTIVE_STANDBY"}
+        self.resize(provider_stack, cloud_user, balancer, zones=zones, zone={"compute_zones": zones}, flavor=flavor)
         assert hosts(cloud_user) == sorted(ZONES)
+
+    @staticmethod
+    def resize(stack, cloud_user, balancer, *, zones, zone, flavor=None):
+        """Resize; wait until only new amphorae serve, in these zones."""
+        before = ids(cloud_user)
+        words = ["--availability-zone", json.dumps(zone)]
+        words += [] if flavor is None else ["--flavor", json.dumps(flavor)]
+        stack.amphoractl("loadbalancer", "resize", balancer.id, *words)
+
+        def moved():
+            found = list(cloud_user.servers().values())
+            # Nova reports no zone of a server that it still builds.
+            placed = sorted(one.availability_zone or "" for one in found)
+            return before.isdisjoint(one.id for one in found) and placed == zones
+
+        cloud_user.until(moved, f"amphorae in {zones} serve", REPLACED)
+        cloud_user.until(lambda: settled(stack, balancer), "the resize has ended")
+        recorded = stack.read(sa.select(amphora.c.zone).where(amphora.c.load_balancer_id == balancer.id))
+        assert sorted(one.zone for one in recorded) == zones
         assert cloud_user.answers(balancer.vip_address) == BOTH
         assert cloud_user.balancers.get_load_balancer(balancer.id).provisioning_status == "ACTIVE"
 

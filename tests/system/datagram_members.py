@@ -9,6 +9,7 @@ import itertools
 import selectors
 import socket
 import threading
+import time
 from collections import Counter
 from contextlib import contextmanager
 
@@ -95,3 +96,55 @@ def _ask(address, port, source):
             return "nothing"
         except ConnectionRefusedError:
             return "refused"
+
+
+class Flow:
+    """A client that sends a datagram every 20 ms from one source port inside a with block.
+
+    Attributes:
+        answers: number of answers by member.
+        gap: the longest time without an answer, in seconds.
+    """
+
+    def __init__(self, cloud, address, port=53):
+        self.answers = Counter()
+        self.gap = 0.0
+        self._cloud = cloud
+        self._to = address, port
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self):
+        self._thread.start()
+        self.goes_on()
+        self.gap = 0.0
+        return self
+
+    def __exit__(self, *_):
+        self._stopping.set()
+        self._thread.join()
+
+    def goes_on(self, number=20):
+        """Wait for this number of further answers."""
+        wanted = self.answers.total() + number
+        self._cloud.until(lambda: self.answers.total() >= wanted, f"the flow gets {number} more answers", 30)
+
+    def _run(self):
+        namespaces.run_inside(namespaces.path(self._cloud.settings.host(topology.CLIENT)), self._send)
+
+    def _send(self):
+        last = time.monotonic()
+        with socket.socket(socket.AF_INET6 if ":" in self._to[0] else socket.AF_INET, socket.SOCK_DGRAM) as client:
+            client.bind(("", next(_SOURCE_PORTS)))
+            client.connect(self._to)
+            client.settimeout(0.02)
+            while not self._stopping.wait(0.02):
+                try:
+                    client.send(b"name?")
+                    member = client.recv(_LARGEST).decode().split()[0]
+                except OSError:
+                    # No answer in time, or an ICMP error.
+                    continue
+                now = time.monotonic()
+                self.answers[member] += 1
+                self.gap, last = max(self.gap, now - last), now

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Many load balancers under load while their amphorae are replaced: their clients, and a counter."""
 
-import http.client
 import json
 import os
 import subprocess
@@ -11,6 +10,7 @@ import time
 from pathlib import Path
 
 import sqlalchemy as sa
+from client_traffic import request
 from cloud import Cloud
 
 from amphora_driver import config
@@ -54,26 +54,12 @@ class Clients:
     def _ask(self, name, address):
         last = time.monotonic()
         while not self._stopping.wait(_PAUSE):
-            if _is_answered(address):
+            if request(address, 1.0) == "200":
                 now = time.monotonic()
                 self.outage[name], last = max(self.outage[name], now - last), now
                 self.answered[name] += 1
             else:
                 self.failed[name] += 1
-
-
-def _is_answered(address):
-    connection = http.client.HTTPConnection(address, 80, timeout=1)
-    try:
-        connection.request("GET", "/")
-        answer = connection.getresponse()
-        answer.read()
-    except (OSError, http.client.HTTPException):
-        return False
-    else:
-        return answer.status == 200
-    finally:
-        connection.close()
 
 
 class Counting:

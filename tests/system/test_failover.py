@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 from amphoractl import Amphoractl
+from client_traffic import Traffic
 from cloud import Cloud
-from outage import Clients
 from sandbox_of_a_test import AGENT_PYTHON, running
 
 from amphora_driver import config
@@ -175,6 +175,11 @@ def lab(whole):
     whole.cloud.clean()
 
 
+def clients_of(lab, balancer):
+    """Requests at short intervals and with a short time-out, so that the longest outage is exact."""
+    return Traffic(lab.cloud, balancer.vip_address, pause=0.02, timeout=0.3)
+
+
 def noted(cause, topology, spare, killed_at, row, clients):
     """Record one row of the table in docs/explanation/failure-detection.md."""
     detected = f"{row.begun_at - killed_at:.1f} s" if killed_at else "-"
@@ -192,7 +197,7 @@ def test_a_planned_failover_of_a_single_amphora(lab, spare):
     (old,) = lab.amphorae(balancer)
     if spare:
         lab.warm()
-    with Clients(lab.cloud, balancer.vip_address) as clients:
+    with clients_of(lab, balancer) as clients:
         said = lab.amphoractl("amphora", "failover", old, "--reason", "a test")
         (row,) = lab.over(balancer, 1)
         clients.more()
@@ -214,7 +219,7 @@ def test_a_planned_failover_of_a_pair(lab):
     balancer = lab.cloud.served("pair", flavor_id=flavor)
     before = set(lab.amphorae(balancer))
     lab.holder(balancer)
-    with Clients(lab.cloud, balancer.vip_address) as clients:
+    with clients_of(lab, balancer) as clients:
         lab.cloud.balancers.failover_load_balancer(balancer.id)
         lab.cloud.active(balancer.id)
         rows = lab.over(balancer, 2)
@@ -232,7 +237,7 @@ def test_the_failure_of_a_single_amphora(lab, spare):
     lab.heard(balancer)
     if spare:
         lab.warm()
-    with Clients(lab.cloud, balancer.vip_address) as clients:
+    with clients_of(lab, balancer) as clients:
         killed_at = time.time()
         lab.compute.power_off(old)
         (row,) = lab.over(balancer, 1)
@@ -266,7 +271,7 @@ def test_the_failure_of_an_amphora_of_a_pair(lab, victim, spare):
     old, stays = (first, standby) if victim == "holder" else (standby, first)
     if spare:
         lab.warm()
-    with Clients(lab.cloud, balancer.vip_address) as clients:
+    with clients_of(lab, balancer) as clients:
         killed_at = time.time()
         lab.compute.power_off(old)
         (row,) = lab.over(balancer, 1)
@@ -288,7 +293,7 @@ def test_both_amphorae_of_a_pair_are_killed_together(lab):
     # No other amphora sends heartbeats: the sandbox's witness proves that the network works.
     lab.heard(balancer)
     before = set(lab.amphorae(balancer))
-    with Clients(lab.cloud, balancer.vip_address) as clients:
+    with clients_of(lab, balancer) as clients:
         killed_at = time.time()
         for one in before:
             lab.compute.power_off(one)
@@ -304,7 +309,7 @@ def test_a_failed_replacement_is_retried(lab, how):
     """The replacement ends during its boot or stays silent: another boot follows without client errors."""
     balancer = lab.cloud.served("fails", flavor_id=lab.flavor(loadbalancer_topology="SINGLE", warm_spares=0))
     (old,) = lab.amphorae(balancer)
-    with Clients(lab.cloud, balancer.vip_address) as clients:
+    with clients_of(lab, balancer) as clients:
         lab.next_boot(how)
         lab.amphoractl("loadbalancer", "failover", balancer.id)
         (row,) = lab.over(balancer, 1)

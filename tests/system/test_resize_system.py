@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Resizes through amphoractl, under traffic: SINGLE to ACTIVE_STANDBY, to a larger pair, and back."""
+"""Resizes through amphoractl, under traffic: SINGLE to ACTIVE_STANDBY, to a larger pair, and back; TCP and UDP."""
 
 import json
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
+import datagram_members as datagrams
 import long_connections
 import pytest
 import sqlalchemy as sa
 from amphoractl import Amphoractl
 from client_traffic import Traffic, holder, of
+from datagram_members import Flow, answering
 
 from amphora_driver.database.tables import job, object_status, request
 from amphora_driver.database.tables_fleet import failover
@@ -88,7 +90,7 @@ def test_a_load_balancer_grows_and_shrinks_under_traffic(cloud):
         "resized",
         listeners=[
             listener(cloud, "usual", 80, cloud.member("member1"), cloud.member("member2")),
-            listener(cloud, "lasting", 81, cloud.member("member3", protocol_port=9000)),
+            listener(cloud, "long_connections", 81, cloud.member("member3", protocol_port=9000)),
         ],
     )
     cloud.online(balancer.id)
@@ -133,3 +135,58 @@ def test_a_load_balancer_grows_and_shrinks_under_traffic(cloud):
     )
     assert {(one.cause, one.outcome) for one in found} == {("resize", "done")}
     assert len(found) == 5
+
+
+@contextmanager
+def flows_without_failures(cloud, balancer, number=4):
+    """Each UDP flow gets answers of one member only, without a long gap; a move of the VIPs loses few datagrams."""
+    with ExitStack() as running:
+        flows = [running.enter_context(Flow(cloud, balancer.vip_address)) for _ in range(number)]
+        yield flows
+        for flow in flows:
+            flow.goes_on()
+    assert [len(flow.answers) for flow in flows] == [1] * number, [flow.answers for flow in flows]
+    assert max(flow.gap for flow in flows) < 5
+
+
+def udp_listener(cloud):
+    """A UDP listener: a hash of the client's address and port selects the member."""
+    members = [cloud.member(one, protocol_port=datagrams.PORT) for one in ("member1", "member2")]
+    pool = {"name": "udp-pool", "protocol": "UDP", "lb_algorithm": "SOURCE_IP_PORT", "members": members}
+    return {"name": "udp", "protocol": "UDP", "protocol_port": 53, "default_pool": pool}
+
+
+def test_udp_flows_continue_in_each_resize(cloud):
+    """Also while the former VIP holder drains a TCP connection of the same load balancer."""
+    listeners = [
+        udp_listener(cloud),
+        listener(cloud, "long_connections", 81, cloud.member("member3", protocol_port=9000)),
+    ]
+    with ExitStack() as members:
+        for name in ("member1", "member2"):
+            members.enter_context(answering(cloud.settings, name))
+        lasting_member = members.enter_context(long_connections.Member(cloud.settings, "member3", 9000))
+        balancer = cloud.load_balancer("resized-udp", listeners=listeners)
+        resized = Resized(cloud, balancer)
+
+        # A single amphora ends with its flows: the new amphorae select the same members.
+        with flows_without_failures(cloud, balancer):
+            resized.gone(resized.to(PAIR, ("MASTER", "BACKUP")))
+        holder(cloud, balancer)
+
+        with flows_without_failures(cloud, balancer):
+            resized.gone(resized.to(LARGE, ("MASTER", "BACKUP")))
+
+        old = holder(cloud, balancer)
+        with flows_without_failures(cloud, balancer) as flows:
+            visits = lasting_member.visits(cloud.settings, balancer.vip_address, 81)
+            before = resized.to(SINGLE, ("STANDALONE",))
+            assert cloud.amphorae(balancer) & before == {old.id}, "the former holder drains"
+            for one in (*flows, *visits):
+                one.goes_on()
+            assert old.id in cloud.amphorae(balancer)
+            for visit in visits:
+                visit.close()
+            lasting_member.finish()
+            resized.gone(before)
+    assert cloud.balancers.get_load_balancer(balancer.id).provisioning_status == "ACTIVE"

@@ -3,8 +3,14 @@
 
 import pytest
 
-from amphora_driver.compute.interface import BootPartner, Location, Placement
-from amphora_driver.compute.placement import boot_partners, choose_zone, order_by_placement, shares_host
+from amphora_driver.compute.interface import BootPartner, Location, Machine, MachineState, Placement
+from amphora_driver.compute.placement import (
+    boot_partners,
+    choose_zone,
+    complete_location,
+    order_by_placement,
+    shares_host,
+)
 from amphora_driver.model.amphora import Amphora, AmphoraState
 
 
@@ -37,6 +43,20 @@ def test_unknown_hypervisors_count_as_different():
     assert not shares_host(Location(), [partner()])
     assert not shares_host(Location(host="a"), [partner()])
     assert shares_host(Location(host="a"), [partner(host="b"), partner(host="a")])
+
+
+@pytest.mark.parametrize(
+    ("compute_id", "reported", "location"),
+    [
+        ("machine one", Location(), Location(host="a", zone="az1")),
+        ("machine one", Location(zone="az2"), Location(host="a", zone="az2")),
+        ("machine one", Location(host="b", zone="az2"), Location(host="b", zone="az2")),
+        ("another machine", Location(), Location()),
+    ],
+)
+def test_the_recorded_location_completes_the_report_of_the_same_machine(compute_id, reported, location):
+    machine = Machine(compute_id=compute_id, state=MachineState.BUILDING, location=reported)
+    assert complete_location(machine, amphora("one", host="a", zone="az1")) == location
 
 
 CANDIDATES = (

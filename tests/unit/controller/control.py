@@ -70,6 +70,9 @@ class FakeCloud:
 
     plugs_while_booting = True
 
+    def can_separate(self, _partners, _zones):
+        return True
+
     def boot(self, order):
         self.machines[order.amphora_id] = len(self.machines) + 20
         return self.get(order.amphora_id)
@@ -137,7 +140,7 @@ class FakeCloud:
 class Control:
     """A controller, with methods for user requests and heartbeats."""
 
-    def __init__(self, conf, database, cloud=None, *, with_trust=False):
+    def __init__(self, conf, database, cloud=None, *, with_trust=False, boot_rate=None):
         self.conf = conf
         self.cloud = cloud or FakeCloud()
         self.database = database
@@ -146,7 +149,8 @@ class Control:
         names = dict.fromkeys(("catalogue", "agents", "authority"), self.cloud)
         vault = Vault([Fernet.generate_key()])
         trust = TrustStore(conf, database, vault) if with_trust else None
-        everything = ReconcileContext(conf=conf, database=database, vault=vault, trust=trust, **names)
+        more = {"trust": trust, "boot_rate": boot_rate}
+        everything = ReconcileContext(conf=conf, database=database, vault=vault, **names, **more)
         self.reconciler = Reconciler(everything, self.jobs, lambda: None)
 
     def work(self, times=20):
@@ -202,7 +206,7 @@ class Control:
 
 
 @contextmanager
-def controlled(folder, cloud=None, options="", *, with_trust=False):
+def controlled(folder, cloud=None, options="", **more):
     """Start a controller with its own database in this folder; `options` are lines of `[amp_controller]`."""
     for name in ("client_ca", "ca"):
         certificate, key = create_authority(name)
@@ -218,6 +222,6 @@ def controlled(folder, cloud=None, options="", *, with_trust=False):
     migrated.write(conf.amp_database.connection)
     database = Database(conf.amp_database.connection)
     try:
-        yield Control(conf, database, cloud, with_trust=with_trust)
+        yield Control(conf, database, cloud, **more)
     finally:
         database.dispose()

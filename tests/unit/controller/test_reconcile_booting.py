@@ -2,18 +2,21 @@
 """What boots is waited for without a lease: the real loop over a real database, with a machine that comes or not."""
 
 import time
+from contextlib import contextmanager
 
 import pytest
 import sqlalchemy as sa
 from control import LB, LISTENER, TREE, FakeCloud, controlled
 
-from amphora_driver.compute.interface import Machine, MachineState
+from amphora_driver.compute.boot_rate import BootRate
+from amphora_driver.compute.interface import Location, Machine, MachineState
+from amphora_driver.compute.placement import boot_partners
 from amphora_driver.database.tables import job, object_status
 from amphora_driver.errors import AgentUnreachable, AgentUntrusted, ComputeError, StoreError
 from amphora_driver.model.enums import Kind, ListenerProtocol
 from amphora_driver.model.loadbalancer import Listener
 from amphora_driver.store import amphorae
-from amphora_driver.topology import SingleTopology
+from amphora_driver.topology import ActiveStandbyTopology, SingleTopology
 
 
 class SlowCloud(FakeCloud):
@@ -28,6 +31,7 @@ class SlowCloud(FakeCloud):
         self.ended = False
         self.unavailable = False
         self.address = "203.0.113.9"
+        self.location = Location()
         self.refusal = None
         self.greeting = None
         self.boots = 0
@@ -46,7 +50,8 @@ class SlowCloud(FakeCloud):
             raise ComputeError("look up an amphora", "Nova does not answer")
         if self.ended:
             return Machine(compute_id=amphora_id, state=MachineState.FAILED, reason="it ended")
-        return Machine(compute_id=amphora_id, state=MachineState.RUNNING, management_address=self.address)
+        values = {"management_address": self.address, "location": self.location}
+        return Machine(compute_id=amphora_id, state=MachineState.RUNNING, **values)
 
     def destroy(self, amphora_id):
         self.destroyed += 1
@@ -58,6 +63,22 @@ class SlowCloud(FakeCloud):
             raise self.greeting
         if not self.listens:
             raise AgentUnreachable("reach it", "connection refused")
+
+
+class SlowPair(SlowCloud):
+    """A pair. The backend can keep its machines apart when `separates` is set."""
+
+    roles = ActiveStandbyTopology.roles
+    priorities = ActiveStandbyTopology.priorities
+
+    def __init__(self):
+        super().__init__()
+        self.separates = False
+        self.asked = []
+
+    def can_separate(self, partners, zones):
+        self.asked.append([one.amphora_id for one in partners])
+        return self.separates
 
 
 class BootWaitRecorder:
@@ -74,11 +95,23 @@ class BootWaitRecorder:
         self.awaited += awaited
 
 
-@pytest.fixture
-def control(tmp_path):
-    with controlled(tmp_path, SlowCloud()) as control:
+@contextmanager
+def waiting(tmp_path, cloud, **more):
+    with controlled(tmp_path, cloud, **more) as control:
         control.boot_wait = control.reconciler._boot_wait = BootWaitRecorder()
         control.recorder.create_load_balancer(TREE, read_back=False)
+        yield control
+
+
+@pytest.fixture
+def control(tmp_path):
+    with waiting(tmp_path, SlowCloud()) as control:
+        yield control
+
+
+@pytest.fixture
+def pair(tmp_path):
+    with waiting(tmp_path, SlowPair()) as control:
         yield control
 
 
@@ -138,6 +171,37 @@ def test_a_machine_that_fails_during_the_boot_is_booted_again(control):
     control.make_all_due()
     control.work()
     assert control.provisioning()[LB] == "ACTIVE"
+
+
+def test_an_amphora_without_its_machine_is_no_partner_of_a_boot(control):
+    """A scheduler hint must not name a server that no longer exists."""
+    control.cloud.location = Location(host="a", zone="az1")
+    control.work()
+    assert [one.location for one in boot_partners(control.observed().values())] == [control.cloud.location]
+    control.cloud.ended = True
+    control.make_all_due()
+    control.work()
+    one = only(control)
+    assert (one.compute_id, one.host, one.zone) == (None, None, None)
+    assert boot_partners([one]) == ()
+
+
+def test_a_machine_keeps_its_recorded_zone_until_the_backend_reports_another(control):
+    control.cloud.address, control.cloud.location = None, Location(zone="az1")
+    control.work()
+    assert (only(control).host, only(control).zone) == (None, "az1")
+
+    # The machine is still being built: the backend reports no zone.
+    control.cloud.location = Location()
+    control.make_all_due()
+    control.work()
+    assert (control.cloud.boots, only(control).zone) == (2, "az1")
+
+    control.cloud.address, control.cloud.listens, control.cloud.location = "203.0.113.9", True, Location(host="a")
+    control.make_all_due()
+    control.work()
+    assert control.provisioning()[LB] == "ACTIVE"
+    assert (only(control).host, only(control).zone) == ("a", "az1")
 
 
 def test_a_failed_boot_is_reported_and_repeated(control):
@@ -288,3 +352,55 @@ def test_a_users_change_does_not_preempt_the_job(control):
     control.cloud.boot, control.cloud.listens = boots, True
     assert control.work() == 1
     assert set(control.provisioning().values()) == {"ACTIVE"}
+
+
+def test_the_second_boot_of_a_pair_waits_until_the_backend_can_keep_it_apart(pair):
+    before = time.time()
+    assert pair.work() == 1
+    (first,) = pair.cloud.machines
+    assert (pair.cloud.boots, pair.cloud.asked) == (1, [[first]])
+    row = pair.row()
+    assert (row.attempts, before + 0.5 < row.due_at < time.time() + 2) == (0, True), "a wait is no failed attempt"
+    assert [one.amphora_id for one in pair.boot_wait.awaited] == [first]
+
+    pair.make_all_due()
+    pair.work()
+    assert (pair.cloud.boots, pair.cloud.asked) == (1, [[first]] * 2)
+    pair.cloud.separates = True
+    pair.make_all_due()
+    pair.work()
+    assert (pair.cloud.boots, len(pair.cloud.machines)) == (2, 2)
+
+
+def test_a_partner_that_is_built_too_long_delays_no_boot(pair):
+    pair.work()
+    (first,) = pair.cloud.machines
+    pair.database.write(lambda c: amphorae.update_amphora(c, first, booted_at=time.time() - 61))
+    pair.make_all_due()
+    pair.work()
+    assert pair.cloud.boots == 2
+
+
+def test_without_a_placement_no_boot_waits(pair):
+    pair.conf.set_override("placement", "none", "amp_compute")
+    pair.work()
+    assert (pair.cloud.boots, pair.cloud.asked) == (2, [])
+
+
+@pytest.fixture
+def limited(tmp_path):
+    """A pair whose boots have a rate limit of one in a minute."""
+    with waiting(tmp_path, SlowPair(), boot_rate=BootRate(1 / 60, 1)) as control:
+        control.cloud.separates = True
+        yield control
+
+
+def test_the_rate_limit_delays_the_second_boot_of_a_pair(limited):
+    for _ in range(2):
+        limited.work()
+        (first,) = limited.cloud.machines
+        assert limited.cloud.boots == 1
+        assert limited.row().attempts == 0
+        booted = {one.id: one.booted_at is not None for one in limited.observed().values()}
+        assert (len(booted), booted.pop(first), *booted.values()) == (2, True, False)
+        limited.make_all_due()

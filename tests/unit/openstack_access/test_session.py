@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests to a service of OpenStack: how failures of the connection become errors of this provider."""
 
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
 import pytest
 from keystoneauth1 import exceptions
 
@@ -91,3 +95,58 @@ def test_parameters_of_a_list():
     assert query(("id",), {"name": ("a", "b"), "device_id": "c"}) == (
         ("device_id", "c"), ("name", "a"), ("name", "b"), ("fields", "id"),
     )  # fmt: skip
+
+
+class Services(BaseHTTPRequestHandler):
+    """Keystone, and a Neutron that is unavailable."""
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        token = {"methods": ["password"], "expires_at": "2099-01-01T00:00:00Z", "issued_at": "2026-01-01T00:00:00Z"}
+        self._answer(201, {"token": {**token, "catalog": []}})
+
+    def do_GET(self):
+        if self.path.startswith("/v3"):
+            address = f"http://{self.headers['Host']}/v3/"
+            self._answer(
+                200, {"version": {"id": "v3.14", "status": "stable", "links": [{"rel": "self", "href": address}]}}
+            )
+        else:
+            self.send_error(503)
+
+    def _answer(self, status, document):
+        body = json.dumps(document).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("X-Subject-Token", "token")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        """Not used."""
+
+
+@pytest.fixture
+def services():
+    """The address of both services."""
+    with HTTPServer(("127.0.0.1", 0), Services) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("path", ["", "/", "/v2.0", "/v2.0/"])
+def test_the_address_of_neutron_is_complete_if_neutron_does_not_answer_at_first(tmp_path, services, path):
+    options = {
+        "auth_type": "password", "auth_url": f"{services}/v3", "username": "user", "password": "p", "project_name": "p",
+        "user_domain_id": "default", "project_domain_id": "default", "network_endpoint_override": f"{services}{path}",
+    }  # fmt: skip
+    file = tmp_path / "test.conf"
+    file.write_text("[amp_openstack]\n" + "".join(f"{name} = {value}\n" for name, value in options.items()))
+    adapter = Service(config.load([str(file)]), "network", "neutron", 1.0)._connected()
+    try:
+        assert adapter.endpoint_override == f"{services}/v2.0"
+    finally:
+        adapter.session.session.close()

@@ -5,10 +5,10 @@ import msgspec
 import pytest
 import sqlalchemy as sa
 
-from amphora_driver.database.tables import job, object_status
+from amphora_driver.database.tables import job, object_status, vip_claim
 from amphora_driver.model.enums import Kind, ListenerProtocol, Operating, Provisioning
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Vip
-from amphora_driver.store import desired_objects, status_outbox
+from amphora_driver.store import desired_objects, status_outbox, vip_claims
 from amphora_driver.store.requests import RequestRecorder
 
 VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")
@@ -287,3 +287,32 @@ def test_a_deleted_load_balancer_leaves_no_row(recorder, database):
     database.write(lambda c: status_outbox.mark_reported(c, due_now(c)))
     for table in (object_status, job, desired_objects.desired_object):
         assert database.read(lambda c, table=table: c.execute(sa.select(table)).all()) == []
+
+
+def rows(database):
+    """The load balancers with a `job` row, and those with a claim."""
+    columns = job.c.load_balancer_id, vip_claim.c.load_balancer_id
+    return [set(database.read(lambda c, column=column: c.execute(sa.select(column)).scalars())) for column in columns]
+
+
+class Crash(BaseException):
+    """Simulates the end of the process before the commit."""
+
+
+def test_a_claim_ends_with_its_load_balancer_in_one_transaction(intents, database):
+    for one in ("lb", "not yet created"):
+        database.write(lambda c, one=one: vip_claims.record_claim(c, one, "local"))
+    intents.delete_load_balancer("lb")
+    commit(database)
+    serve(database, 2)
+    assert rows(database) == [{"lb"}, {"lb", "not yet created"}], "the claim stays until Octavia has the status DELETED"
+
+    def crash(connection):
+        status_outbox.mark_reported(connection, due_now(connection))
+        raise Crash
+
+    with pytest.raises(Crash):
+        database.write(crash)
+    assert rows(database) == [{"lb"}, {"lb", "not yet created"}]
+    database.write(lambda c: status_outbox.mark_reported(c, due_now(c)))
+    assert rows(database) == [set(), {"not yet created"}]

@@ -2,7 +2,8 @@
 """Virt driver for tests: Nova's fake driver, and a real guest that the hypervisor of the tests runs.
 
 The guest gets Nova's own config drive as a tree of files: INSTANCES/UUID has `openstack/latest` and the contents.
-The variable LAB_HYPERVISOR names the socket of the hypervisor (`tests/openstack/hypervisor.py`).
+The variable LAB_HYPERVISOR names the socket of the hypervisor (`tests/openstack/hypervisor.py`). A server whose flavor
+has a name that begins with `without-guest` has no guest: the hypervisor only refuses its boot if a test asks for it.
 """
 
 import os
@@ -16,6 +17,7 @@ from nova.api.metadata import base as metadata
 from nova.virt import configdrive, fake, node
 
 CONF = nova.conf.CONF
+_WITHOUT_GUEST = "without-guest"
 
 
 class LabDriver(fake.FakeDriver):
@@ -35,8 +37,11 @@ class LabDriver(fake.FakeDriver):
     ):
         super().spawn(context, instance, image_meta, injected_files, admin_password, allocations, network_info, **more)
         try:
-            drive = self._write_drive(instance, injected_files, network_info)
-            self._ask("spawn", instance, drive=drive, ports=[_port(vif) for vif in network_info or ()])
+            if _has_guest(instance):
+                drive = self._write_drive(instance, injected_files, network_info)
+                self._ask("spawn", instance, drive=drive, ports=[_port(vif) for vif in network_info or ()])
+            else:
+                lab_socket.ask(os.environ["LAB_HYPERVISOR"], "admit")
         except (OSError, lab_socket.RefusedError) as error:
             super().destroy(context, instance, network_info)
             raise exception.InstanceDeployFailure(reason=str(error)) from error
@@ -72,6 +77,8 @@ class LabDriver(fake.FakeDriver):
         return self._ask("console", instance)["text"]
 
     def _ask(self, verb, instance, **request):
+        if not _has_guest(instance):
+            return {"text": ""}
         return lab_socket.ask(os.environ["LAB_HYPERVISOR"], verb, server=instance.uuid, host=CONF.host, **request)
 
     @staticmethod
@@ -86,6 +93,10 @@ class LabDriver(fake.FakeDriver):
             place.parent.mkdir(parents=True, exist_ok=True)
             place.write_bytes(data.encode() if isinstance(data, str) else data)
         return str(root)
+
+
+def _has_guest(instance):
+    return not instance.flavor.name.startswith(_WITHOUT_GUEST)
 
 
 def _folder(instance):
