@@ -29,6 +29,7 @@ from amphora_agent.keepalived.process import Keepalived
 from amphora_agent.keepalived.vip_handover import VipHandover
 from amphora_agent.keepalived.vrrp_state import VrrpState
 from amphora_agent.l4_daemon.client import CheckerClient
+from amphora_agent.log_forwarder.daemon import LogForwarding
 from amphora_agent.network import sysctls
 from amphora_agent.network.namespace import Namespace
 from amphora_agent.octavia_api_v1 import agent_conf as octavia_settings
@@ -85,16 +86,21 @@ def create(settings: Settings, paths: Paths, identity: Identity, inheritance: In
     applier = Applier(settings, parts, on_applied=after, set_ping_targets=responder.set_targets)
     drift_checker = DriftChecker(applier, parts)
     repair = DriftRepair(drift_checker, drift, sender.settings.audit_interval, sender.send_now)
-    live = settings_api.LiveSettings(paths, sender, repair)
+    forwarding = LogForwarding(paths, services, inner, str(settings.amphora_id))
+    live = settings_api.LiveSettings(paths, sender, repair, forwarding)
     handover = VipHandover(paths, inner, vrrp_state, lambda: applier.vrrp_instance)
     app = Flask("amphora_agent")
     app.config["MAX_CONTENT_LENGTH"] = LARGEST_BODY
-    app.register_blueprint(state.blueprint(settings, paths, applier, inner, vrrp_state, identity, drift, live))
+    app.register_blueprint(
+        state.blueprint(settings, paths, applier, inner, vrrp_state, identity, drift, live, forwarding)
+    )
     app.register_blueprint(settings_api.blueprint(live))
     app.register_blueprint(vrrp.blueprint(handover))
     app.register_blueprint(certificate.blueprint(settings, identity))
     app.register_blueprint(
-        diagnostics.blueprint(paths, services, haproxy, inner, sender, applier, vrrp_state, identity, virtual)
+        diagnostics.blueprint(
+            paths, services, haproxy, inner, sender, applier, vrrp_state, identity, virtual, forwarding
+        )
     )
     octavia = OctaviaAmphora(lambda: sender.settings, paths, applier, inner)
 
@@ -107,6 +113,7 @@ def create(settings: Settings, paths: Paths, identity: Identity, inheritance: In
     app.register_blueprint(routes.blueprint(octavia, applier, haproxy, inner, configure, set_certificate))
     _answer_errors(app)
     responder.start()
+    forwarding.start(sender.settings.logs)
 
     def serve_confirmed() -> bool:
         responder.wait(RESPONDER_SECONDS)

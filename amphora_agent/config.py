@@ -15,6 +15,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from amphora_agent.errors import SettingsError
+from amphora_agent.log_settings import NO_LOGS, LogSettings
 from amphora_agent.paths import Paths
 
 HEARTBEAT_KEY_BYTES = 32
@@ -43,7 +44,7 @@ class Settings:
     """The settings of an amphora, which the compute backend writes. Intervals are in seconds.
 
     With the ``heartbeat_format`` "octavia" (docs/reference/amphora-api-v1.md) the key is any text; the other format is
-    "native". ``pair``: this amphora is one of two in Octavia's topology.
+    "native". ``pair``: this amphora is one of two in Octavia's topology. ``logs`` come from a controller only.
     """
 
     amphora_id: uuid.UUID
@@ -57,6 +58,7 @@ class Settings:
     heartbeat_format: str = "native"
     pair: bool = False
     audit_interval: float = AUDIT_SECONDS
+    logs: LogSettings = NO_LOGS
 
     @property
     def bind(self) -> str:
@@ -64,7 +66,7 @@ class Settings:
 
 
 def load(paths: Paths) -> Settings:
-    """Read the settings; a `SettingsError` names a missing or wrong one."""
+    """Read the settings; a `SettingsError` names a missing or wrong setting."""
     parser = configparser.ConfigParser(interpolation=None)
     file = paths.etc / "agent.conf"
     try:

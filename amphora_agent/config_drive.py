@@ -384,9 +384,9 @@ def main() -> None:
             _write(places.network, cloud_network.FALLBACK)
         sys.exit(f"amphora: {error}")
     for path in told.skipped:
-        _log(f"the file {path!r} of the config drive was not written: it is not a permitted file of {_FOLDER}")
+        _log(f"the config drive has the file {path!r}, which is ignored: it is not a permitted file of {_FOLDER}")
     if told.other_user_data:
-        _log("the user data are ignored: they are not a document of boot files, and nothing in them is executed")
+        _log("the user data of the virtual machine are ignored, because they are not a document of boot files")
     _log(f"{len(told.files)} files of the config drive {device.name} are now in {places.files}")
 
 

@@ -63,6 +63,11 @@ class Paths:
         self.epoch = var / "epoch"
         # The file `settings.json` has the settings that a controller sent last. They replace values of agent.conf.
         self.settings = var / "settings.json"
+        # The file `log-settings.json` is in memory, because the authorization for a log target is a secret.
+        self.log_settings = run / "log-settings.json"
+        # The log forwarder has its sockets in the directory `log-forwarder`.
+        self.log_forwarder = run / "log-forwarder"
+        self.admin_log_socket = self.log_forwarder / "admin.sock"
         self.pings = run / "pings"
 
         # The file `vrrp.released` has 1 while the VIPs move to the partner, and otherwise 0. keepalived reads the file.

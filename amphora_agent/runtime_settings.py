@@ -2,7 +2,9 @@
 """The settings that a controller can change at run time (docs/reference/agent-api.md).
 
 Invariant: these settings have the validation of agent.conf. A stored document replaces the values of agent.conf; an
-unreadable one is ignored, so that it never prevents the start of the agent. Only `stored` and `keep` do I/O.
+unreadable one is ignored, so that it never prevents the start of the agent. The disk never has the authorization for a
+log target: after a reboot the digest differs, and a controller sends the settings again. Only `stored` and `keep` do
+I/O.
 """
 
 from __future__ import annotations
@@ -13,14 +15,17 @@ import logging
 from dataclasses import dataclass, replace
 from typing import Any
 
+from amphora_agent import log_settings
 from amphora_agent.config import Settings, Target, check_interval, parse_target
 from amphora_agent.errors import AgentError, MachineError, MalformedSettings
+from amphora_agent.log_settings import NO_LOGS, LogSettings
 from amphora_agent.paths import Paths, write_atomically
 
 _log = logging.getLogger(__name__)
 # Maximum size of a settings document in bytes.
 LARGEST = 64 * 1024
 _ACTION = "read the settings"
+HIDDEN = "***"
 
 
 @dataclass(frozen=True)
@@ -37,10 +42,16 @@ class RuntimeSettings:
 
     heartbeat: HeartbeatSettings
     audit_interval: float
+    logs: LogSettings = NO_LOGS
 
-    def to_document(self) -> dict[str, Any]:
+    def to_document(self, *, hidden: str | None = None) -> dict[str, Any]:
+        """Return JSON values; with ``hidden``, this word replaces each secret.
+
+        Without log targets there is no key for logs, and the digest is that of earlier versions.
+        """
         heartbeat = {"targets": [str(one) for one in self.heartbeat.targets], "interval": self.heartbeat.interval}
-        return {"heartbeat": heartbeat, "audit_interval": self.audit_interval}
+        logs = {"logs": self.logs.to_document(hidden=hidden)} if self.logs else {}
+        return {"heartbeat": heartbeat, "audit_interval": self.audit_interval, **logs}
 
     @property
     def digest(self) -> str:
@@ -55,12 +66,15 @@ class RuntimeSettings:
             targets=self.heartbeat.targets,
             interval=self.heartbeat.interval,
             audit_interval=self.audit_interval,
+            logs=self.logs,
         )
 
 
 def current(settings: Settings) -> RuntimeSettings:
     """Return the part of the settings that can change at run time."""
-    return RuntimeSettings(HeartbeatSettings(settings.targets, settings.interval), settings.audit_interval)
+    return RuntimeSettings(
+        HeartbeatSettings(settings.targets, settings.interval), settings.audit_interval, settings.logs
+    )
 
 
 def parse(body: bytes) -> RuntimeSettings:
@@ -71,28 +85,30 @@ def parse(body: bytes) -> RuntimeSettings:
         document = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise MalformedSettings(_ACTION, f"the document is not JSON: {error}") from error
-    found = _object(document, "the document", "heartbeat", "audit_interval")
+    given = ("logs",) if isinstance(document, dict) and "logs" in document else ()
+    found = _object(document, "the document", "heartbeat", "audit_interval", *given)
     heartbeat = _object(found["heartbeat"], "heartbeat", "targets", "interval")
     return RuntimeSettings(
         HeartbeatSettings(_targets(heartbeat["targets"]), _interval(heartbeat["interval"], "heartbeat.interval")),
         _interval(found["audit_interval"], "audit_interval"),
+        _logs(found["logs"]) if given else NO_LOGS,
     )
 
 
 def stored(settings: Settings, paths: Paths) -> Settings:
     """Return the settings with the values that a controller sent last."""
-    try:
-        return parse(paths.settings.read_bytes()).applied_to(settings)
-    except FileNotFoundError:
-        return settings
-    except (OSError, AgentError) as error:
-        _log.error(
-            "The agent ignores the stored settings (%s) and uses those of agent.conf, until a controller sends the "
-            "settings again: %s",
-            paths.settings.name,
-            error,
-        )
-        return settings
+    for file in (paths.log_settings, paths.settings):
+        try:
+            return parse(file.read_bytes()).applied_to(settings)
+        except FileNotFoundError:
+            continue
+        except (OSError, AgentError) as error:
+            _log.error(
+                "The agent ignores the stored settings (%s), until a controller sends the settings again: %s",
+                file.name,
+                error,
+            )
+    return settings
 
 
 def keep(found: RuntimeSettings, paths: Paths) -> None:
@@ -101,7 +117,11 @@ def keep(found: RuntimeSettings, paths: Paths) -> None:
     Raises MachineError. The former document then stays.
     """
     try:
-        write_atomically(paths.settings, json.dumps(found.to_document()))
+        write_atomically(paths.settings, json.dumps(found.to_document(hidden="")))
+        if found.logs.has_secrets:
+            write_atomically(paths.log_settings, json.dumps(found.to_document()), durable=False)
+        else:
+            paths.log_settings.unlink(missing_ok=True)
     except OSError as error:
         raise MachineError("store the settings", str(error), "The former settings stay in use.") from error
 
@@ -112,6 +132,16 @@ def _object(value: Any, name: str, *keys: str) -> dict[str, Any]:
     if value.keys() != set(keys):
         raise MalformedSettings(_ACTION, f"{name} has other keys than {', '.join(keys)}")
     return value
+
+
+def _logs(value: Any) -> LogSettings:
+    try:
+        found = log_settings.parse(value)
+    except ValueError as error:
+        raise MalformedSettings(_ACTION, str(error)) from error
+    if not found:
+        raise MalformedSettings(_ACTION, "logs has no target; without a target the document has no logs")
+    return found
 
 
 def _targets(value: Any) -> tuple[Target, ...]:

@@ -27,12 +27,13 @@ _DATABASE = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1,
 _FAILOVER = (1, 2, 3, 5, 8, 12, 20, 30, 60, 120, 300, 900, 3600)
 
 HOWS = ("start", "unchanged", "runtime", "reload", "stop")
-OUTCOMES = ("finished", "waiting", "gave_way", "failed", "lost")
+OUTCOMES = ("finished", "waiting", "preempted", "failed", "lost")
 PUSH_ERRORS = ("AgentUnreachable", "AgentRefused", "AgentUntrusted")
 CAUSES = ("silent", "mute", "never_spoke", "asked", "operator", "rotation", "resize")
 ENDS = ("done", "gone", "superseded", "recovered")
 CALLS = ("barrier", "statuses", "statistics")
-REPORTS = ("taken", "refused")
+REPORTS = ("accepted", "refused")
+LOG_RESULTS = ("sent", "lost")
 _TRANSACTIONS = ("read", "write")
 _OTHER = "other"
 
@@ -95,6 +96,8 @@ class ProcessMetrics:
         text = "Duration of transactions, including retries."
         self.database_seconds = self._histogram("amphora_database_seconds", text, _DATABASE, kind=_TRANSACTIONS)
         self.database_failures = self._counter("amphora_database_failures", "Failed transactions.", kind=_TRANSACTIONS)
+        text = "Log lines that amphorae sent to targets or lost, as far as this controller has read the counters."
+        self.log_lines = self._counter("amphora_log_lines", text, result=LOG_RESULTS)
         text = "Fail-overs that ended during the runtime of this process."
         self.failovers = self._counter("amphora_failovers", text, cause=CAUSES, outcome=ENDS)
         text = "Time from the last heartbeat, or from the request, until users are served again."
@@ -182,6 +185,10 @@ class ProcessMetrics:
     def count_refused_rows(self) -> None:
         self.refusals.inc()
 
+    def count_log_lines(self, result: str, number: int) -> None:
+        """Count forwarded lines of amphorae; `result` is one of `LOG_RESULTS`."""
+        self.log_lines.labels(_known_label(result, LOG_RESULTS)).inc(number)
+
     def set_heartbeat_source(self, source: HeartbeatCounts | None) -> None:
         self.heartbeats.source = source
 
@@ -211,4 +218,5 @@ flush = OURS.flush
 count_refused_rows = OURS.count_refused_rows
 octavia_call = OURS.octavia_call
 count_reports = OURS.count_reports
+count_log_lines = OURS.count_log_lines
 set_heartbeat_source = OURS.set_heartbeat_source

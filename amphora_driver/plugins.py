@@ -108,6 +108,7 @@ class Catalogue:
             tls_minimum_version=options.tls_minimum_version,
             tls_ciphers=options.tls_ciphers,
             connection_logging=options.connection_logging,
+            log_authorities=bool(self._conf.amp_logs.ca_certificate),
         )
 
     def _offered(self, group: str) -> dict[str, Backend]:

@@ -61,7 +61,7 @@ class Resizer:
 
         Raises:
             UnsupportedOption: the profile is invalid, or contradicts an object of the load balancer.
-            Conflict: the load balancer is being created, changed by a fail-over, or deleted, or has these values.
+            Conflict: the load balancer is being created, failed over or deleted, or already has these values.
             UnknownObject: the load balancer is not recorded.
             BackendError: the backend could not check the profile.
         """
@@ -80,7 +80,7 @@ class Resizer:
         return msgspec.structs.replace(tree, profile=chosen, flavor=flavor, availability_zone=zone)
 
     def _check_cloud(self, tree: LoadBalancer, target: ResizeTarget) -> None:
-        """Check that the objects of the cloud exist that the new metadata name."""
+        """Check that the cloud has the objects that the new metadata name."""
         for metadata in (target.flavor or {}, target.zone or {}):
             self._catalogue.validate_profile(metadata, tree.profile.compute, tree.profile.network)
 
@@ -90,5 +90,5 @@ def _compare(former: LoadBalancer, new: LoadBalancer) -> bool:
 
 
 def _refuse_objects(node: Node) -> None:
-    """A resize changes no object of a user."""
+    """Raise an error: a resize must not change a listener, a pool or another object of a user."""
     raise UnsupportedOption(f"change object {node.id}", "a resize changes the profile only")

@@ -50,7 +50,7 @@ def effective_priorities(desired: Topology, present: Collection[str], known: Ite
 
     The result is empty without VRRP. If the desired topology has no VRRP, amphorae of a former topology hand the VIPs
     over by VRRP before their removal. Until then the desired roles have a lower priority than the former roles.
-    Amphorae of a former topology without VRRP hand nothing over, and take no part.
+    Amphorae of a former topology without VRRP cannot hand over the VIPs, so the result does not have their roles.
 
     Args:
         desired: the recorded topology of the load balancer.

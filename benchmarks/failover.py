@@ -71,11 +71,11 @@ def _once(pair, event):
     pair.push(load_balancer(listener(80), pool("pool", *[member(peer) for peer in pair.peers])))
     pair.calm()
     holder, standby = pair.holder, pair.standby
-    with pair.asking() as asker:
+    with pair.poll() as polling:
         event(pair, holder)
         eventually(standby.holds, "the standby has the VIPs", 10 * pair.advert + 5)
         eventually(pair.serves, "it serves")
-    return asker.outage, len(asker.failed)
+    return polling.outage, len(polling.failed)
 
 
 def _row(found):

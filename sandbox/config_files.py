@@ -117,7 +117,7 @@ def _qemu_options(*, emulated: bool) -> _Sections:
 
 
 def _octavia_options(settings: Settings) -> _Sections:
-    return {
+    ours: _Sections = {
         # The driver uses no worker of Octavia. So Octavia's API server sends no messages to workers, and needs no
         # message broker.
         "DEFAULT": {"transport_url": "fake://"},
@@ -145,6 +145,7 @@ def _octavia_options(settings: Settings) -> _Sections:
             "provider_agent_shutdown_timeout": "5",
         },
     }
+    return _merged(ours, settings.octavia_options)
 
 
 def _clouds(settings: Settings) -> str:

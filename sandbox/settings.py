@@ -40,6 +40,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         compute: compute backend of the amphorae.
         images: directory of images for qemu.
         options: options of the provider by group; they override those of the sandbox.
+        octavia_options: the same for Octavia.
     """
 
     state: str
@@ -54,6 +55,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     compute: str = "netns"
     images: str | None = None
     options: dict[str, dict[str, str]] = {}
+    octavia_options: dict[str, dict[str, str]] = {}
 
     @property
     def etc(self) -> Path:
@@ -174,6 +176,7 @@ def load_or_create_settings(
     compute: str | None = None,
     images: str | None = None,
     options: dict[str, dict[str, str]] | None = None,
+    octavia_options: dict[str, dict[str, str]] | None = None,
 ) -> Settings:
     """The stored settings of the sandbox; at its first start, new settings from the arguments."""
     known = load_settings(state)
@@ -200,6 +203,7 @@ def load_or_create_settings(
         compute=compute or "netns",
         images=images,
         options=options or {},
+        octavia_options=octavia_options or {},
     )
     state.mkdir(parents=True, exist_ok=True, mode=0o755)
     # The URLs in the settings file may contain passwords, so only the owner of the settings file may read it.

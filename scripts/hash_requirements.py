@@ -77,7 +77,7 @@ LISTINGS = (
     Listing("build", "Tools to build this project and libraries without a wheel.", named=build_requirements()),
     Listing("agent-venv", "Requirements of the agent, on this machine and in an image.", extras=("agent",)),
     Listing("venv", "The environment of ./quickstart.", ("build", "agent-venv"), ("driver",), sandbox_requirements()),
-    Listing("test-venv", "The environment of ./run-tests.", ("venv",), ("distributed", "openstack", "test")),
+    Listing("test-venv", "The environment of ./run-tests.", ("venv",), ("distributed", "openstack", "cluster", "test")),
     Listing(
         "openstack-venv",
         "Keystone and Neutron for tests (tests/openstack).",
@@ -88,7 +88,7 @@ LISTINGS = (
         "cloud-venv",
         "All OpenStack services except Octavia for tests (tests/openstack/test_cloud.py).",
         ("openstack-venv",),
-        named=("nova>=34,<35", "openstack-placement>=16,<17", "glance>=33,<34", "barbican>=23,<24"),
+        named=("nova>=34,<35", "openstack-placement>=16,<17", "glance>=33,<34", "barbican>=23,<24", "senlin>=16,<17"),
     ),
     Listing("image", "Installs the agent in an image, and does not stay there.", named=("pip",)),
     Listing(

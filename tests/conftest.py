@@ -52,6 +52,12 @@ def pytest_runtest_setup(item):
         faulthandler.dump_traceback_later(marker.args[0], exit=True, file=file)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Let one worker run the files that share a cloud."""
+    return two_parts.scheduler(config, log)
+
+
 def pytest_collection_modifyitems(items):
     """Sort the tests: fast rings run first, so that they find simple errors before any boot."""
     rings = [*two_parts.RINGS, ""]

@@ -18,12 +18,26 @@ _START_SECONDS = 60.0
 @contextmanager
 def server(*databases):
     """Run a server inside the block; yield SQLAlchemy URLs of new databases with these names."""
-    with mortal(*databases) as made:
+    with killable(*databases) as made:
         yield made.urls
 
 
 @contextmanager
-def mortal(*databases, environment=None):
+def copied(data, *databases):
+    """Run a server on a copy of the data directory of a stopped one; yield the URLs of its databases."""
+    folder = Path(tempfile.mkdtemp(prefix="adm-"))
+    made = Server(folder, databases)
+    try:
+        subprocess.run(["cp", "-a", "--reflink=auto", "--sparse=always", data, folder / "data"], check=True)
+        made.start()
+        yield made.urls
+    finally:
+        made.stop()
+        shutil.rmtree(folder)
+
+
+@contextmanager
+def killable(*databases, environment=None):
     """Run a `Server` inside the block; a test can freeze, kill and restart it.
 
     `environment` extends the environment of the server.
@@ -49,6 +63,7 @@ class Server:
 
     def __init__(self, folder, databases, environment=None):
         self.urls = [_url(folder, name) for name in databases]
+        self.data = folder / "data"
         self._folder = folder
         # A server that starts deletes all temporary tables in its temporary folder, also of other servers.
         (folder / "tmp").mkdir()
@@ -67,13 +82,12 @@ class Server:
 
     def start(self):
         """Start the server; wait until it accepts queries."""
-        daemon = shutil.which("mariadbd") or "/usr/sbin/mariadbd"
         folder = self._folder
         (folder / "socket").unlink(missing_ok=True)
         with (folder / "log").open("ab") as log:
             self._process = subprocess.Popen(
                 [
-                    *(daemon, *self._common, "--skip-networking", f"--socket={folder}/socket"),
+                    *(_daemon(), *self._common, "--skip-networking", f"--socket={folder}/socket"),
                     f"--pid-file={folder}/pid",
                     # A commit survives a kill of the server, but not a power cut.
                     "--innodb-flush-log-at-trx-commit=2",
@@ -101,6 +115,15 @@ class Server:
             self.thaw()
             self._process.terminate()
             self._process.wait(60)
+
+
+def version():
+    """Return the version of the server."""
+    return subprocess.run([_daemon(), "--version"], capture_output=True, text=True, check=True).stdout
+
+
+def _daemon():
+    return shutil.which("mariadbd") or "/usr/sbin/mariadbd"
 
 
 def _url(folder, name):

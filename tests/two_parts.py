@@ -43,7 +43,7 @@ def image_asked() -> str:
     return "" if said == "0" else said
 
 
-RINGS = ("unit", "golden", "hostile", "dataplane", "compat", "system", "openstack")
+RINGS = ("unit", "golden", "hostile", "dataplane", "compat", "system", "cluster", "openstack")
 
 
 def rings(config: pytest.Config) -> tuple[str, ...]:
@@ -107,6 +107,25 @@ LONGEST = (
     "dataplane/test_under_load.py",
     "unit/store/test_upgrade.py",
 )
+
+
+# Files that one worker runs, because each start of their cloud costs eight seconds of processor time.
+SHARED_CLOUD = tuple(f"tests/openstack/test_neutron{name}.py" for name in ("", "_ownership", "_races"))
+
+
+def scheduler(config: pytest.Config, log: object) -> object:
+    """Return the scheduler of `--dist loadfile`, which gives the files of `SHARED_CLOUD` to one worker."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    # Runs without workers do not need the plug-in.
+    from xdist.scheduler import LoadFileScheduling  # noqa: PLC0415
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = str(super()._split_scope(nodeid))
+            return SHARED_CLOUD[0] if file in SHARED_CLOUD else file
+
+    return Scheduling(config, log)
 
 
 def ring(nodeid: str) -> str:

@@ -23,6 +23,8 @@ from amphora_agent.keepalived import process as keepalived
 from amphora_agent.keepalived.vrrp_state import VrrpState
 from amphora_agent.l4_daemon import client as checker
 from amphora_agent.l4_daemon.client import ANSWER_TIMEOUT_SECONDS, CheckerClient
+from amphora_agent.log_forwarder import daemon as log_forwarder
+from amphora_agent.log_forwarder.daemon import LogForwarding
 from amphora_agent.network import interfaces, libnftables, nft_apply
 from amphora_agent.network.namespace import Namespace
 from amphora_agent.paths import Paths, read_if_exists
@@ -49,7 +51,8 @@ _QUESTIONS = {
     "show startup-logs": "show startup-logs",
 }
 _SERVICES = {
-    "haproxy": SERVICE, "keepalived": keepalived.SERVICE, "responder": responder.SERVICE, "checker": checker.SERVICE
+    "haproxy": SERVICE, "keepalived": keepalived.SERVICE, "responder": responder.SERVICE, "checker": checker.SERVICE,
+    "log forwarder": log_forwarder.SERVICE,
 }  # fmt: skip
 
 
@@ -63,6 +66,7 @@ def blueprint(
     vrrp_state: VrrpState,
     identity: Identity,
     virtual: CheckerClient,
+    forwarding: LogForwarding,
 ) -> Blueprint:
     """Return the route."""
     routes = Blueprint("diagnostics", __name__)
@@ -70,7 +74,8 @@ def blueprint(
         "time": time.time,
         "versions": _versions,
         "agent.conf": partial(read_if_exists, paths.etc / "agent.conf"),
-        "settings": lambda: runtime_settings.current(sender.settings).to_document(),
+        "settings": lambda: runtime_settings.current(sender.settings).to_document(hidden=runtime_settings.HIDDEN),
+        "logs": forwarding.status,
         "machine.cfg": partial(read_if_exists, paths.machine_configuration),
         "haproxy.cfg": partial(read_if_exists, paths.configuration),
         "keepalived.conf": partial(read_if_exists, paths.keepalived_configuration),

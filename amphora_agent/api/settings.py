@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GET and PUT /v2/settings: heartbeat targets and intervals, without a restart.
+"""GET and PUT /v2/settings: heartbeat targets, intervals and log targets, without a restart.
 
-Invariant: the agent stores settings before it uses them. A refused request changes nothing.
+Invariant: the agent stores settings before it uses them. A refused request changes nothing. No answer has a secret.
 """
 
 from __future__ import annotations
@@ -15,18 +15,20 @@ from amphora_agent import runtime_settings
 from amphora_agent.config import Settings
 from amphora_agent.drift.repair import DriftRepair
 from amphora_agent.errors import SettingsRefused
+from amphora_agent.log_forwarder.daemon import LogForwarding
 from amphora_agent.paths import Paths
 from amphora_agent.runtime_settings import RuntimeSettings
 from amphora_agent.stats.active_sender import ActiveSender
 
 
 class LiveSettings:
-    """The settings in use: of the sender of heartbeats, and of the drift check."""
+    """The settings in use: of the sender of heartbeats, of the drift check, and of the log forwarder."""
 
-    def __init__(self, paths: Paths, sender: ActiveSender, repair: DriftRepair) -> None:
+    def __init__(self, paths: Paths, sender: ActiveSender, repair: DriftRepair, forwarding: LogForwarding) -> None:
         self._paths = paths
         self._sender = sender
         self._repair = repair
+        self._forwarding = forwarding
 
     def current(self) -> RuntimeSettings:
         return runtime_settings.current(self._sender.settings)
@@ -47,6 +49,7 @@ class LiveSettings:
             if wanted != runtime_settings.current(present):
                 runtime_settings.keep(wanted, self._paths)
                 self._repair.set_interval(wanted.audit_interval)
+                self._forwarding.use(wanted.logs)
             return wanted.applied_to(present)
 
         self._sender.update(adopt)
@@ -69,4 +72,4 @@ def blueprint(live: LiveSettings) -> Blueprint:
 
 
 def _describe(found: RuntimeSettings) -> dict[str, Any]:
-    return {**found.to_document(), "digest": found.digest}
+    return {**found.to_document(hidden=runtime_settings.HIDDEN), "digest": found.digest}

@@ -21,6 +21,7 @@ from amphora_agent.drift.report import DriftReport
 from amphora_agent.errors import AgentError
 from amphora_agent.haproxy import config_file
 from amphora_agent.keepalived.vrrp_state import VrrpState
+from amphora_agent.log_forwarder.daemon import LogForwarding
 from amphora_agent.network import interfaces
 from amphora_agent.network.namespace import Namespace
 from amphora_agent.paths import Paths, read_if_exists
@@ -30,7 +31,7 @@ from amphora_agent.version import agent_version
 
 CAPABILITIES = [
     "bundle-1", "heartbeat-1", "haproxy-reload", "haproxy-runtime", "vrrp", "certificate", "audit", "configuration",
-    "settings",
+    "settings", "logs",
 ]  # fmt: skip
 
 
@@ -43,6 +44,7 @@ def blueprint(
     identity: Identity,
     drift: DriftReport,
     live: LiveSettings,
+    forwarding: LogForwarding,
 ) -> Blueprint:
     """Return the routes."""
     routes = Blueprint("state", __name__)
@@ -62,6 +64,7 @@ def blueprint(
             "changes": applier.change_counts(),
             "drift": drift.document(),
             "settings_digest": live.current().digest,
+            "logs": forwarding.status(),
             "capabilities": CAPABILITIES,
         }
 
@@ -78,6 +81,7 @@ def blueprint(
             "digest": confirmed.digest if confirmed is not None else None,
             "lost_generation": lost.bundle.generation if lost is not None else None,
             "settings_digest": live.current().digest,
+            "log_lines": forwarding.line_counts(),
         }
 
     @routes.get("/v2/configuration")

@@ -109,7 +109,7 @@ class Applier:
 
     @property
     def generation(self) -> int | None:
-        """The confirmed generation; 0 if its files are lost, None before the first one."""
+        """The confirmed generation; 0 if its files are lost, None before the first bundle."""
         confirmed = self._confirmed
         if confirmed is None:
             return 0 if self._lost is not None else None
@@ -138,7 +138,7 @@ class Applier:
         return self.apply_bundle(parse(body), digest(body))
 
     def apply_bundle(self, bundle: Bundle, received: str) -> ApplyResult:
-        """Apply a bundle, or return the result of a newer one in the queue.
+        """Apply a bundle, or return the result of a newer bundle in the queue.
 
         The agent stores the `received` digest with the bundle. Raises an AgentError as in docs/reference/agent-api.md;
         the amphora then serves the last good configuration.

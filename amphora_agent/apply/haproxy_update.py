@@ -39,7 +39,7 @@ RuntimeResult = Loaded | HaproxyError
 
 @dataclass(frozen=True)
 class HaproxyPlan:
-    """A configuration for HAProxy, compared with the present one.
+    """A configuration for HAProxy, compared with the present configuration.
 
     ``decision`` is None if HAProxy does not run. ``file`` has the content ``document``; an unchanged document is in
     HAProxy's own file. ``directory`` has the TLS files.

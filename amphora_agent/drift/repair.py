@@ -31,7 +31,7 @@ _RECENT_CHECKS = 10
 class DriftRepair:
     """Checks every `interval` seconds, and repairs, in its own thread.
 
-    `on_finding` is called when a difference was found, and when it is gone.
+    `on_finding` is called when the agent finds a difference, and when the difference is gone.
     """
 
     def __init__(

@@ -31,6 +31,7 @@ from amphora_agent.haproxy.runtime_socket import Socket
 from amphora_agent.haproxy.runtime_state import Loaded
 from amphora_agent.haproxy.verify import Verifier
 from amphora_agent.haproxy.workers import Workers
+from amphora_agent.log_settings import LOG_ADDRESS, LOG_PORT
 from amphora_agent.network.namespace import Namespace
 from amphora_agent.paths import Paths, read_if_exists, write, write_atomically
 from amphora_agent.services.control import ServiceManager, ServicePolicy
@@ -114,6 +115,7 @@ class Haproxy:
             metrics_socket=self._paths.metrics_socket,
             server_state=self._paths.server_state,
             empty=self._paths.empty,
+            log_target=f"{LOG_ADDRESS}:{LOG_PORT}",
         )
 
     def is_machine_configuration_intact(self) -> bool:
@@ -259,6 +261,7 @@ class Haproxy:
                 # next worker drains no server, and the agent ignores the error.
                 for command in drained:
                     self.worker.ask(worker_replacement.ready_command(command))
+                self._await_open_listeners()
             raise
         finally:
             # After a reload, the agent empties the server-state file. Otherwise HAProxy would read outdated states of
@@ -301,8 +304,8 @@ class Haproxy:
             closed = self.counters.finish(pid, 0.0)
             if closed:
                 _log.warning(
-                    "The agent ended HAProxy's old worker %d and closed its %d connections, because HAProxy has too "
-                    "many old workers",
+                    "The agent ended HAProxy's old worker with process id %d and closed its %d connections, because "
+                    "HAProxy has too many old workers",
                     pid,
                     closed,
                 )
@@ -313,8 +316,8 @@ class Haproxy:
                     # An old HAProxy worker stays while another process is connected to the worker, or while a client's
                     # connection is open.
                     _log.warning(
-                        "The agent kills HAProxy's old worker %d, because HAProxy has too many old workers and this "
-                        "worker does not end",
+                        "The agent kills HAProxy's old worker with process id %d, because HAProxy has too many old "
+                        "workers and this worker does not end",
                         pid,
                     )
                     self.ended_workers.append(closed)
@@ -364,6 +367,16 @@ class Haproxy:
             time.sleep(_POLL_SECONDS)
         raise HaproxyError("reload HAProxy", f"no new worker within {self._read_seconds:.0f} s")
 
+    def _await_open_listeners(self) -> None:
+        """Wait until the old worker accepts connections again after a failed reload.
+
+        A new worker that cannot bind an address asks the old worker to pause its listeners, and tries for two seconds.
+        A verification during the pause would find a difference and cause a needless reload.
+        """
+        deadline = time.monotonic() + _STOPPING_SECONDS
+        while runtime_state.closed_listeners(self.worker.ask(runtime_state.PROXIES)) and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+
     def _await_stopping(self, old: int | None) -> None:
         """Wait until the old worker accepts no connections.
 
@@ -371,8 +384,8 @@ class Haproxy:
         """
         deadline = time.monotonic() + _STOPPING_SECONDS
         with suppress(HaproxyError):
-            # An old HAProxy worker that does not answer is frozen. A frozen worker accepts no connections either, so
-            # the agent continues without the answer.
+            # The agent waits until the old worker has closed its listeners. An old worker that does not answer is
+            # frozen. It accepts no connections either, so the agent ends the wait.
             while old is not None and time.monotonic() < deadline:
                 if "\nStopping: 0\n" not in self.master.ask(f"@!{old} show info", seconds=_STOPPING_SECONDS):
                     return

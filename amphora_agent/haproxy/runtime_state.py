@@ -131,7 +131,7 @@ def listener_limits(answer: str) -> dict[str, int]:
 
 
 def closed_listeners(answer: str) -> list[str]:
-    """Return the listeners that an operator has disabled by hand."""
+    """Return the listeners that do not accept connections: disabled by an operator, or paused by HAProxy."""
     closed = [row[_PROXY] for row in _proxies(answer, "FRONTEND", _STATUS) if row[_STATUS] not in _LISTENS]
     return sorted(name for name in closed if not name.startswith(AGENT_PREFIX))
 

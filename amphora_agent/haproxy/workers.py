@@ -47,5 +47,5 @@ def excess_workers(workers: Workers, limit: int | None) -> tuple[int, ...]:
 
     After the reload there are at most `limit` old workers; None means `MAX_OLD_WORKERS`.
     """
-    room = max(0, (limit or MAX_OLD_WORKERS) - 1)
-    return workers.replaced[: max(0, len(workers.replaced) - room)]
+    retained = max(0, (limit or MAX_OLD_WORKERS) - 1)
+    return workers.replaced[: max(0, len(workers.replaced) - retained)]

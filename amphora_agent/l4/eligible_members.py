@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The members of a virtual server that keep their flows, and those that get new ones.
+"""The members of a virtual server that keep their flows, and the members that get new flows.
 
 Invariant: pure. A disabled or failed member keeps no flow and gets none. A member of weight 0 keeps its flows and gets
 no new ones. A backup member gets flows only while no other member of its family does.

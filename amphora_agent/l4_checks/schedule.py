@@ -24,7 +24,7 @@ OnCheckResult = Callable[[MemberKey, bool, str], None]
 
 @dataclass(eq=False)
 class _ScheduledCheck:
-    """The schedule of one member. Times are those of the monotonic clock."""
+    """The schedule of one member. Times are from the monotonic clock."""
 
     key: MemberKey
     target: Target

@@ -24,7 +24,7 @@ class TcpChecks:
         return Connection(self._loop, target, on_result)
 
     def close(self) -> None:
-        """The checks share nothing."""
+        """Do nothing, because the checks share no resources."""
 
 
 class Connection:

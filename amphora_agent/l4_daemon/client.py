@@ -214,7 +214,7 @@ class CheckerClient:
             self._services.start(SERVICE, argv, inner=True, policy=policy)
 
     def _wait_for_version(self, version_wanted: str | None) -> str:
-        """Poll the version until it is the wanted one; None accepts any version. Returns the version."""
+        """Poll the version until it equals the wanted version; None accepts any. Returns the version."""
         deadline = time.monotonic() + START_TIMEOUT_SECONDS
         while True:
             with suppress(VirtualServersError):

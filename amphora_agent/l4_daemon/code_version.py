@@ -10,7 +10,8 @@ from zlib import crc32
 PACKAGES = ("l4", "l4_checks", "l4_daemon", "l4_flow_log", "l4_nftables")
 # The L4 daemon imports these files from outside its packages, so its code version includes them. A unit test compares
 # the list with the imports.
-ELSEWHERE = ("__init__.py", "errors.py", "network/__init__.py", "network/libnftables.py", "network/icmp_echo.py")
+_NETWORK = ("network/__init__.py", "network/libnftables.py", "network/icmp_echo.py")
+ELSEWHERE = ("__init__.py", "errors.py", "log_settings.py", *_NETWORK)
 
 
 def version() -> str:

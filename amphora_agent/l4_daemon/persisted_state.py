@@ -36,7 +36,7 @@ def parse_desired(found: Mapping[str, Any]) -> DesiredState:
 
 @dataclass
 class LoadedState:
-    """The content of both files; defaults for a missing one."""
+    """The content of both files; defaults for a missing file."""
 
     desired: DesiredState = DesiredState(None, (), False)
     states: Mapping[MemberKey, State] = field(default_factory=dict)

@@ -20,6 +20,7 @@ from amphora_agent.l4.netlink import NETFILTER, attach_filter
 from amphora_agent.l4.stderr_log import log
 from amphora_agent.l4_flow_log import conntrack_events
 from amphora_agent.l4_flow_log.attribution import FlowAttribution, FlowTimeouts
+from amphora_agent.l4_flow_log.datagram_writer import DatagramWriter
 from amphora_agent.l4_flow_log.stdout_writer import StdoutWriter
 
 SHARE = 5
@@ -58,6 +59,7 @@ class FlowLog:
         self._loop = loop
         self._make_writer = make_writer
         self._writer: StdoutWriter | None = None
+        self._datagrams: DatagramWriter | None = None
         self._socket: socket.socket | None = None
         self._attribution = FlowAttribution()
         self._logged = self._dropped = self._lost_on_former_sockets = self._reported = 0
@@ -95,6 +97,7 @@ class FlowLog:
         try:
             self._socket = self._open_socket()
             self._writer = self._make_writer()
+            self._datagrams = DatagramWriter()
         except OSError as error:
             if self._socket is not None:
                 self._socket.close()
@@ -144,6 +147,8 @@ class FlowLog:
                 flows = conntrack_events.parse_events(self._socket.recv(_MAX_MESSAGE_BYTES))
                 read += 1
                 lines += filter(None, (self._attribution.render(flow, timeouts) for flow in flows))
+        if self._datagrams is not None:
+            self._datagrams.write(lines)
         dropped = len(lines) if self._writer is None else self._writer.write(lines)
         self._dropped += dropped
         self._logged += len(lines) - dropped
@@ -176,9 +181,10 @@ class FlowLog:
         self._loop.remove(self._socket)
         self._socket.close()
         self._socket = None
-        if self._writer is not None:
-            self._writer.close()
-        self._writer = None
+        for writer in (self._writer, self._datagrams):
+            if writer is not None:
+                writer.close()
+        self._writer = self._datagrams = None
 
 
 def _enable_setting(name: str) -> None:

@@ -17,7 +17,8 @@ Weighted = Sequence[tuple[int, int]]
 """Members as numbers, which mean the same member on every machine, each with its weight (1 or more)."""
 
 # The sizes of the hash table are primes. So a member that searches for slots at a fixed distance (`skip`) reaches every
-# slot. With 15 slots for each member, a member's share of the slots is exact to a few percent.
+# slot. With at least 15 slots for each member, a member's share of the slots is exact to a few percent. The largest
+# table has 65,521 slots, so with more than 4,368 members each has fewer slots, and the shares are less exact.
 _SIZES = (1021, 4093, 16381, 65521)
 _SLOTS_PER_MEMBER = 15
 _MAX_TURNS = 4096

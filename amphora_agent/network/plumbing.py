@@ -145,8 +145,8 @@ class Plumbing:
             self._is_changing = False
         except AgentError as error:
             _log.error(
-                "The agent could not restore the former network of the amphora, and retries at the next drift check: "
-                "%s",
+                "The agent could not restore the former network settings of the amphora, and retries at the next drift "
+                "check: %s",
                 error,
             )
 

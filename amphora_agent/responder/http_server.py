@@ -196,7 +196,7 @@ class _Session:
         self._on_scrape = on_scrape
         self._targets = targets
         self._version = version
-        self._most = _room()
+        self._most = _connection_limit()
         # The keys are file descriptors, and the values are open connections. The connection with the earliest deadline
         # comes first.
         self._open: dict[int, Exchange] = {}
@@ -371,7 +371,7 @@ def _log(text: str, *, unexpected: bool) -> None:
     sys.stderr.flush()
 
 
-def _room() -> int:
+def _connection_limit() -> int:
     """Return the limit of open connections: half of the process's files. Raises the limit of files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _WANTED_FILES if hard == resource.RLIM_INFINITY else min(hard, _WANTED_FILES)

@@ -28,6 +28,7 @@ from typing import Any
 
 from amphora_agent.paths import Paths
 from amphora_agent.services.health_file import HealthFile, Probe
+from amphora_agent.services.output_lines import is_admin, to_datagram
 
 CLONE_NEWNET = 0x40000000
 MS_BIND = 4096
@@ -143,6 +144,9 @@ class Supervisor:
         self._kept: dict[str, int] = {}
         self._selector = selectors.DefaultSelector()
         self._ending: float | None = None
+        self._log_socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._log_socket.setblocking(False)
+        self._unforwarded = 0
         self._handlers: dict[str, Callable[[socket.socket, dict[str, Any]], dict[str, Any] | None]] = {
             name: getattr(self, f"_on_{name}")
             for name in ("start", "stop", "dismiss", "signal", "status", "log", "keep", "kept", "drop")
@@ -205,7 +209,24 @@ class Supervisor:
             self._selector.unregister(reader)
             os.close(reader)
             return
-        service.log.extend(data.decode(errors="replace").splitlines())
+        lines = data.decode(errors="replace").splitlines()
+        service.log.extend(lines)
+        self._forward(service.name, lines)
+
+    def _forward(self, name: str, lines: list[str]) -> None:
+        """Send administrative lines to the log forwarder, if it runs. Never waits."""
+        for line in filter(partial(is_admin, name), lines):
+            try:
+                if self._unforwarded:
+                    missing = f"{self._unforwarded} lines are missing, because the log forwarder was too slow"
+                    self._log_socket.sendto(to_datagram("supervisor", missing), os.fspath(self._paths.admin_log_socket))
+                    self._unforwarded = 0
+                self._log_socket.sendto(to_datagram(name, line), os.fspath(self._paths.admin_log_socket))
+            except BlockingIOError:
+                self._unforwarded += 1
+            except OSError:
+                # Without a log target, no log forwarder runs.
+                return
 
     def _reap(self) -> None:
         with suppress(ChildProcessError):
@@ -234,10 +255,10 @@ class Supervisor:
             f"in {backoff:.1f} s. Last line of the daemon: {last}"
         )
 
-    @staticmethod
-    def _log(line: str) -> None:
+    def _log(self, line: str) -> None:
         sys.stderr.write(f"supervisor: {line}\n")
         sys.stderr.flush()
+        self._forward("supervisor", [line])
 
     def _accept(self) -> None:
         connection, _ = self._control.accept()

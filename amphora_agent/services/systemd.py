@@ -115,8 +115,8 @@ class Systemd:
             finally:
                 os.close(descriptor)
         except (ProcessLookupError, FileNotFoundError):
-            # For a process that has exited, the pidfd functions raise ProcessLookupError, or on Linux 6.16
-            # FileNotFoundError.
+            # For a process that has exited, the pidfd functions fail with ESRCH. Some versions of Linux return ENOENT
+            # if the process exits during pidfd_open.
             raise missing from None
 
     def log(self, name: str) -> list[str]:

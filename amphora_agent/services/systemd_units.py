@@ -44,7 +44,7 @@ class Confinement:
     compiles: bool = False
 
 
-CHECKER_USER, RESPONDER_USER = "amphora-checker", "amphora-responder"
+CHECKER_USER, RESPONDER_USER, LOG_FORWARDER_USER = "amphora-checker", "amphora-responder", "amphora-logs"
 _IP = ("UNIX", "INET", "INET6")
 _PACKETS = (*_IP, "NETLINK", "PACKET")
 _NETWORK_CAPABILITIES = ("NET_ADMIN", "NET_RAW")
@@ -60,6 +60,7 @@ CONFINEMENTS: Mapping[str, Confinement] = {
     "amphora-checker": Confinement(
         CHECKER_USER, _NETWORK_CAPABILITIES, _PACKETS, directory="amphora-agent/checker", sets=True
     ),
+    "amphora-log-forwarder": Confinement(LOG_FORWARDER_USER, (), _IP, directory="amphora-agent/log-forwarder"),
 }
 
 

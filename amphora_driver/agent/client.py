@@ -184,7 +184,7 @@ class AgentClient:
         server_ca: bytes | None = None,
         deadline: Deadline | None = None,
     ) -> Renewed:
-        """Give the amphora a new certificate with its key in one PEM, even if its present one has expired.
+        """Give the amphora a new certificate and key in one PEM, even if its present certificate has expired.
 
         The client still checks the issuer, name and purpose of the present certificate. New CAs of controllers in PEM
         must include the CA of this controller. None keeps the present CAs.

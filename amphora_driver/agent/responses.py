@@ -31,16 +31,24 @@ class Applied(msgspec.Struct, frozen=True, kw_only=True):
     loaded: Loaded = Loaded()
 
 
+class LogLines(msgspec.Struct, frozen=True, kw_only=True):
+    """Numbers of forwarded log lines since the start of the log forwarder, over all targets."""
+
+    sent: int = 0
+    lost: int = 0
+
+
 class BundleState(msgspec.Struct, frozen=True, kw_only=True):
     """The last confirmed bundle. Its fields are None before the first bundle.
 
-    Older agents report no digest of their settings.
+    Older agents report no digest of their settings. Agents without `log_lines` refuse settings with log targets.
     """
 
     generation: Generation | None = None
     applied_at: dt.datetime | None = None
     digest: str | None = None
     settings_digest: str | None = None
+    log_lines: LogLines | None = None
 
 
 class SettingsState(msgspec.Struct, frozen=True, kw_only=True):

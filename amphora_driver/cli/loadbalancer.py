@@ -47,13 +47,13 @@ class ListLoadBalancers(Lister):
         argument(
             "--stale", action="store_true", help="Only load balancers with an amphora without a recent heartbeat."
         ),
-        argument("--dirty", action="store_true", help="Only load balancers with a job that is not done."),
+        argument("--unfinished", action="store_true", help="Only load balancers with a job that is not done."),
         argument("--long", action="store_true", help="Show more columns: reason, VIPs, owner of the job, and drift."),
     )
 
     def take_action(self, parsed_args: argparse.Namespace) -> Table:
         conditions = [job.c.project_id == parsed_args.project] if parsed_args.project else []
-        conditions += [job.c.dirty] if parsed_args.dirty else []
+        conditions += [job.c.dirty] if parsed_args.unfinished else []
         found: list[LoadBalancerSummary] = self.app.read(
             lambda connection: queries.list_load_balancers(connection, *conditions)
         )
@@ -199,7 +199,7 @@ def _amphora_fields(row: Any, one: LoadBalancerSummary) -> dict[str, Any]:
 
 
 def _vips(connection: sa.Connection, node: LoadBalancer) -> dict[str, Any]:
-    """Return the VIPs, their QoS policy and security groups, and the reason for missing ones.
+    """Return the VIPs, their QoS policy and security groups, and the reason for missing VIPs.
 
     Octavia does not show an address that was allocated after the creation; an operator finds it here.
     """

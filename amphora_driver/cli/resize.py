@@ -30,8 +30,8 @@ _SOURCE = "JSON|@FILE"
 class ResizeLoadBalancer(Command):
     """Change flavor or availability zone of a load balancer: size, topology, zone, limits and time-outs.
 
-    The metadata replace the present ones completely. A load balancer keeps its topology if the flavor names none.
-    Octavia continues to show the original flavor and zone.
+    The given metadata replace the present metadata completely. A load balancer keeps its topology if the flavor names
+    none. Octavia continues to show the original flavor and zone.
     """
 
     arguments = (
@@ -94,7 +94,7 @@ def _read_metadata(what: str, given: str | None) -> dict[str, Any] | None:
 
 
 def _value(value: object) -> str:
-    """Return a value of a profile as text; an unset one follows the configuration."""
+    """Return a value of a profile as text. If the profile has no value, the configuration applies."""
     if value is None:
         return "as configured"
     return escape_unprintable(", ".join(value) if isinstance(value, tuple) else str(getattr(value, "value", value)))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The boot files of an amphora as one document in Nova's user data.
 
-Invariant: no I/O. `amphora_agent/config_drive.py` reads the document in the image. The user data of Nova has a limit
-that depends on the size only. Injected files have a quota of five, and newer versions of Nova's API refuse them.
+Invariant: no I/O. `amphora_agent/config_drive.py` reads the document in the image. Nova limits only the size
+of the user data. For injected files, Nova has a quota of five by default, and its newer API versions refuse them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rate limit for boots, in which fail-overs precede new load balancers.
 
-Invariant: no call waits. An urgent boot starts at once and delays the later ones, so the average rate still holds.
+Invariant: no call waits. An urgent boot starts at once. It delays the later boots, so the average rate stays the same.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The compute backend of OpenStack: servers of Nova from images of Glance.
 
-Invariant: a server carries the tags of the deployment and of its amphora from its creation on. The backend changes or
-deletes no server without both. Nova has no token for idempotent creation: each boot looks up the tags first, and no
-request that creates a server is repeated. The constructor connects to no service. `docs/reference/nova.md` describes
-the objects.
+Invariant: a server has the tags of the deployment and of its amphora from its creation on. The backend changes and
+deletes only servers with both tags. Nova has no token for idempotent creation. So each boot first searches for the
+tags, and the backend never repeats a request that creates a server. The constructor connects to no service.
+`docs/reference/nova.md` describes the objects.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class NovaCompute:
         """Check that flavor, image, zones and network exist. A cache limits the number of requests.
 
         Raises:
-            UnsupportedOption: one does not exist.
+            UnsupportedOption: one of these objects does not exist.
             ComputeError: a service of the cloud does not answer.
         """
         self._profiles.validate(metadata)
@@ -113,7 +113,7 @@ class NovaCompute:
         return all(one is None or one.state is not MachineState.BUILDING for one in found)
 
     def boot(self, request: BootRequest) -> Machine:
-        """Create a server for the amphora, or return the existing one. A failed one is replaced."""
+        """Create a server for the amphora, or return the existing one. A failed server is replaced."""
         wanted = f"boot amphora {request.amphora_id}"
         with translated_for_compute(wanted):
             found = self._find(request.amphora_id)
@@ -122,8 +122,9 @@ class NovaCompute:
                 self._delete_duplicates(request.amphora_id, kept, found)
                 return servers.to_machine(kept)
             if found:
-                # The deletion of a server releases its ports, even if another server uses them. The backend therefore
-                # creates the new server after the end of the deletion.
+                # At the end of a deletion, Nova unbinds the ports that it has recorded for the server, without a check
+                # that another server uses them now. So the backend creates the new server, which gets the same ports,
+                # only after the end of the deletion.
                 self._remove(request.amphora_id, found, wanted)
             return self._create(request, found, wanted)
 
@@ -163,7 +164,7 @@ class NovaCompute:
         return {amphora_id: servers.location_of(one) for amphora_id, one in chosen.items() if one is not None}
 
     def host_names(self, name: str) -> frozenset[str]:
-        """The name, and the hash that Nova shows to this project instead of it."""
+        """Return the name of a hypervisor, and the hash that Nova shows to this project instead of the name."""
         return frozenset({name, servers.host_id(self._nova.project_id(), name)})
 
     def release_load_balancer(self, load_balancer_id: str) -> None:

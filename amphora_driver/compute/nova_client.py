@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests to Nova: servers by tag, interfaces, server groups, flavors, zones.
 
-Invariant: each method sends one request, a paged list one for each page. A missing object is None or False, any other
-refusal is an `ApiError`. No request is repeated. Nova shows the user data, which contain keys, to administrators: the
-client logs no details of servers and returns them without user data.
+Invariant: each method sends one request, or one for each page of a list. For a missing object, a method returns None or
+False. For any other refusal, it raises `ApiError`. No request is repeated. Nova shows the user data, which contain
+keys, to administrators. So the client logs no details of servers, and returns them without user data.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of the Nova flavors, zones, images and networks that Octavia's flavors and zones name.
 
-Invariant: an object that exists is cached. A missing one is read again at the next check, so that the operator can
-create it meanwhile.
+Invariant: only existing objects are cached. A missing object is read again at the next check, because the operator may
+have created it meanwhile.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Profiles:
         """Check the objects that the metadata of a flavor or availability zone names.
 
         Raises:
-            UnsupportedOption: one does not exist.
+            UnsupportedOption: one of these objects does not exist.
             ComputeError: a service of the cloud does not answer.
         """
         for key, value in metadata.items():
@@ -169,7 +169,7 @@ class Profiles:
 
 
 class _NotFoundError(Exception):
-    """The object does not exist; it prevents that its absence is cached."""
+    """The object does not exist. The cache stores nothing if its read function raises this error."""
 
 
 _IMAGE_REMEDY = "Upload an image with this tag in the project of [amp_compute_nova] image_owner."

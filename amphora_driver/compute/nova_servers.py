@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tags, request bodies and states of Nova's servers. Pure.
 
-Invariant: a server belongs to an amphora of this deployment if it has both tags. Both are part of the creating request.
-The name is for operators only.
+Invariant: a server belongs to an amphora of this deployment if it has both tags. The request that creates the server
+contains both tags. The name is for operators only.
 """
 
 from __future__ import annotations
@@ -204,7 +204,8 @@ def lacked_host(server: Json) -> bool:
 def choose(found: Sequence[Json]) -> Json | None:
     """Return the server to keep of several of one amphora: the oldest that has not failed.
 
-    All servers of an amphora name the same port, so the youngest may be the one that works.
+    All servers of an amphora use the same port, and Nova attaches a port to one server only. So the oldest server may
+    be a failed one.
     """
     return min(found, key=lambda one: (state_of(one) is MachineState.FAILED, one["created"], one["id"]), default=None)
 

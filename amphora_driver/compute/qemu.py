@@ -177,10 +177,10 @@ def _remove_interface(monitor: Monitor, port: Port) -> None:
         # refusal.
         monitor.try_execute("device_del", id=device_id(port))
         if not monitor.wait_until_removed(device_id(port), _RELEASE_SECONDS):
-            words = (_RELEASE_SECONDS, port.id)
+            words = (port.id, _RELEASE_SECONDS)
             LOG.warning(
-                "a guest did not release its network interface within %g s, so the compute backend keeps the interface "
-                "and removes only QEMU's netdev of port %s",
+                "the virtual machine did not release the interface of port %s within %g s, so the compute backend "
+                "keeps the interface and removes only its QEMU netdev",
                 *words,
             )
     monitor.try_execute("netdev_del", id=qemu_command.tap_options(port)["id"])

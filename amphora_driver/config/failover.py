@@ -31,32 +31,32 @@ OPTIONS: dict[str, dict[cfg.Opt, str]] = {
             "The circuit breaker opens if more than this percentage of all amphorae fall silent within breaker_window. "
             "No automatic fail-over begins while it is open. 0 to 100."
         ),
-        cfg.IntOpt("breaker_floor", default=3, min=1): (
+        cfg.IntOpt("breaker_min", default=3, min=1): (
             "Smallest number of silent amphorae to which breaker_percent applies. At least 1."
         ),
-        cfg.IntOpt("breaker_most", default=50, min=1): (
+        cfg.IntOpt("breaker_max", default=50, min=1): (
             "The circuit breaker opens if more than this number of amphorae fall silent within breaker_window. At "
             "least 1."
         ),
         cfg.FloatOpt("breaker_window", default=120.0, min=1.0): (
             "Time window in seconds in which the circuit breaker counts amphorae that fell silent. At least 1."
         ),
-        cfg.FloatOpt("breaker_calm", default=30.0, min=0.0): (
+        cfg.FloatOpt("breaker_close_after", default=30.0, min=0.0): (
             "Seconds for which the number of silent amphorae must stay below both limits before the circuit breaker "
             "closes. 0 or more."
         ),
-        cfg.FloatOpt("breaker_trial", default=600.0, min=0.0): (
+        cfg.FloatOpt("breaker_trial_after", default=600.0, min=0.0): (
             "Seconds after which an open circuit breaker permits one trial fail-over at a time. If the trial succeeds, "
             "more fail-overs follow. 0 or more."
         ),
         cfg.IntOpt("most_at_once", default=5, min=1): (
             "Largest number of automatic fail-overs in progress at the same time. At least 1."
         ),
-        cfg.FloatOpt("pause_first", default=60.0, min=0.0): (
+        cfg.FloatOpt("backoff_first", default=60.0, min=0.0): (
             "Back-off in seconds between two automatic fail-overs of the same load balancer; each further fail-over "
             "doubles it. 0 or more."
         ),
-        cfg.FloatOpt("pause_most", default=3600.0, min=0.0): "Upper limit of this back-off, in seconds. 0 or more.",
+        cfg.FloatOpt("backoff_max", default=3600.0, min=0.0): "Upper limit of this back-off, in seconds. 0 or more.",
         cfg.FloatOpt("keep_history", default=7_776_000.0, min=0.0): (
             "Seconds for which records of past fail-overs are kept. The default is 90 days. 0 or more."
         ),

@@ -21,6 +21,7 @@ from amphora_driver.config import (
     failover,
     haproxy,
     health,
+    logs,
     maintenance,
     octavia,
     openstack,
@@ -31,7 +32,7 @@ from amphora_driver.config import (
 from amphora_driver.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 DEFAULT_FILE = "/etc/amphora-driver/amphora-driver.conf"
 FILE_VARIABLE = "AMPHORA_DRIVER_CONFIG"
@@ -43,6 +44,7 @@ _MODULES = (
     agent,
     octavia,
     health,
+    logs,
     haproxy,
     backends,
     openstack,
@@ -52,14 +54,14 @@ _MODULES = (
 )
 
 
-def _with_help(options: dict[cfg.Opt, str]) -> list[cfg.Opt]:
+def with_help(options: dict[cfg.Opt, str]) -> list[cfg.Opt]:
     """Return the options, each with its help text."""
     for option, text in options.items():
         option.help = text
     return list(options)
 
 
-GROUPS = {group: _with_help(options) for one in _MODULES for group, options in one.OPTIONS.items()}
+GROUPS = {group: with_help(options) for one in _MODULES for group, options in one.OPTIONS.items()}
 
 
 def load(files: Sequence[str] | None = None) -> cfg.ConfigOpts:
@@ -67,15 +69,31 @@ def load(files: Sequence[str] | None = None) -> cfg.ConfigOpts:
 
     The function raises ConfigurationError if a file does not exist or is not valid.
     """
+    return load_groups(GROUPS, files, "amphora-driver", FILE_VARIABLE, DEFAULT_FILE)
+
+
+def load_groups(
+    groups: Mapping[str, Sequence[cfg.Opt]], files: Sequence[str] | None, project: str, variable: str, default: str
+) -> cfg.ConfigOpts:
+    """Return the options of some groups and those of logging.
+
+    Args:
+        files: configuration files; None for the file that the environment `variable` names, or the file `default` if
+            it exists.
+        project: name of the program for oslo.config.
+
+    Raises:
+        ConfigurationError: a file does not exist or is not valid.
+    """
     conf = cfg.ConfigOpts()
     log.register_options(conf)
-    for group, options in GROUPS.items():
+    for group, options in groups.items():
         conf.register_opts(options, group=group)
-    named = os.environ.get(FILE_VARIABLE)
+    named = os.environ.get(variable)
     if files is None:
-        files = [named] if named else [path for path in (DEFAULT_FILE,) if os.path.exists(path)]  # noqa: PTH110 - oslo.config takes paths as text
+        files = [named] if named else [path for path in (default,) if os.path.exists(path)]  # noqa: PTH110 - oslo.config takes paths as text
     try:
-        conf([], project="amphora-driver", default_config_files=list(files), default_config_dirs=[])
+        conf([], project=project, default_config_files=list(files), default_config_dirs=[])
     except cfg.Error as error:
         raise ConfigurationError("read the configuration", str(error), f"Check {', '.join(files)}.") from error
     return conf

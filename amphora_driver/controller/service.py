@@ -386,8 +386,9 @@ class ControllerService(cotyledon.Service):
         # here.
         if not self._controller.wait(_STOP_TIMEOUT):
             LOG.warning(
-                "the controller stops with running jobs, and another controller continues these jobs after "
-                "their leases expire"
+                "controller %s stops although some of its jobs still run; other controllers continue these jobs after "
+                "the leases expire",
+                self.name,
             )
 
 

@@ -9,9 +9,9 @@ result is unknown, and `write` retries only if a commit marker (`set_commit_mark
 Servers use READ COMMITTED. A transaction locks rows that it reads and then writes (`with_for_update`), or adds a
 condition to the write. SQLite writers queue for a file lock, see `sqlite_write_lock`.
 
-Every answer has a time-out. The server aborts the transaction of a stopped client, which releases the row locks. No
-code relies on locks that are visible on other Galera nodes. Colliding writes of two nodes fail at COMMIT with error
-1213, and `write` retries.
+Every answer has a time-out. MariaDB and PostgreSQL abort the idle transaction of a stopped client, which releases the
+row locks; MySQL has no such time-out. No code relies on locks that are visible on other Galera nodes. Colliding writes
+of two nodes fail at COMMIT with error 1213, and `write` retries.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _RETRY_CODES = {1213, 1205, "40001", "40P01", "55P03"}
 # Galera cluster (1047, 1180), a shutdown (1053) or a killed connection (1927). PostgreSQL reports a shutdown (57P01), a
 # crash (57P02), a start (57P03) or an idle transaction time-out (25P03).
 _UNAVAILABLE_CODES = {1047, 1180, 1053, 1927, "57P01", "57P02", "57P03", "25P03"}
-# After a collision of transactions, `Database.write` retries a transaction for 20 seconds. The database server ends an
-# idle transaction of another process earlier, and thereby releases its locks. Even if four hosts write the same rows
+# After a collision of transactions, `Database.write` retries a transaction for 20 seconds. MariaDB and PostgreSQL end
+# an idle transaction of another process earlier, and thereby release its locks. Even if four hosts write the same rows
 # through two Galera nodes, 20 seconds are enough.
 _RETRY_SECONDS = 20.0
 # If the database server seems unavailable, `Database` tries a transaction twice. The first attempt may use an old
@@ -57,7 +57,9 @@ _UNAVAILABLE_ATTEMPTS = 2
 # COMMIT succeeded.
 _UNCONFIRMED_SECONDS = 6.0
 _CONNECT_SECONDS = 3
-# The database server ends a wait for a lock after five seconds, and ends an idle transaction after ten seconds.
+# The database server ends a wait for a lock after five seconds. MariaDB and PostgreSQL also end an idle transaction
+# after ten seconds. MySQL has no such time-out: a stopped client keeps its locks until the server closes the
+# connection.
 _LOCK_SECONDS = 5
 _IDLE_SECONDS = 10
 # A database client waits eight seconds for an answer. The server ends a wait for a lock after five seconds, so the
@@ -101,9 +103,18 @@ class Database:
         durable: whether a commit must survive a power failure. Needed for accepted requests, not for data that can be
             computed again. Affects SQLite only.
         answer_timeout: seconds to wait for a server's answer to one statement.
+        schema: the schema that the database must have.
     """
 
-    def __init__(self, url: str, *, durable: bool = True, answer_timeout: float = _ANSWER_SECONDS) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        durable: bool = True,
+        answer_timeout: float = _ANSWER_SECONDS,
+        schema: schema_check.Schema = schema_check.DRIVER,
+    ) -> None:
+        self.schema = schema
         self._url = url
         self._durable = durable
         self._answer_timeout = answer_timeout
@@ -275,11 +286,11 @@ class Database:
         now = time.monotonic()
         if self._schema_checked_at is None or now - self._schema_checked_at > _SCHEMA_VALID_SECONDS:
             self._schema_checked_at = None
-            schema_check.require_known_schema(connection)
+            schema_check.require_known_schema(connection, self.schema)
             self._schema_checked_at = now
 
     def _create_engine(self) -> sa.Engine:
-        url = parse_url(self._url)
+        url = parse_url(self._url, self.schema.option)
         if url.get_backend_name() != "sqlite":
             options: dict[str, Any] = {"isolation_level": "READ COMMITTED", "pool_pre_ping": True, "pool_recycle": 3600}
             limits, postgresql = _connect_arguments(url, self._answer_timeout), url.get_backend_name() == "postgresql"
@@ -305,9 +316,9 @@ class Database:
         return postgresql.connect_with_timeout(self._answer_timeout, tuple(arguments), dict(options))
 
 
-def parse_url(text: str) -> sa.URL:
-    """Parse a database URL, or raise a `ConfigurationError` that does not quote the password."""
-    attempt, remedy = "use the database", "Check [amp_database] connection."
+def parse_url(text: str, option: str = schema_check.DRIVER.option) -> sa.URL:
+    """Parse the URL of an option, or raise a `ConfigurationError` that does not quote the password."""
+    attempt, remedy = "use the database", f"Check {option}."
     try:
         url = sa.make_url(text)
         url.get_dialect().import_dbapi()

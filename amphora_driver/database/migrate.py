@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Upgrade a database to the schema of this version.
 
-Invariant: only migrations change the schema of a deployed database. `tables.py` describes the result of the last one,
-and a test compares the two. An upgrade may be interrupted at any point and repeated. Each migration step checks whether
-it is done (migrations/repeatable.py), because MariaDB commits in the middle of a migration. A lock lets one upgrade run
-at a time. The upgrade does not change a database that a newer version upgraded.
+Invariant: only migrations change the schema of a deployed database. `Schema.metadata` describes the result of the last
+one, and a test compares the two. An upgrade may be interrupted at any point and repeated. Each migration step checks
+whether it is done (migrations/repeatable.py), because MariaDB commits in the middle of a migration. A lock lets one
+upgrade run at a time. The upgrade does not change a database that a newer version upgraded.
 
 A process of the old version must not use the database during an upgrade: it writes data the new version does not
 expect, and ignores operations the new version has begun (a CA rotation, for example). `active_processes` lists such
@@ -30,22 +30,16 @@ from sqlalchemy.exc import DBAPIError
 
 from amphora_driver.database import clock, schema_check
 from amphora_driver.database.engine import Database, parse_url
+from amphora_driver.database.schema_check import DRIVER, Schema
 from amphora_driver.errors import SchemaMismatch, StoreError
 
 LOG = logging.getLogger(__name__)
 
 _ATTEMPT = "upgrade the database"
 _ATTEMPTS = 5
-# A database upgrade holds a lock until the database connection of the lock ends. MariaDB identifies the lock by a name,
-# PostgreSQL by a number.
-_LOCK_NAME = "amphora-driver schema"
-_LOCK_NUMBER = 0x616D_7068
 # A database upgrade waits up to ten minutes for another upgrade, because adding a column to a large table may take
 # minutes.
 _LOCK_SECONDS = 600
-# A process of the control plane writes a heartbeat every two seconds. After seven seconds without a heartbeat, the
-# process counts as dead.
-_PROCESS_ALIVE_SECONDS = 7.0
 
 
 class Upgrade(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,20 +49,20 @@ class Upgrade(msgspec.Struct, frozen=True, kw_only=True):
     after: str
 
 
-def upgrade(url: str) -> Upgrade:
-    """Upgrade the database at this URL to the newest schema. Idempotent.
+def upgrade(url: str, schema: Schema = DRIVER) -> Upgrade:
+    """Upgrade the database at this URL to the newest revision of its schema. Idempotent.
 
     Raises:
         ConfigurationError: the URL is invalid, or its driver is not installed.
         SchemaMismatch: the schema is newer than this version.
         StoreError: the database refused a step. The next upgrade continues after the completed steps.
     """
-    engine = _upgrade_engine(url)
+    engine = _upgrade_engine(url, schema)
     try:
         for attempt in range(1, _ATTEMPTS + 1):
             try:
-                with _upgrade_lock(engine):
-                    return _run_migrations(engine)
+                with _upgrade_lock(engine, schema):
+                    return _run_migrations(engine, schema)
             except (DBAPIError, CommandError) as error:
                 text = str(error.orig) if isinstance(error, DBAPIError) and error.orig else str(error)
                 if attempt == _ATTEMPTS:
@@ -82,27 +76,24 @@ def upgrade(url: str) -> Upgrade:
         engine.dispose()
 
 
-def active_processes(url: str) -> tuple[str, ...]:
+def active_processes(url: str, schema: Schema = DRIVER) -> tuple[str, ...]:
     """Return the processes, of any version, that use a database with an outdated schema.
 
     A crashed process counts until its leases and duties expire.
     """
-    engine = _upgrade_engine(url)
+    engine = _upgrade_engine(url, schema)
     try:
         with engine.connect() as connection:
-            if schema_check.read_revisions(connection) in {(), (schema_check.known_revisions()[-1],)}:
+            if schema_check.read_revisions(connection, schema) in {(), schema_check.known_revisions(schema)[-1:]}:
                 return ()
             there = set(sa.inspect(connection).get_table_names())
             now = clock.now(connection)
-            # The search for running processes reads only columns that exist in every revision of the database schema.
-            columns = {"job": ("owner", "leased_until", 0.0), "duty": ("owner", "leased_until", 0.0)}
-            columns["process"] = ("name", "seen_at", -_PROCESS_ALIVE_SECONDS)
             found: set[str] = set()
-            for table, (name, until, grace) in columns.items():
-                if table in there:
-                    rows = sa.table(table, sa.column(name), sa.column(until, sa.Double))
-                    alive = rows.c[name].is_not(None), rows.c[until] > now + grace
-                    found.update(connection.scalars(sa.select(rows.c[name]).where(*alive)))
+            for one in schema.activities:
+                if one.table in there:
+                    rows = sa.table(one.table, sa.column(one.name), sa.column(one.until, sa.Double))
+                    alive = rows.c[one.name].is_not(None), rows.c[one.until] > now - one.grace
+                    found.update(connection.scalars(sa.select(rows.c[one.name]).where(*alive)))
             return tuple(sorted(found))
     except DBAPIError as error:
         raise StoreError("list the processes that use the database", str(error.orig or error)) from error
@@ -110,42 +101,43 @@ def active_processes(url: str) -> tuple[str, ...]:
         engine.dispose()
 
 
-def alembic_config(connection: sa.Connection) -> Config:
+def alembic_config(connection: sa.Connection, schema: Schema = DRIVER) -> Config:
     """Return the Alembic configuration that runs the migrations on an open connection."""
     config = Config()
-    config.set_main_option("script_location", str(schema_check.MIGRATIONS))
+    config.set_main_option("script_location", str(schema.migrations))
     config.set_main_option("path_separator", "os")
     config.attributes["connection"] = connection
     return config
 
 
-def _upgrade_engine(url: str) -> sa.Engine:
+def _upgrade_engine(url: str, schema: Schema = DRIVER) -> sa.Engine:
     # On MariaDB and PostgreSQL, an upgrade uses an engine without answer time-outs, because changing a large table may
     # take minutes.
-    found = parse_url(url)
-    return Database(url).engine if found.get_backend_name() == "sqlite" else sa.create_engine(found)
+    found = parse_url(url, schema.option)
+    return Database(url, schema=schema).engine if found.get_backend_name() == "sqlite" else sa.create_engine(found)
 
 
-def _run_migrations(engine: sa.Engine) -> Upgrade:
-    newest = schema_check.known_revisions()[-1]
+def _run_migrations(engine: sa.Engine, schema: Schema) -> Upgrade:
+    known = schema_check.known_revisions(schema)
+    newest = known[-1]
     with engine.connect() as connection:
-        found = schema_check.read_revisions(connection)
-        if any(one not in schema_check.known_revisions() for one in found):
-            happened, remedy = schema_check.describe_mismatch(found) or ("", "")
+        found = schema_check.read_revisions(connection, schema)
+        if any(one not in known for one in found):
+            happened, remedy = schema_check.describe_mismatch(found, schema) or ("", "")
             raise SchemaMismatch(_ATTEMPT, happened, remedy)
         if len(found) > 1:
             # Two rows in the version table show that two upgrades ran at the same time on two Galera nodes. The upgrade
             # keeps the row of the later revision, because a repeated upgrade step does no harm.
-            behind = sa.text(f"DELETE FROM {schema_check.VERSION_TABLE} WHERE version_num <> :newest")  # noqa: S608 - a constant
+            behind = sa.text(f"DELETE FROM {schema.version_table} WHERE version_num <> :newest")  # noqa: S608 - a constant
             connection.execute(behind, {"newest": found[-1]})
         if found != (newest,):
-            command.upgrade(alembic_config(connection), "head")
+            command.upgrade(alembic_config(connection, schema), "head")
         connection.commit()
     return Upgrade(before=found[-1] if found else "", after=newest)
 
 
 @contextmanager
-def _upgrade_lock(engine: sa.Engine) -> Iterator[None]:
+def _upgrade_lock(engine: sa.Engine, schema: Schema) -> Iterator[None]:
     """Hold the lock that lets one upgrade run at a time. SQLite needs none: its writers take a file lock."""
     name = engine.dialect.name
     if name not in ("mysql", "mariadb", "postgresql"):
@@ -155,9 +147,9 @@ def _upgrade_lock(engine: sa.Engine) -> Iterator[None]:
     # lock.
     with engine.connect() as connection:
         if name == "postgresql":
-            connection.execute(sa.select(sa.func.pg_advisory_lock(_LOCK_NUMBER)))
+            connection.execute(sa.select(sa.func.pg_advisory_lock(schema.lock_number)))
             connection.commit()
-        elif not _take_mariadb_lock(connection):
+        elif not _take_mariadb_lock(connection, schema.lock_name):
             happened = f"another upgrade has been running for {_LOCK_SECONDS} s"
             raise StoreError(_ATTEMPT, happened, "Check the other upgrade.")
         try:
@@ -168,10 +160,10 @@ def _upgrade_lock(engine: sa.Engine) -> Iterator[None]:
             connection.invalidate()
 
 
-def _take_mariadb_lock(connection: sa.Connection) -> bool:
+def _take_mariadb_lock(connection: sa.Connection, name: str) -> bool:
     """Take MariaDB's named lock. Return True also on servers without named locks, as some Galera nodes."""
     try:
-        taken = connection.execute(sa.select(sa.func.get_lock(_LOCK_NAME, _LOCK_SECONDS))).scalar()
+        taken = connection.execute(sa.select(sa.func.get_lock(name, _LOCK_SECONDS))).scalar()
         connection.commit()
     except DBAPIError as error:
         LOG.info("the database server has no named locks, so the database upgrade runs without a lock: %s", error.orig)

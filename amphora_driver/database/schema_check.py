@@ -14,6 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import sqlalchemy as sa
 
 from amphora_driver.database.tables_fleet import metadata
@@ -24,33 +25,95 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 
-MIGRATIONS = Path(__file__).parent / "migrations"
-VERSION_TABLE = "alembic_version"
-_VERSIONS = sa.table(VERSION_TABLE, sa.column("version_num"))
 _ATTEMPT = "use the database"
 
 
-@lru_cache(maxsize=1)
-def known_revisions() -> tuple[str, ...]:
+class Activity(msgspec.Struct, frozen=True, kw_only=True):
+    """A table whose rows show that a process uses the database. The columns exist in every revision.
+
+    Args:
+        name: column with the name of the process; NULL without a process.
+        until: column with a time in seconds since 1970.
+        grace: the process is active while the time is less than this number of seconds in the past.
+    """
+
+    table: str
+    name: str
+    until: str
+    grace: float = 0.0
+
+
+class Schema(msgspec.Struct, frozen=True, kw_only=True):
+    """The schema of a database: its tables and migrations, and the words of its error messages.
+
+    Args:
+        migrations: folder of Alembic's environment; each file in `versions` begins with the number of its revision.
+        metadata: the tables of the newest revision.
+        version_table: table with the revision of the database.
+        lock_name, lock_number: MariaDB's name and PostgreSQL's number of the lock that lets one upgrade run.
+        activities: where `migrate.active_processes` finds processes.
+        option: the option with the URL of the database.
+        command: the command that upgrades the schema.
+        users: the processes to stop before an upgrade.
+    """
+
+    migrations: Path
+    metadata: sa.MetaData
+    version_table: str
+    lock_name: str
+    lock_number: int
+    activities: tuple[Activity, ...]
+    option: str
+    command: str
+    users: str
+
+
+# A process of the control plane writes a heartbeat every two seconds. After seven seconds without a heartbeat, the
+# process counts as dead.
+_PROCESS_ALIVE_SECONDS = 7.0
+DRIVER = Schema(
+    migrations=Path(__file__).parent / "migrations",
+    metadata=metadata,
+    version_table="alembic_version",
+    lock_name="amphora-driver schema",
+    lock_number=0x616D_7068,
+    activities=(
+        Activity(table="job", name="owner", until="leased_until"),
+        Activity(table="duty", name="owner", until="leased_until"),
+        Activity(table="process", name="name", until="seen_at", grace=_PROCESS_ALIVE_SECONDS),
+    ),
+    option="[amp_database] connection",
+    command="amphoractl database upgrade",
+    users="the controllers and health managers",
+)
+
+
+def known_revisions(schema: Schema = DRIVER) -> tuple[str, ...]:
     """Return the revisions this version knows, oldest first. It requires the last one."""
-    return tuple(sorted(path.name.partition("_")[0] for path in MIGRATIONS.glob("versions/[0-9]*.py")))
+    return _revisions(schema.migrations)
 
 
-def read_revisions(connection: sa.Connection) -> tuple[str, ...]:
+@lru_cache(maxsize=8)
+def _revisions(folder: Path) -> tuple[str, ...]:
+    return tuple(sorted(path.name.partition("_")[0] for path in folder.glob("versions/[0-9]*.py")))
+
+
+def read_revisions(connection: sa.Connection, schema: Schema = DRIVER) -> tuple[str, ...]:
     """Return the revision recorded in the database: one element, or none before the first upgrade."""
-    if not sa.inspect(connection).has_table(VERSION_TABLE):
+    if not sa.inspect(connection).has_table(schema.version_table):
         return ()
-    return tuple(sorted(connection.scalars(sa.select(_VERSIONS.c.version_num))))
+    versions = sa.table(schema.version_table, sa.column("version_num"))
+    return tuple(sorted(connection.scalars(sa.select(versions.c.version_num))))
 
 
-def require_known_schema(connection: sa.Connection) -> None:
+def require_known_schema(connection: sa.Connection, schema: Schema = DRIVER) -> None:
     """Raise `SchemaMismatch` unless the database has the schema of this version."""
-    reason = describe_mismatch(read_revisions(connection))
+    reason = describe_mismatch(read_revisions(connection, schema), schema)
     if reason is not None:
         raise SchemaMismatch(_ATTEMPT, *reason)
 
 
-def require_utf8mb4(connection: sa.Connection) -> None:
+def require_utf8mb4(connection: sa.Connection, schema: Schema = DRIVER) -> None:
     """Raise `SchemaMismatch` unless the database can store every Unicode character.
 
     MariaDB refuses a transaction that writes a character beyond the BMP to a table in utf8mb3, its former default. The
@@ -62,7 +125,7 @@ def require_utf8mb4(connection: sa.Connection) -> None:
     tables.schema = "information_schema"
     narrow = connection.scalars(
         sa.select(tables.c.table_name)
-        .where(tables.c.table_schema == sa.func.database(), tables.c.table_name.in_(sorted(metadata.tables)))
+        .where(tables.c.table_schema == sa.func.database(), tables.c.table_name.in_(sorted(schema.metadata.tables)))
         .where(tables.c.table_collation.not_like("utf8mb4%"))
         .order_by(tables.c.table_name)
     ).all()
@@ -72,15 +135,15 @@ def require_utf8mb4(connection: sa.Connection) -> None:
         raise SchemaMismatch(_ATTEMPT, happened, remedy)
 
 
-def describe_mismatch(found: tuple[str, ...]) -> tuple[str, str] | None:
-    """Return what is wrong with a schema, and what to do; None if this version works with it."""
-    required = known_revisions()[-1]
-    command = "Stop the controllers and health managers and run: amphoractl database upgrade."
+def describe_mismatch(found: tuple[str, ...], schema: Schema = DRIVER) -> tuple[str, str] | None:
+    """Return what is wrong with a recorded revision, and what to do; None if this version works with it."""
+    required = known_revisions(schema)[-1]
+    command = f"Stop {schema.users} and run: {schema.command}."
     if found == (required,):
         return None
     if not found:
-        return "the database has no schema", "Run: amphoractl database upgrade."
-    newer = [one for one in found if one not in known_revisions()]
+        return "the database has no schema", f"Run: {schema.command}."
+    newer = [one for one in found if one not in known_revisions(schema)]
     if newer:
         happened = f"the schema is {newer[-1]}, newer than {required}, the newest revision this version knows"
         return happened, "Install the version that upgraded the database on this host too."
@@ -95,7 +158,7 @@ def is_usable(database: Database) -> bool:
     An unreachable database does not prevent the start: `Database` checks the schema once it answers.
     """
     try:
-        database.read(require_utf8mb4)
+        database.read(lambda connection: require_utf8mb4(connection, database.schema))
     except (SchemaMismatch, ConfigurationError) as error:
         LOG.critical("the service does not start, because the service cannot use the database: %s", error)
         return False

@@ -49,9 +49,10 @@ desired_object = sa.Table(
 )
 
 # The table `job` has one row per load balancer: the desired generation, the applied generation, and the lease of a
-# controller. A generation is the number of a version of the configuration. The column `committed` is the newest
-# generation for which Octavia's own transaction has ended. If `read_back` is set, the provider agent must read objects
-# from Octavia. The column `reread` then lists these objects as JSON; NULL means the complete load balancer.
+# controller. A generation is the number of a version of the configuration. The columns `generation` and `applied` are
+# the desired and the applied generation. The column `committed` is the newest generation for which Octavia's own
+# transaction has ended. If `read_back` is set, the provider agent must read objects from Octavia. The column `reread`
+# then lists these objects as JSON; NULL means the complete load balancer.
 job = sa.Table(
     "job",
     metadata,
@@ -78,11 +79,14 @@ job = sa.Table(
     # a row in this table, and the column `spares` of that row describes the pool as JSON.
     sa.Column("spare_pool", Id, nullable=True),
     sa.Column("spares", Body, nullable=True),
+    # The column `dirty` is set while a controller must run the job, now or at the time in `due_at`.
     sa.Column("dirty", sa.Boolean, nullable=False, default=True),
     # The column `tickets` counts the rotations of the keys for TLS session tickets; NULL means that no keys exist. The
     # column `tickets_due` is the time of the next rotation.
     sa.Column("tickets", sa.BigInteger, nullable=True),
     sa.Column("tickets_due", sa.Double, nullable=True),
+    # The column `owner` is the process with the lease of the job, until the time in `leased_until`. The column `epoch`
+    # grows with every new lease. A write under an older lease therefore changes no row (fencing).
     sa.Column("owner", sa.String(128), nullable=True),
     sa.Column("epoch", sa.BigInteger, nullable=False, default=0),
     # Every write under a lease increments `writes`, so that the write always changes a value. MariaDB does not
@@ -98,7 +102,8 @@ job = sa.Table(
     sa.Column("error", sa.Text, nullable=True),
     sa.Index("ix_job_dirty_due_at", "dirty", "due_at"),
 )
-# The expression DUE_NOW sets `due_at` so that a `job` row is due immediately. An urgent row stays urgent.
+# The expression DUE_NOW sets `due_at` so that a job is due immediately. Controllers claim jobs with a negative `due_at`
+# (URGENT) before all others, so the expression keeps that value.
 DUE_NOW = sa.case((job.c.due_at < 0.0, URGENT), else_=0.0)
 
 # The table `request` has one row per accepted call of Octavia, as the history of a load balancer. The row also proves
@@ -186,8 +191,8 @@ amphora = sa.Table(
     # the VIPs some seconds after that time.
     sa.Column("confirmed_at", sa.Double, nullable=True),
     sa.Column("heartbeat_key", sa.LargeBinary, nullable=False),
-    # The column `plugged` lists the attached ports of the amphora and the subnets of the ports as JSON. The column
-    # `partners` lists, as JSON, the VRRP peers that the amphora had when the agent confirmed the generation.
+    # The column `plugged` lists, as JSON, the network ports that are attached to the amphora's machine, each with its
+    # subnets. The column `partners` lists, as JSON, the VRRP peers in the configuration that the agent confirmed last.
     sa.Column("plugged", Body, nullable=True),
     sa.Column("partners", Body, nullable=True),
     # The column `handed_over` says whether the controller has asked the amphora to hand the VIPs over to the partner
@@ -198,7 +203,8 @@ amphora = sa.Table(
     sa.Column("drains_until", sa.Double, nullable=True),
     sa.Column("certificate_expires_at", sa.Double, nullable=True),
     # The column `certificate_authority` is the CA that issued the amphora's certificate; NULL means the CA in the
-    # configured files. The column `trusts` lists the CAs whose client certificates the agent accepts.
+    # configured files. The column `trusts` is the trust list of the agent: the CAs whose client certificates the agent
+    # accepts, in the notation of `certificates/ca_rotation.py`.
     sa.Column("certificate_issued_at", sa.Double, nullable=True),
     sa.Column("certificate_authority", sa.BigInteger, nullable=True),
     sa.Column("trusts", sa.String(255), nullable=True),
@@ -219,9 +225,9 @@ amphora = sa.Table(
     sa.Column("reason", sa.Text, nullable=True),
 )
 
-# The health managers write the rows of `amphora_heartbeat` in bulk, whereas the rows of `amphora` change rarely. The
-# columns `epoch` and `sequence` identify the last accepted heartbeat. So a health manager refuses replays of older
-# heartbeats, even after a restart.
+# The table `amphora_heartbeat` is separate from `amphora`, because the health managers write its rows in bulk every few
+# seconds. The columns `epoch` and `sequence` identify the last accepted heartbeat of an amphora. With them, a health
+# manager refuses a repeated older heartbeat, even after a restart of the health manager.
 amphora_heartbeat = sa.Table(
     "amphora_heartbeat",
     metadata,
@@ -234,8 +240,8 @@ amphora_heartbeat = sa.Table(
     sa.Column("agent_version", sa.String(64), nullable=True),
 )
 
-# The table `duty` names, for each duty, the process that performs the duty. An example of a duty is the status reports
-# to Octavia.
+# A duty is a task that only one process of the control plane performs at a time, for example the status reports to
+# Octavia. The table `duty` has the lease of each duty, with the same columns as the lease of a job.
 duty = sa.Table(
     "duty",
     metadata,

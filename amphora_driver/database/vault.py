@@ -33,7 +33,7 @@ LOG = logging.getLogger(__name__)
 _READ_KEYS = "read the encryption keys"
 _OPEN = "open a secret"
 _DOCS = "docs/explanation/secrets.md"
-_REMEDY = "Set [amp_database] encryption_key_file to a file with one Fernet key a line."
+_OPTION = "[amp_database] encryption_key_file"
 # The fingerprint of an encryption key is a hash of a prefix and the key. So the fingerprint differs from hashes that
 # other software computes from the key.
 _FINGERPRINT_PREFIX = b"amphora-driver encryption key "
@@ -69,13 +69,14 @@ class Vault:
 
     def __init__(self, keys: list[bytes]) -> None:
         self._path: Path | None = None
+        self._option = _OPTION
         self._version: _FileVersion | None = None
         self._reload_lock = threading.Lock()
         self._key_ring = _KeyRing(keys)
 
     @classmethod
-    def load(cls, path: str) -> Vault:
-        """Return a vault with the keys of a file, which it reloads after a change.
+    def load(cls, path: str, option: str = _OPTION) -> Vault:
+        """Return a vault with the keys of a file, which it reloads after a change; `option` names the file.
 
         Raises:
             ConfigurationError: the file is missing, empty, readable by other users, or contains an invalid key.
@@ -83,8 +84,8 @@ class Vault:
         # The vault reads the version of the key file before the keys. If the file changes in between, the vault later
         # detects the change.
         version = _file_version(Path(path))
-        vault = cls(_read_keys(Path(path)))
-        vault._path, vault._version = Path(path), version
+        vault = cls(_read_keys(Path(path), option))
+        vault._path, vault._version, vault._option = Path(path), version, option
         return vault
 
     @property
@@ -150,7 +151,7 @@ class Vault:
         # The vault reads each version of the key file only once. So an unusable key file causes only one warning.
         self._version = version
         try:
-            keys = _read_keys(path)
+            keys = _read_keys(path, self._option)
         except ConfigurationError as error:
             LOG.warning(
                 "the vault is keeping the current encryption keys, because the changed key file is not usable: %s",
@@ -207,7 +208,8 @@ def _file_version(path: Path) -> _FileVersion | None:
     return found.st_ino, found.st_mtime_ns, found.st_size, found.st_mode
 
 
-def _read_keys(path: Path) -> list[bytes]:
+def _read_keys(path: Path, option: str) -> list[bytes]:
+    remedy = f"Set {option} to a file with one Fernet key a line."
     try:
         mode = path.stat().st_mode
         if mode & stat.S_IRWXO:
@@ -218,14 +220,14 @@ def _read_keys(path: Path) -> list[bytes]:
             )
         keys = path.read_bytes().split()
     except OSError as error:
-        raise ConfigurationError(_READ_KEYS, str(error), _REMEDY) from error
+        raise ConfigurationError(_READ_KEYS, str(error), remedy) from error
     if not keys:
-        raise ConfigurationError(_READ_KEYS, f"{path} is empty", _REMEDY)
+        raise ConfigurationError(_READ_KEYS, f"{path} is empty", remedy)
     for line, key in enumerate(keys, start=1):
         try:
             Fernet(key)
         except ValueError:
             # The raised error does not contain the original exception, because the traceback would contain a frame with
             # the encryption key.
-            raise ConfigurationError(_READ_KEYS, f"line {line} of {path} is not a Fernet key", _REMEDY) from None
+            raise ConfigurationError(_READ_KEYS, f"line {line} of {path} is not a Fernet key", remedy) from None
     return keys

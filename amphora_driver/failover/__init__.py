@@ -20,7 +20,7 @@ HEARD from every state before REQUESTED. A blind detector moves no amphora.
 States of the circuit breaker (`circuit_breaker.next_breaker`):
 
     CLOSED --> OPEN    too many amphorae fell silent within breaker_window
-    OPEN   --> TRIAL   breaker_trial has passed: one fail-over at a time
+    OPEN   --> TRIAL   breaker_trial_after has passed: one fail-over at a time
     TRIAL  --> OPEN    the replacement is dead too, or does not serve in time
-    OPEN, TRIAL --> CLOSED   few amphorae are silent for breaker_calm, or an operator closes the breaker
+    OPEN, TRIAL --> CLOSED   few amphorae are silent for breaker_close_after, or an operator closes the breaker
 """

@@ -26,20 +26,20 @@ class BreakerLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Options breaker_* of [amp_failover]; times in seconds."""
 
     percent: float = 20.0
-    floor: int = 3
-    most: int = 50
+    min: int = 3
+    max: int = 50
     window: float = 120.0
-    calm: float = 30.0
-    trial: float = 600.0
+    close_after: float = 30.0
+    trial_after: float = 600.0
 
 
 class Breaker(msgspec.Struct, frozen=True, kw_only=True):
-    """State, start and reason; `calm_since` is the start of the time with few silent amphorae."""
+    """State, start and reason; `few_since` is the start of the time with few silent amphorae."""
 
     state: BreakerState = BreakerState.CLOSED
     since: float = 0.0
     reason: str = ""
-    calm_since: float | None = None
+    few_since: float | None = None
 
 
 class SilenceCount(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,7 +60,7 @@ def restore_breaker(
     """
     waited = 0.0
     if state is BreakerState.OPEN and remaining is not None:
-        waited = limits.trial - min(max(remaining, 0.0), limits.trial)
+        waited = limits.trial_after - min(max(remaining, 0.0), limits.trial_after)
     return Breaker(state=state, since=now - waited, reason=reason)
 
 
@@ -69,9 +69,9 @@ def excess_reason(number: int, watched: int, limits: BreakerLimits) -> str:
 
     `watched` is the number of all amphorae, including the silent ones.
     """
-    if number > limits.most:
-        return f"{number} amphorae fell silent within {limits.window:g} s, more than {limits.most}"
-    if number >= limits.floor and number * 100 > watched * limits.percent:
+    if number > limits.max:
+        return f"{number} amphorae fell silent within {limits.window:g} s, more than {limits.max}"
+    if number >= limits.min and number * 100 > watched * limits.percent:
         return f"{number} of {watched} amphorae fell silent within {limits.window:g} s, more than {limits.percent:g} %"
     return ""
 
@@ -87,15 +87,15 @@ def next_breaker(
         reason = excess_reason(count.recent, count.watched, limits)
         return Breaker(state=BreakerState.OPEN, since=now, reason=reason) if reason else breaker
     if excess_reason(count.silent, count.watched, limits):
-        breaker = msgspec.structs.replace(breaker, calm_since=None)
+        breaker = msgspec.structs.replace(breaker, few_since=None)
     else:
-        since = now if breaker.calm_since is None else breaker.calm_since
-        if now - since >= limits.calm:
-            return Breaker(since=now, reason=f"few amphorae have been silent for {limits.calm:g} s")
-        breaker = msgspec.structs.replace(breaker, calm_since=since)
+        since = now if breaker.few_since is None else breaker.few_since
+        if now - since >= limits.close_after:
+            return Breaker(since=now, reason=f"few amphorae have been silent for {limits.close_after:g} s")
+        breaker = msgspec.structs.replace(breaker, few_since=since)
     if breaker.state is BreakerState.TRIAL and trial is False:
         return msgspec.structs.replace(breaker, state=BreakerState.OPEN, since=now)
-    if breaker.state is BreakerState.OPEN and now - breaker.since >= limits.trial:
+    if breaker.state is BreakerState.OPEN and now - breaker.since >= limits.trial_after:
         return msgspec.structs.replace(breaker, state=BreakerState.TRIAL, since=now)
     return breaker
 

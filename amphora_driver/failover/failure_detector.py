@@ -83,11 +83,11 @@ class FailureDetector:
         self._owner = owner
         self._notify = notify
         self._every = min(_READ_EVERY, options.silent_after / 8)
-        self._history: float = max(4 * options.pause_most, 60.0)
+        self._history: float = max(4 * options.backoff_max, 60.0)
         self._has_witnesses = bool(options.witnesses)
         self._watch = rules.HeartbeatWatch(self._limits)
         self._probe = ReachabilityProbe(agents, options.probe_timeout, options.witnesses)
-        self._backoff = breaker_rules.FailoverBackoff(options.pause_first, options.pause_most)
+        self._backoff = breaker_rules.FailoverBackoff(options.backoff_first, options.backoff_max)
         self._window = breaker_rules.SilenceWindow(options.breaker_window)
         self._breaker = Breaker()
         self._records = DetectorRecords(database, conf.amp_controller.orphan_grace)
@@ -278,11 +278,15 @@ class FailureDetector:
             return
         if self._breaker.state is BreakerState.OPEN:
             self._trial = None
-            LOG.error("the circuit breaker opened, so no automatic fail-over begins: %s", self._breaker.reason)
+            LOG.error(
+                "the circuit breaker opened, so no automatic fail-over begins until it closes or an operator runs "
+                "`amphoractl circuit-breaker close`: %s",
+                self._breaker.reason,
+            )
         elif self._breaker.state is BreakerState.TRIAL:
             LOG.warning(
-                "the circuit breaker is now half-open, and permits one automatic fail-over at a time; the reason why "
-                "it had opened: %s",
+                "the circuit breaker is now half-open and permits one automatic fail-over at a time; it had opened for "
+                "this reason: %s",
                 before.reason,
             )
         else:
@@ -422,7 +426,7 @@ class FailureDetector:
         self, snapshot: LivenessSnapshot, now: float, silent: int, watched: int
     ) -> list[circuit_breaker.BreakerRow]:
         since = snapshot.at - (now - self._breaker.since)
-        trial = since + self._breaker_limits.trial if self._breaker.state is BreakerState.OPEN else None
+        trial = since + self._breaker_limits.trial_after if self._breaker.state is BreakerState.OPEN else None
         blind = self._watch.blind_reason or self._suspicion
         counts = {"silent": silent, "watched": watched}
         return [

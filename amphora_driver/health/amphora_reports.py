@@ -18,9 +18,8 @@ import msgspec
 from amphora_driver.health.heartbeat_codec import Heartbeat
 from amphora_driver.health.status import LastDrift, ListenerReport, PoolReport, Report
 
-# A faulty amphora may report more and more object ids, until the memory of the health manager is full. This limit
-# applies to `_name_bound`. Above the limit, the health manager drops all earlier values of an amphora with more than
-# about 25,000 distinct ids.
+# The health manager keeps about this number of object ids in memory for one amphora. A faulty amphora may report ever
+# new ids. Above the limit, the health manager forgets the earlier reports of this amphora.
 _MAX_NAMES = 50_000
 # The database stores the epoch and the sequence number of a heartbeat in signed columns of 64 bits, so larger numbers
 # are invalid.

@@ -149,8 +149,8 @@ class HealthManager:
         self._unknown.mark_recorded(due, now)
         if omitted:
             LOG.warning(
-                "the health manager does not record %d unknown senders of heartbeats: the table of unknown senders is "
-                "full, or contains too many senders of the same address",
+                "the health manager does not record %d unknown amphora ids from heartbeats: the table of unknown "
+                "amphorae is full, or contains too many ids from the same IP address",
                 omitted,
             )
 

@@ -11,8 +11,8 @@ Rules for several reports about one object:
   the member counts, because a check that fails in one backend only has not reached its threshold in the others yet.
 * An active-standby pair: only the report of the amphora with the VIPs counts, because it serves the clients
   (`AmphoraReports.authoritative_amphora`).
-* Other sets of amphorae: a member that one amphora cannot reach and another one can is DEGRADED. ERROR would hide that
-  clients are served. ONLINE would hide that no amphora serves clients after a failover.
+* Other sets of amphorae: a member is DEGRADED if one amphora cannot reach it and another amphora can. ERROR would hide
+  that clients are served. ONLINE would hide that no amphora serves clients after a failover.
 * A pool is ERROR only if every enabled member is *known* to be ERROR. A pool is DEGRADED if members are ERROR or
   DEGRADED.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes reports of amphorae: one transaction for all, smaller ones after a refused value.
+"""Writes reports of amphorae: in one transaction, or in smaller transactions after a refused value.
 
 Invariant: a value that the database refuses blocks the rows of its own load balancer only. If the database does not
 answer, no row is written, and the caller repeats the whole batch.

@@ -80,8 +80,8 @@ class Process(msgspec.Struct, frozen=True):
     def _open_pidfd(self) -> int | None:
         try:
             descriptor = os.pidfd_open(self.pid)
-        # If the process has ended, `os.pidfd_open` raises ProcessLookupError. On Linux 6.16, the error can also be
-        # FileNotFoundError.
+        # If the process has ended, pidfd_open fails with ESRCH. Some versions of Linux return ENOENT if the process
+        # ends during the call.
         except (ProcessLookupError, FileNotFoundError):
             return None
         if self.alive():

@@ -33,6 +33,7 @@ from amphora_driver.maintenance.duty_loop import run_duty
 from amphora_driver.maintenance.settings_update import SettingsUpdate
 from amphora_driver.model.amphora import Amphora
 from amphora_driver.model.enums import Provisioning
+from amphora_driver.model.loadbalancer import LoadBalancer
 from amphora_driver.model.secret_refs import secrets_of_tree
 from amphora_driver.queue.jobs import acquire_duty, release_duty
 from amphora_driver.reconcile import vip_allocation, vrrp_peers
@@ -112,16 +113,17 @@ def load_record(connection: sa.Connection, load_balancer_id: str, catalogue: Any
     tree = desired_objects.load_tree(connection, load_balancer_id)
     if not vip_allocation.addresses_known(tree):
         return None
-    needed, failed = needed_networks(tree, everyone, catalogue.network(row.network))
+    needed = needed_networks(tree, everyone, catalogue.network(row.network))
     uses_some = next(secrets_of_tree(tree), None) is not None
     return BundleInputs(
         tree=tree,
         generation=row.generation,
         amphorae=everyone,
-        networks=frozenset(needed),
+        networks=frozenset(needed.ordinary),
+        sr_iov_networks=frozenset(needed.sr_iov),
         failed={
             **_in_error(connection, load_balancer_id),
-            **failed,
+            **needed.failed,
             **vip_allocation.read_refusal(connection, load_balancer_id, vip_allocation.read_applied_options(row)),
             **read_omitted_objects(row),
         },
@@ -177,7 +179,8 @@ class DriftAuditor:
         # The keys are ids of amphorae whose audit failed or was postponed. The values are the times of the next
         # attempts, on the clock of `time.monotonic()`.
         self._retry_at: dict[str, float] = {}
-        # The keys are ids of load balancers with the drift RENDERER, in the order of detection.
+        # The keys are ids of load balancers whose amphorae have a configuration from another version of the renderer
+        # (the drift kind RENDERER), in the order of detection.
         self._outdated: dict[str, None] = {}
         self._pushed_at = time.monotonic()
         # The keys are load balancer ids. A value is the fingerprint of the content at the last push because of the
@@ -257,7 +260,7 @@ class DriftAuditor:
                     target = next(targets, _END)
                     more = target is not _END
                     if isinstance(target, _Target):
-                        asked[pool.submit(self._query, target.amphora)] = target
+                        asked[pool.submit(self._query, target.amphora, target.recorded.tree)] = target
                     if more:
                         continue
                 for answer in wait(asked, _CHECK_EVERY, FIRST_COMPLETED).done:
@@ -315,9 +318,9 @@ class DriftAuditor:
         at = time.monotonic() + min(_RETRY_AFTER, self._interval)
         self._retry_at |= dict.fromkeys(amphora_ids, at)
 
-    def _query(self, amphora: Amphora) -> _Answer:
+    def _query(self, amphora: Amphora, root: LoadBalancer) -> _Answer:
         reported = self._get_state(amphora)
-        failure = self._settings.compare(amphora.id, str(amphora.management_address), reported.settings_digest)
+        failure = self._settings.compare(amphora.id, str(amphora.management_address), reported, root)
         return reported, failure
 
     def _get_state(self, amphora: Amphora) -> BundleState:
@@ -340,7 +343,8 @@ class DriftAuditor:
             else:
                 self._outdated.setdefault(of)
         elif drift is Drift.IMPLAUSIBLE:
-            why = f"{why}, which no controller has pushed; it now refuses every push: replace it with amphora failover"
+            remedy = "replace it with `amphoractl amphora failover`"
+            why = f"{why}, which no controller has pushed; it now refuses every push: {remedy}"
             LOG.warning(
                 "the drift audit of load balancer %s found that amphora %s reports an impossible generation: %s",
                 of,

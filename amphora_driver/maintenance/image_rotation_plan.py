@@ -122,8 +122,8 @@ def next_moves(
     """Return the next moves. The caller executes them and calls again.
 
     Args:
-        items: unfinished load balancers in their order; the first of the waiting ones are enough. A failed one counts
-            until the rotation is resumed or aborted.
+        items: unfinished load balancers in their order; of the waiting items, the first are enough. A failed item
+            counts until the rotation is resumed or aborted.
         breaker: why no fail-over may start now; None if fail-overs may start.
     """
     moves: list[AnyMove] = []
@@ -222,13 +222,13 @@ def _start_items(
     waiting: Sequence[RotationItem],
     facts: Facts,
     limits: RotationLimits,
-    room: int,
+    free_slots: int,
     breaker: str | None,
 ) -> list[AnyMove]:
     moves: list[AnyMove] = []
     held: str | None = None
     for item in waiting:
-        if room <= 0:
+        if free_slots <= 0:
             break
         seen = facts[item.load_balancer_id]
         skipped = _skip_item(item, seen, limits)
@@ -242,8 +242,8 @@ def _start_items(
         else:
             old = tuple(one.id for one in seen.live if one.id in item.amphorae)
             moves.append(StartItem(item=item, amphorae=old, operating=seen.operating))
-            room -= 1
-    reason = None if any(isinstance(move, StartItem) for move in moves) or room <= 0 else held
+            free_slots -= 1
+    reason = None if any(isinstance(move, StartItem) for move in moves) or free_slots <= 0 else held
     return moves if reason == rotation.reason else [*moves, SetReason(reason=reason)]
 
 

@@ -101,7 +101,8 @@ class OrphanCleaner:
             existing = list_ids()
             for one in self._removable(kind, backend, existing):
                 LOG.warning(
-                    "the orphan cleanup removes %s %s of backend %s, because it has no owner in the database",
+                    "the orphan cleanup removes the %s %s from the backend driver %s, because no row in the database "
+                    "refers to it",
                     kind.value,
                     one,
                     backend,

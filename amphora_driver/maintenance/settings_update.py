@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sends changed heartbeat settings and check intervals to the agents, without a rotation.
+"""Sends changed heartbeat settings, check intervals and log targets to the agents, without a rotation.
 
-Invariant: the settings depend on the configuration only, so an update needs no lease and may be repeated. The holder of
-the duty `audit` queries every ready amphora, also spares and amphorae of load balancers with an open job. The number of
-amphorae in a round is limited. The drift audit reports the digests that it reads anyway, which saves queries.
+Invariant: the settings depend on the configuration and on recorded rows only, so an update needs no lease and may be
+repeated. A warm spare has the settings of the deployment; another amphora has those of its load balancer, whose flavor
+can have log targets. The holder of the duty `audit` queries every ready amphora, also spares and amphorae of load
+balancers with an open job. The number of amphorae in a round is limited. The drift audit reports the digests that it
+reads anyway, which saves queries.
 """
 
 from __future__ import annotations
@@ -14,13 +16,20 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from amphora_driver import metrics
 from amphora_driver.deadline import Deadline
-from amphora_driver.errors import AgentError, AgentRefused, AmphoraDriverError
-from amphora_driver.reconcile.defaults import agent_settings
-from amphora_driver.store import amphorae
+from amphora_driver.errors import AgentError, AgentRefused, AmphoraDriverError, ConfigurationError
+from amphora_driver.model.loadbalancer import LoadBalancer
+from amphora_driver.reconcile.defaults import agent_settings, log_defaults, log_settings
+from amphora_driver.render.agent_settings import AgentSettings
+from amphora_driver.store import amphorae, desired_objects
 from amphora_driver.store.amphorae import ReachableAmphora
 
 if TYPE_CHECKING:
+    from amphora_driver.agent.client import BundleState
+    from amphora_driver.agent.responses import LogLines
     from amphora_driver.reconcile.context import ReconcileContext
 
 LOG = logging.getLogger(__name__)
@@ -52,11 +61,16 @@ class SettingsUpdate:
     def __init__(self, context: ReconcileContext) -> None:
         self._database = context.database
         self._agents = context.agents
-        self._wanted = agent_settings(context.conf)
+        self._common = agent_settings(context.conf)
+        self._logs = log_defaults(context.conf)
         self._interval: float = context.conf.amp_drift.interval
         self._most: int = _ROUND_FACTOR * context.conf.amp_drift.most_at_once
         # The keys are amphora ids. The values are the times of the next queries, on the clock of `time.monotonic()`.
         self._due_at: dict[str, float] = {}
+        # The keys are amphora ids, and the values ids of load balancers or of spare pools. A spare that becomes an
+        # amphora of a load balancer needs other settings at once.
+        self._owners: dict[str, str] = {}
+        self._log_lines: dict[str, LogLines] = {}
 
     def run_round(self, pool: ThreadPoolExecutor, goes_on: Callable[[], bool] = lambda: True) -> int:
         """Query the amphorae that are due, and update those with other settings; return the number of answers."""
@@ -64,12 +78,21 @@ class SettingsUpdate:
         moment = time.monotonic()
         known = {one.id for one in ready}
         self._due_at = {one: at for one, at in self._due_at.items() if one in known}
+        self._log_lines = {one: lines for one, lines in self._log_lines.items() if one in known}
+        owners = {one.id: one.load_balancer_id for one in ready}
+        for known_id in self._due_at.keys() & self._owners.keys():
+            if self._owners[known_id] != owners[known_id]:
+                self._due_at[known_id] = moment
+        self._owners = owners
         chosen = choose_amphorae(ready, self._due_at, moment, self._most)
+        roots = self._database.read(
+            lambda connection: desired_objects.load_roots(connection, [one.load_balancer_id for one in chosen])
+        )
         # A query may never end. The controller therefore sets the time of the next query before it sends this query.
         # Otherwise, every round would repeat the query.
         for one in chosen:
             self._put_off(one.id)
-        asked = {pool.submit(self._query, one): one for one in chosen}
+        asked = {pool.submit(self._query, one, roots.get(one.load_balancer_id)): one for one in chosen}
         done = 0
         try:
             while asked and goes_on():
@@ -80,38 +103,67 @@ class SettingsUpdate:
                 answer.cancel()
         return done
 
-    def compare(self, amphora_id: str, address: str, reported: str | None) -> str:
+    def compare(self, amphora_id: str, address: str, reported: BundleState, root: LoadBalancer | None) -> str:
         """Send the settings if an agent reports another digest; return why it still has other settings.
 
-        The result is empty if the settings are equal. It is also empty for an agent of an earlier version, which
-        reports no digest: only a rotation changes its settings.
+        `root` is the load balancer of the amphora, whose children are not read; None for a warm spare. The result is
+        empty if the settings are equal. It is also empty for an agent of an earlier version, which reports no digest:
+        only a rotation changes its settings.
         """
-        if reported is not None and reported != self._wanted.digest:
-            failure = self._send(amphora_id, address)
-            if failure:
-                self._put_off(amphora_id)
-                return failure
+        failure = ""
+        if reported.settings_digest is not None:
+            try:
+                wanted = self._settings_of(reported, root)
+            except ConfigurationError as error:
+                failure = f"settings: {error.happened}"
+            else:
+                if reported.settings_digest != wanted.digest:
+                    failure = self._send(amphora_id, address, wanted)
+        self._count_log_lines(amphora_id, reported.log_lines)
+        if failure:
+            self._put_off(amphora_id)
+            return failure
         self._due_at[amphora_id] = time.monotonic() + _INTERVALS * self._interval
         return ""
 
-    def _query(self, one: ReachableAmphora) -> str:
-        deadline = Deadline(_AGENT_TIMEOUT, f"get the settings of amphora {one.id}")
-        reported = self._agents.bundle_state(one.id, one.management_address, deadline=deadline).settings_digest
-        return self.compare(one.id, one.management_address, reported)
+    def _settings_of(self, reported: BundleState, root: LoadBalancer | None) -> AgentSettings:
+        """Return the settings of an amphora. An agent that reports no log lines knows no log targets."""
+        if reported.log_lines is None:
+            return self._common
+        return msgspec.structs.replace(self._common, logs=log_settings(self._logs, root))
 
-    def _send(self, amphora_id: str, address: str) -> str:
+    def _count_log_lines(self, amphora_id: str, lines: LogLines | None) -> None:
+        """Add the lines since the last query to the metrics of this process. The first query is the beginning."""
+        former = self._log_lines.get(amphora_id)
+        if lines is None:
+            return
+        self._log_lines[amphora_id] = lines
+        for result in metrics.LOG_RESULTS:
+            present = getattr(lines, result)
+            before = present if former is None else getattr(former, result)
+            # Counters below the former ones are those of a restarted log forwarder.
+            metrics.count_log_lines(result, present - before if present >= before else present)
+
+    def _query(self, one: ReachableAmphora, root: LoadBalancer | None) -> str:
+        deadline = Deadline(_AGENT_TIMEOUT, f"get the settings of amphora {one.id}")
+        reported = self._agents.bundle_state(one.id, one.management_address, deadline=deadline)
+        return self.compare(one.id, one.management_address, reported, root)
+
+    def _send(self, amphora_id: str, address: str, wanted: AgentSettings) -> str:
         deadline = Deadline(_AGENT_TIMEOUT, f"change the settings of amphora {amphora_id}")
         try:
-            actual = self._agents.put_settings(amphora_id, address, self._wanted.encode(), deadline=deadline).digest
+            actual = self._agents.put_settings(amphora_id, address, wanted.encode(), deadline=deadline).digest
         except AgentError as error:
             if isinstance(error, AgentRefused) and error.status == _NOT_FOUND:
-                # The agent does not know the request. It is an agent of an earlier version, which has started since the
-                # query.
+                # The agent does not know this request: since the last query, an agent of an earlier version has
+                # replaced it.
                 return ""
-            return f"settings: it has other heartbeat settings than configured: {error.happened}"
-        if actual != self._wanted.digest:
+            return f"settings: it has other heartbeat settings or log targets than configured: {error.happened}"
+        if actual != wanted.digest:
             return "settings: it reports other settings than those that it has accepted"
-        LOG.info("the controller sent the configured heartbeat settings and intervals to amphora %s", amphora_id)
+        LOG.info(
+            "the controller sent the configured heartbeat settings, intervals and log targets to amphora %s", amphora_id
+        )
         return ""
 
     def _put_off(self, amphora_id: str) -> None:
@@ -124,7 +176,8 @@ def _log_result(one: ReachableAmphora, answer: Future[str]) -> int:
     if isinstance(error, AmphoraDriverError):
         LOG.info("the controller cannot compare the settings of amphora %s and tries again later: %s", one.id, error)
     elif error is not None:
-        LOG.error("the comparison of the settings of amphora %s failed unexpectedly", one.id, exc_info=error)
+        failed = "the comparison of the settings of amphora %s failed unexpectedly, and the controller repeats it later"
+        LOG.error(failed, one.id, exc_info=error)
     elif failure := answer.result():
         LOG.warning(
             "the controller cannot change the settings of amphora %s and tries again later: %s", one.id, failure

@@ -19,10 +19,20 @@ class AmphoraState(str, Enum):
 
 
 class AttachedPort(msgspec.Struct, frozen=True, kw_only=True):
-    """A port of the machine with its subnets."""
+    """A port of the machine with its subnets.
+
+    Attributes:
+        sr_iov: the port is an additional one of its network, for the members that request SR-IOV.
+    """
 
     port: Port
     subnets: tuple[Subnet, ...]
+    sr_iov: bool = False
+
+    @property
+    def key(self) -> tuple[str, bool]:
+        """The network, and `sr_iov`: an amphora has at most one port with this key."""
+        return self.port.network_id, self.sr_iov
 
 
 class Partner(msgspec.Struct, frozen=True, kw_only=True, order=True):

@@ -23,6 +23,7 @@ from amphora_driver.model.enums import (
     PoolProtocol,
     Topology,
 )
+from amphora_driver.model.network import DIRECT
 
 
 class ModelObject(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, cache_hash=True):
@@ -210,6 +211,8 @@ class Profile(ModelObject, frozen=True):
     tls_ciphers: str | None = None
     connection_logging: bool | None = None
     log_format: str | None = None
+    admin_log_targets: tuple[str, ...] | None = None
+    tenant_log_targets: tuple[str, ...] | None = None
     vrrp_advert_interval: float | None = None
     warm_spares: int | None = None
     client_address: str | None = None
@@ -244,6 +247,13 @@ class LoadBalancer(ModelObject, frozen=True):
     def vips(self) -> tuple[Vip, ...]:
         """Every VIP, the primary one first."""
         return (self.vip, *self.additional_vips)
+
+    def uses_sr_iov(self, member: Member) -> bool:
+        """Return whether the amphorae reach a member through an SR-IOV port.
+
+        The user requests it, and the flavor must permit it. Octavia never changes the type of an existing member.
+        """
+        return self.profile.allow_member_sriov is True and member.vnic_type == DIRECT
 
     def pool(self, pool_id: str | None) -> Pool | None:
         """Return the pool with this id, or None."""

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import msgspec
 
+DIRECT = "direct"
+"""Neutron's `binding:vnic_type` of a port that uses SR-IOV. The port has neither security groups nor address pairs."""
+
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):
     """A host route of a subnet."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The interface of network backends, which provide VIPs and ports.
 
-Invariant: a port is identified by its owner and its network, so that a call that is repeated after a crash never
-creates a second port. `release_*` and `delete_*` remove only objects that this provider created.
+Invariant: a port is identified by its owner, its network and its type, so that a call that is repeated after a crash
+never creates a second port. `release_*` and `delete_*` remove only objects that this provider created.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class PortRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         amphora_id: the owner of the port.
-        network_id: the network; an amphora has at most one port on a network.
+        network_id: the network; an amphora has at most one port of each vnic type on a network.
         subnet_ids: the port gets one address on each of these subnets. Empty: the backend `neutron` lets Neutron
             choose an address of each family.
         purpose: a port for VIPs can also reach members on the same network.
         load_balancer_id: None for a warm spare.
         project_id: the project of the load balancer; empty for a warm spare.
         vips: addresses that the port must be allowed to use in addition to its own.
-        vnic_type: Neutron's `binding:vnic_type`: `normal` or `direct`.
+        vnic_type: Neutron's `binding:vnic_type`: `normal` or `direct`. It is a part of the identity of the port.
         options: options of the VIPs, for a port with the purpose `vip`.
     """
 
@@ -156,7 +156,7 @@ class Network(Protocol):
         """
 
     def ensure_port(self, request: PortRequest) -> Port:
-        """The port of this amphora on this network; created if missing, completed if incomplete.
+        """The port of this type of this amphora on this network; created if missing, completed if incomplete.
 
         Raises:
             UnsupportedOption: a subnet, policy or group does not exist.

@@ -113,7 +113,7 @@ def derive_mac(network_id: str, address: str, attempt: int = 0) -> str:
     """A MAC address that derives from the network and the IP address.
 
     If a released IP address goes to another port, its MAC address stays the same: ARP entries of neighbours remain
-    valid. `attempt` selects another MAC address in the rare case that the first one is in use.
+    valid. `attempt` selects another MAC address in the rare case that the first address is in use.
     """
     digest = hashlib.sha256(f"{network_id} {address} {attempt}".encode()).digest()
     return str(EUI(_OUI + int.from_bytes(digest[:3], "big"), dialect=mac_unix_expanded))

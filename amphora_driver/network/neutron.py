@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The network backend of OpenStack: ports and security groups of Neutron.
 
-Invariant: each object carries the mark of the deployment from its creation on, and the backend changes or deletes no
-object without it, except the device id of a VIP port that a user provides. Calls can be repeated after a crash at each
-point. The constructor connects to no service. `docs/reference/neutron.md` describes the objects.
+Invariant: each object has the mark of the deployment from its creation on. The backend changes and deletes only objects
+with this mark, except for the device id and the tag of a VIP port that a user provides. A mark counts only with
+evidence that users cannot forge: the project of the service account, or one of its groups. A call can be repeated after
+a crash at any point. The constructor connects to no service. `docs/reference/neutron.md` describes the objects.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class NeutronNetwork:
             deployment_id=deployment_id,
             management_groups=options.management_security_groups,
         )
-        self._vips = VipPorts(self._neutron, self._references, deployment_id=deployment_id)
+        self._vips = VipPorts(self._neutron, self._references, self._groups, deployment_id=deployment_id)
 
     def allocate_vip(
         self,
@@ -136,9 +137,11 @@ class NeutronNetwork:
     def owners(self) -> Owners:
         """The owners of all objects that `ensure_port` or `allocate_vip` created and that still exist."""
         with translated("list the objects of this deployment"):
-            fields = ("id", "name", "project_id", "device_id", "device_owner")
+            fields = ("id", "name", "project_id", "device_id", "security_groups")
             ports = self._neutron.find_paged("ports", fields=fields, description=self._mark)
-            return objects.to_owners(ports, self._groups.all(), self._neutron.project_id())
+            groups = self._groups.all()
+            vip_groups = [one["id"] for one in groups if self._groups.is_of_vip_ports(one)]
+            return objects.to_owners(ports, groups, vip_groups, self._neutron.project_id())
 
     def subnet(self, subnet_id: str, project_id: str | None = None) -> Subnet:
         """The subnet with this id."""

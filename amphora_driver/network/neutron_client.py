@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests to Neutron: lists in pages, objects by id, a short cache.
 
-Invariant: each method sends one request, a paged list one for each page. A missing object is None or False, any other
-refusal is an `ApiError`.
+Invariant: each method sends one request, or one for each page of a list. For a missing object, a method returns None or
+False. For any other refusal, it raises `ApiError`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The security groups of a deployment.
 
-Invariant: a group is found by its name and the mark of the deployment. Neutron permits equal groups; after each
-creation all processes keep the same one, the oldest, and delete their own one. Traffic of a group that is still used
-is the same, because its rules are the same.
+Invariant: a group is found by its name, the mark of the deployment, and the project of the service account, in which
+users create nothing. Neutron permits several groups with the same name. So after a creation, all processes use the
+oldest of these groups, and each process deletes the newer group that it has created. If a port still uses a newer
+group, the traffic is the same, because the rules are the same.
 """
 
 from __future__ import annotations
@@ -100,14 +101,22 @@ class Groups:
         """Return the id of a group of the deployment; created if missing."""
 
         def read() -> str:
-            name, rules = f"{self._name}-{group.value}", group_rules(group, self._agent_port)
-            found: str = self._ensure(name, rules, stateful=group.stateful)["id"]
+            rules = group_rules(group, self._agent_port)
+            found: str = self._ensure(self._full_name(group), rules, stateful=group.stateful)["id"]
             return found
 
         return self._neutron.cached(("group", group.value), read)
 
+    def contain_vip_port(self, port: Mapping[str, Any]) -> bool:
+        """Whether a port is in the group of the deployment's VIP ports."""
+        return any(one["id"] in port["security_groups"] for one in self._find(self._full_name(Group.VIPS)))
+
+    def is_of_vip_ports(self, group: Mapping[str, Any]) -> bool:
+        """Whether a group, one of `all`, is that of the deployment's VIP ports."""
+        return bool(group["name"] == self._full_name(Group.VIPS))
+
     def forget(self) -> None:
-        """Read the groups again at their next use: one does not exist any more."""
+        """Read the groups again at their next use, because one of them no longer exists."""
         self._neutron.forget(*(("group", one.value) for one in Group))
 
     def remove(self, load_balancer_id: str) -> None:
@@ -116,11 +125,12 @@ class Groups:
             self._neutron.delete("groups", one["id"])
 
     def all(self) -> list[Json]:
-        """Return name and project of all groups of the deployment."""
-        return self._neutron.find_paged("groups", fields=("id", "name", "project_id"), description=self._mark)
+        """Return id and name of all groups of the deployment."""
+        project_id = self._neutron.project_id()
+        return self._neutron.find_paged("groups", fields=("id", "name"), description=self._mark, project_id=project_id)
 
     def pass_one_direction(self, ports: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether these ports pass answers without the packets before them: no group tracks connections."""
+        """Whether these ports pass answers without the preceding packets, because no group tracks connections."""
         guarded = [one for one in ports if one.get("port_security_enabled", True)]
         ids = sorted({group for one in guarded for group in one["security_groups"]})
         if not ids or not all(one["security_groups"] for one in guarded):
@@ -128,6 +138,9 @@ class Groups:
             return not guarded
         found = self._neutron.find("groups", fields=("id", "stateful"), id=ids)
         return len(found) == len(ids) and not any(one.get("stateful", True) for one in found)
+
+    def _full_name(self, group: Group) -> str:
+        return f"{self._name}-{group.value}"
 
     def _find(self, name: str) -> list[Json]:
         project_id = self._neutron.project_id()
@@ -166,14 +179,14 @@ class Groups:
         return made
 
     def _complete(self, group: Mapping[str, Any], rules: frozenset[Rule], *, exact: bool) -> None:
-        missing, surplus = difference(group["security_group_rules"], rules)
-        if missing:
-            self._neutron.create_rules([rule_body(one, group["id"], group["project_id"]) for one in missing])
-        for rule_id in surplus if exact else ():
+        found = difference(group["security_group_rules"], rules)
+        if found.missing:
+            self._neutron.create_rules([rule_body(one, group["id"], group["project_id"]) for one in found.missing])
+        for rule_id in (*found.repeated, *(found.surplus if exact else ())):
             self._neutron.delete("rules", rule_id)
 
     def _keep_one(self, name: str, made: Json | None) -> Json | None:
-        """Return the group to use after a creation, and delete the created one if another one is older."""
+        """Return the group to use after a creation, and delete the created group if another group is older."""
         kept = objects.oldest(self._find(name))
         if kept is not None and made is not None and kept["id"] != made["id"]:
             LOG.info(

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names, marks and request bodies of Neutron's objects. Pure.
 
-Invariant: an object belongs to this deployment if its description is the mark of the deployment, and its name (of a VIP
-port: the device id) is one of those below. The mark is part of the creating request, and Nova keeps it. Names, device
-owner and device id of VIP ports are those of Octavia's amphora provider, so that they never show the owner.
+Invariant: an object of the service project belongs to this deployment if its description is the mark of the deployment,
+and its name is one of those below. The mark is part of the creating request, and Nova keeps it. Names, device owner and
+device id of VIP ports are those of Octavia's amphora provider, so that they never show the owner.
+
+A VIP port is in the user's project, and its user can write each of these values to another port too. The evidence is
+therefore a security group of the service project: Neutron refuses this group in each request of a user.
 """
 
 from __future__ import annotations
@@ -11,11 +14,11 @@ from __future__ import annotations
 import hashlib
 import ipaddress
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from amphora_driver.model.loadbalancer import Vip
-from amphora_driver.model.network import FixedAddress, Port, Route, Subnet, VipRequest
+from amphora_driver.model.network import DIRECT, FixedAddress, Port, Route, Subnet, VipRequest
 from amphora_driver.network.interface import Owners, PortPurpose, PortRequest
 
 Json = dict[str, Any]
@@ -26,8 +29,6 @@ _LOAD_BALANCER = re.compile(rf"octavia-lb-({_ID})")
 _MARK = "octavia-amphora-driver deployment "
 _CLAIM = "octavia-load-balancer="
 _VIP_DEVICE = re.compile(rf"lb-({_ID})")
-# Value of `binding:vnic_type` for ports on which Neutron enforces neither security groups nor allowed address pairs.
-DIRECT = "direct"
 
 
 def mark(deployment_id: str) -> str:
@@ -53,6 +54,12 @@ def port_name(amphora_id: str, purpose: PortPurpose) -> str:
 def port_names(amphora_id: str) -> tuple[str, ...]:
     """Return the possible names of the ports of an amphora."""
     return tuple(port_name(amphora_id, purpose) for purpose in PortPurpose)
+
+
+def amphora_mac(deployment_id: str, request: PortRequest) -> str:
+    """Return the MAC address of a port of an amphora. The two ports on one network have different ones."""
+    kind = (DIRECT,) if request.vnic_type == DIRECT else ()
+    return derive_mac(deployment_id, request.amphora_id, request.network_id, *kind)
 
 
 def derive_mac(*parts: str) -> str:
@@ -162,14 +169,17 @@ def is_amphora_port(port: Json, description: str, project_id: str) -> bool:
     )
 
 
-def is_vip_port(port: Json, description: str, load_balancer_id: str) -> bool:
-    """Whether a port is the VIP port of this load balancer, created by this deployment."""
+def claims_vip_port(port: Json, description: str, load_balancer_id: str) -> bool:
+    """Whether a port has the values of this load balancer's VIP port. Its user can forge them."""
     return (port["description"], port["device_id"]) == (description, vip_device_id(load_balancer_id))
 
 
 def is_users_port(port: Json) -> bool:
-    """Whether a port belongs to a user: no deployment and no provider of Octavia has created it."""
-    return port["device_owner"] != DEVICE_OWNER and not port["description"].startswith(_MARK)
+    """Whether a port with the device id of a load balancer is one that the user provided.
+
+    The VIP ports that a provider of Octavia creates, also that of another deployment, have Octavia's device owner.
+    """
+    return bool(port["device_owner"] != DEVICE_OWNER)
 
 
 def to_port(port: Json, mtu: int) -> Port:
@@ -224,17 +234,24 @@ def _fits(request: VipRequest, subnet_id: str, address: str) -> bool:
     )
 
 
-def to_owners(ports: Iterable[Json], groups: Iterable[Json], project_id: str) -> Owners:
-    """Return the owners of marked objects. The project of VIP ports is that of their users."""
+def to_owners(ports: Iterable[Json], groups: Iterable[Json], vip_groups: Collection[str], project_id: str) -> Owners:
+    """Return the owners of marked objects.
+
+    Args:
+        ports: ports with the mark of the deployment; users may have forged it.
+        groups: the groups of the deployment.
+        vip_groups: the ids of the groups that only VIP ports of the deployment have.
+        project_id: the project of the service account.
+    """
     amphorae, load_balancers = set(), set()
     for port in ports:
         if (found := _AMPHORA_PORT.fullmatch(port["name"])) and port["project_id"] == project_id:
             amphorae.add(found[1])
-        elif found := _VIP_DEVICE.fullmatch(port["device_id"]):
+        elif (found := _VIP_DEVICE.fullmatch(port["device_id"])) and not set(vip_groups).isdisjoint(
+            port["security_groups"]
+        ):
             load_balancers.add(found[1])
-    for group in groups:
-        if (found := _LOAD_BALANCER.fullmatch(group["name"])) and group["project_id"] == project_id:
-            load_balancers.add(found[1])
+    load_balancers |= {found[1] for group in groups if (found := _LOAD_BALANCER.fullmatch(group["name"]))}
     return Owners(amphorae=frozenset(amphorae), load_balancers=frozenset(load_balancers))
 
 
@@ -251,5 +268,5 @@ def _contains(cidr: str, address: str) -> bool:
 
 
 def oldest(objects: Sequence[Json]) -> Json | None:
-    """Return the object to keep of several equal ones: each process chooses the same one."""
+    """Return the object to keep of several equal objects: each process chooses the same object."""
     return min(objects, key=lambda one: (one["created_at"], one["id"]), default=None)

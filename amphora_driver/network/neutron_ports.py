@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ports of amphorae in Neutron.
 
-Invariant: a port is created in one request with addresses, address pairs, groups and mark. Its MAC address follows from
-amphora and network, and Neutron accepts each MAC address once on a network: two processes never create two ports.
+Invariant: a port is created in one request with addresses, address pairs, groups and mark. The MAC address
+derives from amphora, network and type. Neutron accepts a MAC address only once on a network, so two processes never
+create two ports. An amphora has at most one ordinary port and one SR-IOV port on a network.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from amphora_driver.errors import NetworkError, UnsupportedOption
-from amphora_driver.model.network import Port, VipOptions
+from amphora_driver.model.network import DIRECT, Port, VipOptions
 from amphora_driver.network import neutron_objects as objects
 from amphora_driver.network.interface import PortPurpose, PortRequest
 from amphora_driver.network.neutron_client import Json, Neutron
@@ -58,7 +59,7 @@ class AmphoraPorts:
         with translated(wanted):
             for _ in range(_ATTEMPTS):
                 try:
-                    found = self._find(request.amphora_id, request.network_id)
+                    found = self._find(request)
                     port = self._create(request, wanted) if found is None else self._complete(found, request)
                 except ApiError as error:
                     if not self._may_repeat(error):
@@ -88,7 +89,7 @@ class AmphoraPorts:
         if options.qos_policy_id:
             self._references.require_policy(options.qos_policy_id, project_id, wanted)
         ports = self.read(port_ids)
-        guarded = [one for one in ports if one["binding:vnic_type"] != objects.DIRECT]
+        guarded = [one for one in ports if one["binding:vnic_type"] != DIRECT]
         if options.security_group_ids and len(guarded) < len(ports):
             raise UnsupportedOption(wanted, "security groups do not apply to SR-IOV ports", "Use another flavor.")
         addresses = {
@@ -105,13 +106,15 @@ class AmphoraPorts:
                 self._neutron.update("ports", port["id"], changes)
 
     def read(self, port_ids: Sequence[str]) -> list[Json]:
-        """Return those of these ports that belong to this deployment."""
+        """Return the ports with these ids that belong to this deployment."""
         found = self._neutron.find("ports", id=port_ids) if port_ids else []
         project_id = self._neutron.project_id()
         return [one for one in found if objects.is_amphora_port(one, self._mark, project_id)]
 
-    def _find(self, amphora_id: str, network_id: str) -> Json | None:
-        return objects.oldest(self._list(amphora_id, network_id=network_id))
+    def _find(self, request: PortRequest) -> Json | None:
+        found = self._list(request.amphora_id, network_id=request.network_id)
+        # Neutron refuses to change the type of a port that is bound to a hypervisor.
+        return objects.oldest([one for one in found if one["binding:vnic_type"] == request.vnic_type])
 
     def _list(self, amphora_id: str, **more: str) -> list[Json]:
         filters: dict[str, str | tuple[str, ...]] = {"name": objects.port_names(amphora_id), **more}
@@ -122,7 +125,7 @@ class AmphoraPorts:
             request,
             self._neutron.project_id(),
             self._mark,
-            objects.derive_mac(self._deployment_id, request.amphora_id, request.network_id),
+            objects.amphora_mac(self._deployment_id, request),
             self._groups_of(request, wanted),
         )
         return self._neutron.create_tagged(
@@ -132,7 +135,7 @@ class AmphoraPorts:
     def _groups_of(self, request: PortRequest, wanted: str) -> list[str]:
         if request.options.qos_policy_id:
             self._references.require_policy(request.options.qos_policy_id, request.project_id, wanted)
-        if request.vnic_type == objects.DIRECT:
+        if request.vnic_type == DIRECT:
             return []
         if request.purpose is PortPurpose.MANAGEMENT:
             return list(self._management_groups) or self._groups.for_management()
@@ -148,7 +151,7 @@ class AmphoraPorts:
         return self._neutron.update("ports", port["id"], changes, port.get("revision_number"))
 
     def _may_repeat(self, error: ApiError) -> bool:
-        """Whether the port is looked up again: another process created or changed it, or removed a group."""
+        """Whether to read the port again, because another process created or changed it, or removed a group."""
         if error.kind == "SecurityGroupNotFound":
             self._groups.forget()
             return True

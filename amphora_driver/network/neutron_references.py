@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Networks, subnets, QoS policies and security groups that a project refers to.
 
-Invariant: the provider interface carries no token of the user, and the service account sees the objects of all
-projects. Each reference is therefore checked here: a project uses its own objects, external networks, and objects that
+Invariant: Octavia's interface passes no token of the user, and the service account sees the objects of all projects.
+Each reference is therefore checked here: a project uses its own objects, external networks, and objects that
 an RBAC policy shares with it or with all projects. The attribute `shared` is no evidence: Neutron computes it for the
-project of the service account. The error is the same for an object that does not exist.
+project of the service account. The error for an object of another project is the same as for a missing object.
 """
 
 from __future__ import annotations

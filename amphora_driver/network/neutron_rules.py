@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules of the deployment's security groups. Pure.
 
-Invariant: the firewall of the amphora enforces listeners, client networks and partners in each mode. The groups only
-decide what reaches it.
+Invariant: the firewall of the amphora enforces listeners, client networks and partners in each mode. The
+security groups only decide which packets reach the amphora.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class Group(str, Enum):
         PEERS_STATELESS: the same beside stateless groups, because Neutron does not mix both on one port.
         OUTBOUND: answers only, for member ports in the mode `listener_rules`.
         MANAGEMENT: the agent.
+        VIPS: nothing. Only the deployment can put a port into this group, so it is the evidence of its VIP ports.
     """
 
     TRAFFIC = "traffic"
@@ -43,11 +44,12 @@ class Group(str, Enum):
     PEERS_STATELESS = "peers-stateless"
     OUTBOUND = "outbound"
     MANAGEMENT = "management"
+    VIPS = "vips"
 
     @property
     def stateful(self) -> bool:
-        """Whether Neutron tracks the connections. The hand-over without loss needs ports without it."""
-        return self not in (Group.TRAFFIC, Group.PEERS_STATELESS)
+        """Whether Neutron tracks the connections. A hand-over without loss needs a port without tracking."""
+        return self not in (Group.TRAFFIC, Group.PEERS_STATELESS, Group.VIPS)
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,7 +125,7 @@ def _cidr(text: str | None) -> str | None:
 
 
 def read_rule(rule: Mapping[str, Any]) -> Rule:
-    """Return a rule of Neutron; two equal ones have the same effect."""
+    """Return a rule of Neutron. Two equal results have the same effect."""
     protocol = None if rule["protocol"] is None else _NUMBERS.get(str(rule["protocol"]), str(rule["protocol"]))
     low, high, remote = rule["port_range_min"], rule["port_range_max"], rule["remote_group_id"]
     own_group = remote is not None and remote == rule["security_group_id"]
@@ -154,11 +156,28 @@ def rule_body(rule: Rule, group_id: str, project_id: str) -> dict[str, object]:
     }
 
 
-def difference(
-    existing: Sequence[Mapping[str, Any]], wanted: Collection[Rule]
-) -> tuple[tuple[Rule, ...], tuple[str, ...]]:
-    """Return the missing rules, and the ids of the rules that are not wanted."""
-    have = [(read_rule(one), one["id"]) for one in existing]
-    known = {rule for rule, _ in have}
-    missing = sorted((one for one in wanted if one not in known), key=repr)
-    return tuple(missing), tuple(rule_id for rule, rule_id in have if rule not in wanted)
+class Difference(msgspec.Struct, frozen=True, kw_only=True):
+    """The difference between the rules of a group and the wanted rules.
+
+    Attributes:
+        missing: the wanted rules that do not exist.
+        surplus: the ids of the rules that are not wanted.
+        repeated: the ids of wanted rules that exist already with a smaller id. Neutron refuses a rule that exists, but
+            not if two processes create it at the same moment. All processes keep the same one.
+    """
+
+    missing: tuple[Rule, ...]
+    surplus: tuple[str, ...]
+    repeated: tuple[str, ...]
+
+
+def difference(existing: Sequence[Mapping[str, Any]], wanted: Collection[Rule]) -> Difference:
+    """Compare the rules of a group, as Neutron returns them, with the wanted rules."""
+    by_rule: dict[Rule, list[str]] = {}
+    for one in existing:
+        by_rule.setdefault(read_rule(one), []).append(one["id"])
+    return Difference(
+        missing=tuple(sorted((one for one in wanted if one not in by_rule), key=repr)),
+        surplus=tuple(one for rule, ids in by_rule.items() if rule not in wanted for one in ids),
+        repeated=tuple(one for rule, ids in by_rule.items() if rule in wanted for one in sorted(ids)[1:]),
+    )

@@ -2,11 +2,12 @@
 """VIP ports in Neutron.
 
 Invariant: a VIP port reserves the addresses of one load balancer in the project of its user, and carries no traffic. It
-is found by device id and mark. Octavia may delete it first.
+is found by device id and mark, and is in a security group that no user can give to a port. Octavia may delete it first.
 
-A port of the user gets a tag and the device id, and loses both at the end. The tag excludes a second load balancer:
-each one adds its tag first and reads the port afterwards, so that of two neither misses the other. The revision number
-does not exclude it: Neutron 29 accepts several concurrent updates of one revision, in spite of `If-Match`.
+A port that a user provides gets a tag and the device id, and loses both at the release. The tag prevents that two load
+balancers use the port. Each of them first adds its tag and then reads the port, so at least one of them sees the tag of
+the other. A condition on the revision number would not prevent it: Neutron 29 accepts several concurrent updates of one
+revision, in spite of `If-Match`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from amphora_driver.model.loadbalancer import Vip
 from amphora_driver.model.network import VipRequest
 from amphora_driver.network import neutron_objects as objects
 from amphora_driver.network.neutron_client import Json, Neutron
+from amphora_driver.network.neutron_groups import Groups
 from amphora_driver.network.neutron_references import References
+from amphora_driver.network.neutron_rules import Group
 from amphora_driver.openstack.errors import ApiError
 
 
@@ -28,12 +31,14 @@ class VipPorts:
     Args:
         neutron: the client.
         references: checks networks and subnets.
+        groups: has the group of VIP ports.
         deployment_id: the owner of the ports.
     """
 
-    def __init__(self, neutron: Neutron, references: References, *, deployment_id: str) -> None:
+    def __init__(self, neutron: Neutron, references: References, groups: Groups, *, deployment_id: str) -> None:
         self._neutron = neutron
         self._references = references
+        self._groups = groups
         self._deployment_id = deployment_id
         self._mark = objects.mark(deployment_id)
 
@@ -64,12 +69,12 @@ class VipPorts:
         """Delete the VIP port of a load balancer, and give a port of the user back."""
         device_id = objects.vip_device_id(load_balancer_id)
         for port in self._neutron.find("ports", device_id=device_id):
-            if objects.is_vip_port(port, self._mark, load_balancer_id):
+            if self._is_ours(port, load_balancer_id):
                 self._neutron.delete("ports", port["id"])
             elif objects.is_users_port(port):
                 self._give_back(port)
         tag = objects.claim_tag(load_balancer_id)
-        for port in self._neutron.find("ports", fields=("id", "description", "device_owner"), tags=tag):
+        for port in self._neutron.find("ports", fields=("id", "device_owner"), tags=tag):
             if objects.is_users_port(port):
                 self._neutron.remove_tag(port["id"], tag)
 
@@ -77,8 +82,12 @@ class VipPorts:
         """Return the port with the VIPs: one of this provider, or one that the user provided."""
         device_id = objects.vip_device_id(load_balancer_id)
         found = self._neutron.find("ports", device_id=device_id, project_id=project_id)
-        ours = [one for one in found if objects.is_vip_port(one, self._mark, load_balancer_id)]
+        ours = [one for one in found if self._is_ours(one, load_balancer_id)]
         return objects.oldest(ours or [one for one in found if objects.is_users_port(one)])
+
+    def _is_ours(self, port: Json, load_balancer_id: str) -> bool:
+        """Whether this deployment has created a port as the VIP port of this load balancer."""
+        return objects.claims_vip_port(port, self._mark, load_balancer_id) and self._groups.contain_vip_port(port)
 
     def _create(self, load_balancer_id: str, project_id: str, requests: Sequence[VipRequest], wanted: str) -> Json:
         fixed = []
@@ -92,7 +101,22 @@ class VipPorts:
         (network_id,) = networks
         mac = objects.derive_mac(self._deployment_id, load_balancer_id, network_id)
         body = objects.vip_port_body(load_balancer_id, project_id, self._mark, mac, network_id, fixed)
-        return self._neutron.create_tagged("ports", body, objects.tags(self._deployment_id, load_balancer_id))
+        if self._neutron.has_extension("port-security"):
+            # Neutron refuses a group on a port without port security, which is the default of some networks.
+            body["port_security_enabled"] = True
+        tags = objects.tags(self._deployment_id, load_balancer_id)
+        try:
+            return self._neutron.create_tagged("ports", {**body, **self._evidence()}, tags)
+        except ApiError as error:
+            if error.kind != "SecurityGroupNotFound":
+                raise
+        # An operator has deleted the group since it was read.
+        self._groups.forget()
+        return self._neutron.create_tagged("ports", {**body, **self._evidence()}, tags)
+
+    def _evidence(self) -> dict[str, list[str]]:
+        """Return the attribute that shows that this deployment has created a VIP port."""
+        return {"security_groups": [self._groups.of_deployment(Group.VIPS)]}
 
     def _choose_subnet(self, request: VipRequest, project_id: str, wanted: str) -> Json:
         if request.subnet_id:
@@ -113,8 +137,9 @@ class VipPorts:
         if port is None or port["project_id"] != project_id:
             reason = f"port {port_id} does not exist, or project {project_id} must not use it"
             raise UnsupportedOption(wanted, reason)
-        if port["device_id"] or port["description"] == self._mark:
-            raise Conflict(wanted, f"port {port_id} is in use by device {port['device_id']}", "Use another port.")
+        if port["device_id"] or not objects.is_users_port(port):
+            used_by = port["device_id"] or port["device_owner"]
+            raise Conflict(wanted, f"port {port_id} is in use by {used_by}", "Use another port.")
         tag = objects.claim_tag(load_balancer_id)
         self._neutron.add_tag(port_id, tag)
         port = self._neutron.get("ports", port_id) or port

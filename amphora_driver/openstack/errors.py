@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Errors of OpenStack's services, as errors of this provider.
 
-Invariant: the reason is the service's own message. A quota and a missing right are final, because a retry does not
-help; failures of the service and of the connection are not. A refusal of Neutron can be a mistake of the user. A
-refusal of Nova or Glance never is, so it becomes a `ComputeError`.
+Invariant: the reason is the service's own message. An exceeded quota and a missing permission are final,
+because a retry does not help. Failures of the service and of the connection are not final. The request of a user can
+cause a refusal by Neutron, but not a refusal by Nova or Glance, which therefore becomes a `ComputeError`.
 """
 
 from __future__ import annotations

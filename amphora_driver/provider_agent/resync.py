@@ -239,7 +239,8 @@ class Resyncer:
         if not self._database.write(write):
             return _BUSY
         LOG.info(
-            "the resync of load balancer %s is complete; the provider agent reports all its statuses again: %s",
+            "the resync of load balancer %s is complete; the provider agent reports all statuses of its objects again, "
+            "because of this difference: %s",
             load_balancer_id,
             found,
         )
@@ -250,7 +251,11 @@ class Resyncer:
         """Finish the request for a load balancer that exists only in the driver's database."""
         load_balancer_id = request.load_balancer_id
         if not request.remove_unknown:
-            LOG.warning("the resync keeps load balancer %s, although Octavia does not know it", load_balancer_id)
+            LOG.warning(
+                "the resync does not delete load balancer %s, which Octavia does not know: only a resync with "
+                "--remove-unknown deletes it",
+                load_balancer_id,
+            )
             detail = "it is recorded and served; --remove-unknown deletes it in the driver"
             self._finish(request, ResyncOutcome.UNKNOWN, detail)
             return

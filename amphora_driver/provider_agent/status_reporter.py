@@ -39,8 +39,9 @@ from amphora_driver.store import listener_stats, process_registry, status_outbox
 
 LOG = logging.getLogger(__name__)
 
-# A call to Octavia times out after 30 s. On a busy machine, Octavia needs up to 0.5 s for a deletion, so a call
-# contains at most 15 deletions. Octavia needs about 2 ms for any other status, so a call contains at most 300 statuses.
+# Maximum numbers of objects in one call to Octavia, so that the call takes at most a quarter of its time-out (30 s).
+# For the status DELETED, Octavia removes the object, which takes up to 0.5 s on a busy machine. Another status takes
+# about 2 ms.
 _MAX_DELETED, _MAX_ROWS = 15, 300
 # octavia_lib raises UpdateStatusError if octavia-driver-agent is unreachable, and also if Octavia refuses a status.
 # Only the error about a refused status contains an object id.
@@ -283,8 +284,8 @@ class Reporter:
                 self._update_octavia("barrier", {"loadbalancers": [barrier]})
             except octavia_errors.UpdateStatusError as error:
                 refused = (
-                    "Octavia refused the status update (barrier) of load balancer %s; the provider agent repeats the "
-                    "update in the next round: %s"
+                    "Octavia refused a status update (barrier) of load balancer %s, which precedes the report of its "
+                    "statuses; the provider agent repeats the update in the next round: %s"
                 )
                 LOG.warning(refused, load_balancer_id, error.fault_string)
                 failed.add(load_balancer_id)
@@ -320,7 +321,7 @@ class Reporter:
         failpoints.reach(failpoints.Point.REPORT_SENT)
         self._database.write(lambda connection: status_outbox.mark_reported(connection, accepted))
         failpoints.reach(failpoints.Point.REPORT_TAKEN)
-        metrics.count_reports("taken", len(accepted))
+        metrics.count_reports("accepted", len(accepted))
         return True
 
     def _is_due(self, report: status_outbox.StatusReport) -> bool:

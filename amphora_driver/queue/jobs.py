@@ -27,10 +27,10 @@ from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import amphora, duty, job, request
 from amphora_driver.errors import LeaseLost
 
-# If more than this number of lease times remain until the end of a job's lease, the database clock was set back. The
-# number is high, because hosts may configure different lease times.
+# A new lease ends after one lease duration. If a lease of a job ends later than this number of durations from now, the
+# database clock was set back. The number is above one, because hosts may configure different durations.
 _LEASES = 4
-# If more than this number of lease times remain until the end of a duty's lease, the database clock was set back.
+# The same limit for the lease of a duty.
 _DUTIES = 10
 # Minimum number of seconds for each of the two limits.
 _LEAST = 60.0

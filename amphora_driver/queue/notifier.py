@@ -132,8 +132,9 @@ class Publisher:
                 pause = _BACKOFF[0]
             else:
                 LOG.warning(
-                    "the message broker is not available, so the publisher drops a hint about new work; "
-                    "other hosts find the work when they poll the database"
+                    "the message broker is not available, so this process drops a hint about new work (load balancer "
+                    "%s); other hosts find the work when they poll the database",
+                    hint[1] or "several",
                 )
                 self._ending.wait(pause)
                 pause = min(2 * pause, _BACKOFF[1])
@@ -154,7 +155,7 @@ class Publisher:
             sender.send(*hint)
         except Exception as error:  # noqa: BLE001 - the library's, broker's and network's errors have no common base
             LOG.info(
-                "the publisher failed to send a hint about new work and drops its connection to the message broker: %s",
+                "this process failed to send a hint about new work and closes its connection to the message broker: %s",
                 type(error).__name__,
             )
             sender.discard_connection()

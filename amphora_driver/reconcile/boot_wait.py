@@ -34,8 +34,8 @@ _PAUSE_PER_ENTRY = 0.0005
 # only after one, three and seven seconds (RFC 6298). Most amphorae begin to listen earlier.
 _CONNECT_TIMEOUT = 0.5
 # An amphora may accept a connection although its agent does not answer. The controller then delays the next connection
-# to the amphora. The delay is `_REPEAT_DELAY` seconds, doubled for each accepted connection, and at most
-# `_MAX_REPEAT_DELAY` seconds.
+# to the amphora. The delay is 0.1 s after the first accepted connection, twice as long after each further one, and at
+# most `_MAX_REPEAT_DELAY` seconds. `_REPEAT_DELAY` is half of the first delay.
 _REPEAT_DELAY, _MAX_REPEAT_DELAY = 0.05, 5.0
 _MAX_DOUBLINGS = 8
 # The controller delays the next connection to an amphora only if the last successful one is at most this number of
@@ -120,7 +120,7 @@ class BootWait:
                     # An error must not end the thread of `BootWait`, because no component would report the failure. A
                     # job would then continue only at the end of its planned pause, even if the agent answered earlier.
                     LOG.exception(
-                        "an unexpected error occurred while the controller waited for booting amphorae; it continues"
+                        "the controller failed unexpectedly while it waited for booting amphorae, and continues to wait"
                     )
                     time.sleep(_ERROR_BACKOFF)
         finally:

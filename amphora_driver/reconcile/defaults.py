@@ -9,13 +9,22 @@ Values of a profile do not change.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 from oslo_config.cfg import ConfigOpts
 
 from amphora_driver.errors import ConfigurationError, UnsupportedOption
 from amphora_driver.model.loadbalancer import LoadBalancer
-from amphora_driver.render.agent_settings import AgentSettings, render_agent_settings
+from amphora_driver.render.agent_settings import (
+    AgentSettings,
+    LogSettings,
+    LogTarget,
+    render_agent_settings,
+    render_log_settings,
+)
 from amphora_driver.render.effective_defaults import Defaults
+from amphora_driver.secret import Secret
 from amphora_driver.validation import flavors, log_format
 
 
@@ -32,6 +41,7 @@ def validate_defaults(conf: ConfigOpts) -> None:
     except UnsupportedOption as error:
         raise ConfigurationError("use the options of [amp_haproxy]", str(error).rstrip(".")) from error
     agent_settings(conf)
+    log_defaults(conf)
 
 
 def agent_settings(conf: ConfigOpts) -> AgentSettings:
@@ -45,6 +55,65 @@ def agent_settings(conf: ConfigOpts) -> AgentSettings:
     except ValueError as error:
         remedy = "Write an IP address and a port, for example 192.0.2.10:9879 or [2001:db8::10]:9879."
         raise ConfigurationError("use the option [amp_health] targets", str(error), remedy) from error
+
+
+def log_defaults(conf: ConfigOpts) -> LogSettings:
+    """Return the log targets of `[amp_logs]`, with the content of its files.
+
+    Raises:
+        ConfigurationError: a target is invalid, or a file cannot be read.
+    """
+    options = conf.amp_logs
+    authorities = "" if options.ca_certificate is None else _read(options.ca_certificate, "ca_certificate")
+    given = "" if options.authorization_file is None else _read(options.authorization_file, "authorization_file")
+    authorization = Secret(given.strip().encode())
+
+    def targets(urls: list[str]) -> list[LogTarget]:
+        return [LogTarget(url, authorization) if url.startswith("https:") else LogTarget(url) for url in urls]
+
+    try:
+        admin, tenant = targets(options.admin_targets), targets(options.tenant_targets)
+        return render_log_settings(admin, tenant, authorities, options.queue_bytes)
+    except ValueError as error:
+        remedy = "Write for example udp://192.0.2.9:514 or tls://[2001:db8::9]:6514, and set ca_certificate."
+        raise ConfigurationError("use the options of [amp_logs]", str(error), remedy) from error
+
+
+def log_settings(defaults: LogSettings, load_balancer: LoadBalancer | None) -> LogSettings:
+    """Return the log settings of an amphora; a warm spare has no load balancer.
+
+    Targets of a flavor replace the configured ones, and get no authorization.
+
+    Raises:
+        ConfigurationError: a target of the flavor needs a CA certificate, which the deployment has not any more.
+    """
+    if load_balancer is None:
+        return defaults
+    profile = load_balancer.profile
+    named = {"admin": profile.admin_log_targets, "tenant": profile.tenant_log_targets}
+    chosen = {
+        kind: getattr(defaults, kind) if urls is None else [LogTarget(url) for url in urls]
+        for kind, urls in named.items()
+    }
+    try:
+        return render_log_settings(
+            **chosen,
+            authorities=defaults.authorities,
+            queue_bytes=defaults.queue_bytes,
+            project_id=load_balancer.project_id,
+            load_balancer_id=load_balancer.id,
+        )
+    except ValueError as error:
+        remedy = "Set [amp_logs] ca_certificate, or resize the load balancer to a flavor with other targets."
+        raise ConfigurationError(f"use the log targets of {load_balancer.id}", str(error), remedy) from error
+
+
+def _read(path: str, option: str) -> str:
+    try:
+        return Path(path).read_text(encoding="ascii")
+    except (OSError, ValueError) as error:
+        happened = getattr(error, "strerror", None) or "the file has characters that are not ASCII"
+        raise ConfigurationError(f"read {path} ([amp_logs] {option})", happened, "Correct the option.") from error
 
 
 def rendering_defaults(conf: ConfigOpts) -> Defaults:

@@ -45,6 +45,7 @@ class BundleInputs(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         networks: the networks that the load balancer needs; a port on another network will be detached.
+        sr_iov_networks: the same for the additional SR-IOV ports.
         failed: objects that cannot be served: reasons by object id.
         tickets: number of rotations of the TLS ticket keys; None without keys.
         priorities: VRRP priorities by role, see `topology.effective_priorities`; empty without VRRP.
@@ -54,6 +55,7 @@ class BundleInputs(msgspec.Struct, frozen=True, kw_only=True):
     generation: int
     amphorae: tuple[Amphora, ...]
     networks: frozenset[str]
+    sr_iov_networks: frozenset[str] = frozenset()
     failed: dict[str, str]
     secrets: dict[SecretName, SealedSecret]
     tickets: int | None
@@ -72,7 +74,11 @@ def build_bundle(recorded: BundleInputs, amphora: Amphora, served: Served, conf:
     interval = advert_interval(recorded.tree, conf)
     everyone = vrrp_peers.participants(recorded.amphorae, recorded.priorities)
     pair = vrrp_peers.vrrp_instance(amphora, everyone, recorded.tree.vip, priority, interval)
-    ports = tuple(one for one in amphora.plugged if one.port.network_id in recorded.networks)
+    ports = tuple(
+        one
+        for one in amphora.plugged
+        if one.port.network_id in (recorded.sr_iov_networks if one.sr_iov else recorded.networks)
+    )
     return bundle(recorded.tree, recorded.generation, amphora.id, ports, served, pair)
 
 

@@ -144,7 +144,7 @@ class StepExecutor:
             case steps.Plug():
                 self._plug(step, view)
             case steps.Unplug():
-                self._unplug(by_id[step.amphora_id], step.network_id)
+                self._unplug(by_id[step.amphora_id], (step.network_id, step.sr_iov))
             case steps.BumpGeneration():
                 self._write(lambda c: generations.bump_generation(c, view.load_balancer_id, view.generation))
             case steps.Push():
@@ -337,9 +337,10 @@ class StepExecutor:
                 self._check_machine(amphora)
             raise
         subnets = tuple(map(self._network.subnet, dict.fromkeys(one.subnet_id for one in port.addresses)))
-        others = tuple(one for one in amphora.plugged if one.port.network_id != step.network_id)
-        plugged = (*others, AttachedPort(port=port, subnets=subnets))
-        self._update(amphora.id, plugged=plugged)
+        made = AttachedPort(port=port, subnets=subnets, sr_iov=step.sr_iov)
+        # A port must not have two records, because the removal of one of them would delete the port.
+        others = tuple(one for one in amphora.plugged if one.key != made.key and one.port.id != port.id)
+        self._update(amphora.id, plugged=(*others, made))
 
     def _await_agent(self, step: steps.AwaitAgent) -> None:
         """Query an agent once; the wait for a booting amphora uses neither this thread nor the lease."""
@@ -381,7 +382,11 @@ class StepExecutor:
             if forbidden:
                 raise
             # The agent answers, so a compute backend that fails now must not delay the service of the load balancer.
-            LOG.warning("the controller could not read where amphora %s runs, and continues: %s", amphora.id, error)
+            LOG.warning(
+                "the controller could not read the hypervisor and the zone of amphora %s, and continues: %s",
+                amphora.id,
+                error,
+            )
             return recorded
         location = recorded if machine is None else complete_location(machine, amphora)
         # Spare amphorae belong to no load balancer yet, so they may share a hypervisor.
@@ -425,13 +430,13 @@ class StepExecutor:
         # load balancer to ERROR before it boots the amphora again.
         raise ComputeError(f"boot amphora {amphora.id}", happened, final=True)
 
-    def _unplug(self, amphora: Amphora, network_id: str) -> None:
+    def _unplug(self, amphora: Amphora, key: tuple[str, bool]) -> None:
         for plugged in amphora.plugged:
-            if plugged.port.network_id == network_id:
+            if plugged.key == key:
                 self._compute.detach(amphora.id, plugged.port)
                 self._job.ensure_may_act()
                 self._network.delete_port(plugged.port.id)
-        left = tuple(one for one in amphora.plugged if one.port.network_id != network_id)
+        left = tuple(one for one in amphora.plugged if one.key != key)
         self._update(amphora.id, plugged=left)
 
 

@@ -144,7 +144,7 @@ class AmphoraSet:
         self._holder = vrrp_peers.find_holder(self._in_vrrp, first_role, self._silent)
 
     def query_targets(self) -> tuple[str, ...]:
-        """Return the amphorae to query for the VIPs before one is removed: their heartbeats may be older."""
+        """Return the amphorae to ask for the VIPs before an amphora is removed: heartbeats may be out of date."""
         if self._view.holder_asked or not self._several:
             return ()
         serving = [one for one in self._in_vrrp if one.confirmed > 0 and one.plugged and one.id not in self._silent]
@@ -379,26 +379,34 @@ def _wait_for_vips(view: steps.LoadBalancerView, amphora_set: AmphoraSet) -> lis
 
 
 def _plug_steps(view: steps.LoadBalancerView, amphora: Amphora) -> list[steps.Step]:
-    plugged = {one.port.network_id: {address.subnet_id for address in one.port.addresses} for one in amphora.plugged}
+    plugged = {one.key: {address.subnet_id for address in one.port.addresses} for one in amphora.plugged}
     return [
         steps.Plug(
             amphora_id=amphora.id,
-            network_id=network_id,
+            network_id=key[0],
             subnet_ids=subnets,
-            reason="it has no port on this network" if network_id not in plugged else "the port lacks a subnet",
+            sr_iov=key[1],
+            reason="the port lacks a subnet" if key in plugged else "it has no such port on this network",
         )
-        for network_id, subnets in view.networks.items()
-        if not set(subnets) <= plugged.get(network_id, set()) or network_id not in plugged
+        for key, subnets in _needed_ports(view).items()
+        if key not in plugged or not set(subnets) <= plugged[key]
     ]
+
+
+def _needed_ports(view: steps.LoadBalancerView) -> dict[tuple[str, bool], tuple[str, ...]]:
+    """Return the subnets of the ports that an amphora needs, by `AttachedPort.key`."""
+    ordinary = {(network_id, False): subnets for network_id, subnets in view.networks.items()}
+    return ordinary | {(network_id, True): subnets for network_id, subnets in view.sr_iov_networks.items()}
 
 
 def _cleanup_steps(view: steps.LoadBalancerView, amphora_set: AmphoraSet) -> list[steps.Step]:
     found = amphora_set.release_steps()
+    needed, reason = _needed_ports(view), "no member uses this port"
     found += [
-        steps.Unplug(amphora_id=one.id, network_id=plugged.port.network_id, reason="no member uses this network")
+        steps.Unplug(amphora_id=one.id, network_id=plugged.port.network_id, sr_iov=plugged.sr_iov, reason=reason)
         for one in amphora_set.live
         for plugged in one.plugged
-        if plugged.port.network_id not in view.networks
+        if plugged.key not in needed
     ]
     # A wait ends the current round of the job, so the wait is the last step of the plan.
     return found + amphora_set.wait_steps()

@@ -2,8 +2,8 @@
 """Push of a generation to amphorae.
 
 Invariant: the confirmations of a wave are recorded before the next wave begins. A configuration that one amphora
-refuses is not sent to later waves. An unreachable amphora refuses nothing: the others are pushed, and the load balancer
-stays unconfirmed until that amphora serves the generation.
+refuses is not sent to later waves. An unreachable amphora is no refusal: the controller pushes to the others, and the
+load balancer stays unconfirmed until that amphora serves the generation.
 """
 
 from __future__ import annotations
@@ -92,9 +92,9 @@ class BundlePush:
         """Push the newest generation to the step's amphorae, wave after wave.
 
         Raises:
-            AgentRefused: an amphora refuses it; later waves were not pushed.
-            AgentError: an amphora cannot be reached; all others were pushed.
-            ModelError: nothing can be served.
+            AgentRefused: an amphora refuses the configuration; the later waves did not receive it.
+            AgentError: an amphora cannot be reached; all others received the configuration.
+            ModelError: no object of the load balancer can be served.
         """
         if view.tree is None:
             raise ModelError("push a configuration", "the load balancer is to be deleted")
@@ -106,6 +106,7 @@ class BundlePush:
             generation=view.generation,
             amphorae=tuple(everyone),
             networks=frozenset(view.networks),
+            sr_iov_networks=frozenset(view.sr_iov_networks),
             failed=view.failed,
             secrets=view.secrets,
             tickets=view.tickets,
@@ -145,8 +146,8 @@ class BundlePush:
         except AgentError as error:
             of = self._job.lease.load_balancer_id
             LOG.warning(
-                "load balancer %s: the controller could not ask an amphora whether it holds the VIPs, "
-                "and continues without the answer: %s",
+                "load balancer %s: the controller could not ask all amphorae whether they hold the VIPs, and continues "
+                "without the answers: %s",
                 of,
                 error,
             )

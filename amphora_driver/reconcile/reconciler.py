@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
+import msgspec
 import sqlalchemy as sa
 
 from amphora_driver import failpoints, log_context, metrics
@@ -28,7 +29,7 @@ from amphora_driver.errors import (
     UnsupportedOption,
 )
 from amphora_driver.model.amphora import Amphora, AmphoraState
-from amphora_driver.model.loadbalancer import LoadBalancer
+from amphora_driver.model.loadbalancer import LoadBalancer, Member
 from amphora_driver.model.secret_refs import secrets_of_tree
 from amphora_driver.network.interface import Network
 from amphora_driver.queue.jobs import Jobs, Lease, guard_lease, has_open_request, record_outcome
@@ -118,7 +119,7 @@ class Reconciler:
             self._handle_failure(job, error)
         else:
             return "finished" if found[2] is None else "waiting"
-        return "gave_way" if job.is_preempted else "failed"
+        return "preempted" if job.is_preempted else "failed"
 
     def _refuse_crash_loop(self, lease: Lease) -> None:
         """Refuse load balancers that crashed several controllers, except for occasional retries."""
@@ -163,8 +164,8 @@ class Reconciler:
         else:
             readable = view.readable if isinstance(view, steps.LoadBalancerView) else True
             self._jobs.defer(job.lease, view.generation, pause, readable=readable)
-        # The controller waits for agents only after it has released the lease. If an agent answered earlier, no
-        # controller could claim the load balancer.
+        # An answer of a booting agent makes the load balancer due. The controller begins to wait for answers only
+        # after it has released the lease. During the lease, no controller could claim the load balancer.
         awaited = [
             AwaitedAgent(one.id, one.management_address, job.lease.load_balancer_id, pause)
             for one in observed
@@ -207,11 +208,10 @@ class Reconciler:
         tree = None if gone else self._tree_cache.load(connection, row, lease.epoch)
         catalogue = self._context.catalogue
         given, addressed = vip_allocation.read_applied_options(row), vip_allocation.addresses_known(tree)
-        needed: dict[str, tuple[str, ...]] = {}
-        failed: dict[str, str] = {}
+        needed = NeededNetworks()
         if tree is not None and addressed:
-            needed, failed = needed_networks(tree, observed, catalogue.network(row.network))
-        failed |= vip_allocation.read_refusal(connection, load_balancer_id, given)
+            needed = needed_networks(tree, observed, catalogue.network(row.network))
+        failed = needed.failed | vip_allocation.read_refusal(connection, load_balancer_id, given)
         # The secrets must belong to the same generation as the objects that refer to them. If the generation has
         # changed meanwhile, the job reads the load balancer again.
         uses_some = tree is not None and next(secrets_of_tree(tree), None) is not None
@@ -229,7 +229,8 @@ class Reconciler:
             gone=gone,
             readable=not row.read_back,
             tree=tree,
-            networks=needed,
+            networks=needed.ordinary,
+            sr_iov_networks=needed.sr_iov,
             failed=failed,
             omitted=read_omitted_objects(row),
             secrets=kept,
@@ -291,8 +292,9 @@ class Reconciler:
                 first = final or tried == conf.give_up_after
                 if self._database.write(lambda c: _report_error(c, job, str(error), always=first)):
                     self._on_status()
-            # No controller crashed in this job, so the number of crashes restarts at zero. If the controller refused
-            # the job because of too many crashes, the number only decreases by one.
+            # This attempt ended without a crash of its controller, so the number of crashes returns to zero. After
+            # too many crashes, a controller refuses the job without an attempt. Then the number decreases by one, so
+            # that the next controller tries the job once more.
             crashes = lease.crashes - 1 if isinstance(error, CrashLoop) else 0
             self._jobs.retry_later(lease, pause, str(error), job.generation or None, crashes=crashes)
         except (AmphoraDriverError, OSError) as failure:
@@ -340,31 +342,52 @@ def _perform_steps(
     return None
 
 
-def needed_networks(
-    tree: LoadBalancer, observed: tuple[Amphora, ...], network: Network
-) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
-    """Return the networks that an amphora needs, with their subnets: the network of the VIP is the first.
+class NeededNetworks(msgspec.Struct, frozen=True, kw_only=True):
+    """The networks that an amphora needs, with their subnets.
 
-    The second result has the reasons by id for members whose subnet does not exist.
+    Attributes:
+        ordinary: networks of ordinary ports; the network of the VIP is the first.
+        sr_iov: networks of the additional ports for members that request SR-IOV.
+        failed: reasons by id for members whose subnet does not exist.
+    """
+
+    ordinary: dict[str, tuple[str, ...]] = {}
+    sr_iov: dict[str, tuple[str, ...]] = {}
+    failed: dict[str, str] = {}
+
+
+def needed_networks(tree: LoadBalancer, observed: tuple[Amphora, ...], network: Network) -> NeededNetworks:
+    """Return the networks that an amphora needs.
+
+    Each member has a port of its type. The type of an attached port cannot change, and its replacement would end the
+    connections of other members. The port of a VIP with SR-IOV serves both types on its network.
     """
     known: dict[str, str] = {vip.subnet_id: vip.network_id for vip in tree.vips}
     known |= {subnet.id: subnet.network_id for one in observed for port in one.plugged for subnet in port.subnets}
-    found: dict[str, dict[str, None]] = {tree.vip.network_id: {vip.subnet_id: None for vip in tree.vips}}
+    ordinary: dict[str, dict[str, None]] = {tree.vip.network_id: {vip.subnet_id: None for vip in tree.vips}}
+    sr_iov: dict[str, dict[str, None]] = {}
     failed: dict[str, str] = {}
-    by_subnet: dict[str, list[str]] = {}
+    by_subnet: dict[str, list[Member]] = {}
     for pool in tree.pools:
         for member in pool.members:
             if member.subnet_id:
-                by_subnet.setdefault(member.subnet_id, []).append(member.id)
+                by_subnet.setdefault(member.subnet_id, []).append(member)
     for subnet_id, members in sorted(by_subnet.items()):
         if subnet_id not in known:
             try:
                 known[subnet_id] = network.subnet(subnet_id, tree.project_id).network_id
             except UnsupportedOption as error:
-                failed |= dict.fromkeys(members, str(error))
+                failed |= dict.fromkeys((one.id for one in members), str(error))
                 continue
-        found.setdefault(known[subnet_id], {})[subnet_id] = None
-    return {network_id: tuple(subnets) for network_id, subnets in found.items()}, failed
+        network_id = known[subnet_id]
+        is_shared = network_id == tree.vip.network_id and tree.profile.sriov_vip is True
+        for uses_sr_iov in {tree.uses_sr_iov(one) and not is_shared for one in members}:
+            (sr_iov if uses_sr_iov else ordinary).setdefault(network_id, {})[subnet_id] = None
+    return NeededNetworks(ordinary=_with_subnets(ordinary), sr_iov=_with_subnets(sr_iov), failed=failed)
+
+
+def _with_subnets(found: Mapping[str, Iterable[str]]) -> dict[str, tuple[str, ...]]:
+    return {network_id: tuple(subnets) for network_id, subnets in found.items()}
 
 
 def _report_error(connection: sa.Connection, job: Job, reason: str, *, always: bool) -> bool:

@@ -51,6 +51,7 @@ class LoadBalancerView(View, frozen=True, kw_only=True):
         gone: the load balancer is to be deleted, and `tree` is None.
         readable: the tree is complete; False until the provider agent has read it back from Octavia.
         networks: the networks an amphora needs, with their subnets; the VIP's network is the first.
+        sr_iov_networks: the networks with an additional port for members that request SR-IOV, with their subnets.
         failed: objects that cannot be served: reasons by object id.
         omitted: objects omitted from the newest generation where amphorae serve it already: reasons by object id.
         priorities: VRRP priorities by role; empty without VRRP. A role of a former topology may be among them.
@@ -71,6 +72,7 @@ class LoadBalancerView(View, frozen=True, kw_only=True):
     readable: bool
     tree: LoadBalancer | None
     networks: dict[str, tuple[str, ...]]
+    sr_iov_networks: dict[str, tuple[str, ...]] = {}
     failed: dict[str, str] = {}
     omitted: dict[str, str] = {}
     secrets: dict[SecretName, SealedSecret] = {}
@@ -146,11 +148,15 @@ class Boot(Step, frozen=True, kw_only=True):
 
 
 class Plug(Step, frozen=True, kw_only=True):
-    """Attach a port on a network to an amphora, with an address on each of the subnets."""
+    """Attach a port on a network to an amphora, with an address on each of the subnets.
+
+    With `sr_iov` it is the additional port for members that request SR-IOV.
+    """
 
     amphora_id: str
     network_id: str
     subnet_ids: tuple[str, ...]
+    sr_iov: bool = False
 
 
 class AwaitAgent(Step, frozen=True, kw_only=True):
@@ -206,10 +212,11 @@ class Confirm(Step, frozen=True, kw_only=True):
 
 
 class Unplug(Step, frozen=True, kw_only=True):
-    """Detach and delete a port on a network that the load balancer does not need."""
+    """Detach and delete a port that the load balancer does not need; `sr_iov` as in `Plug`."""
 
     amphora_id: str
     network_id: str
+    sr_iov: bool = False
 
 
 class HandOver(Step, frozen=True, kw_only=True):

@@ -17,7 +17,7 @@ import sqlalchemy as sa
 from amphora_driver.database.tables import job, request
 from amphora_driver.errors import NetworkError, RequestError
 from amphora_driver.model.enums import Kind, ListenerProtocol
-from amphora_driver.model.network import ListenerRule, VipOptions, VipRequest
+from amphora_driver.model.network import DIRECT, ListenerRule, VipOptions, VipRequest
 from amphora_driver.network.interface import NotYet, PortPurpose, PortRequest
 from amphora_driver.store import desired_objects, generations, vip_claims
 from amphora_driver.store.vip_claims import PendingVipRequest
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
 
 LOG = logging.getLogger(__name__)
-# Value of `vnic_type` in Neutron for a port that uses SR-IOV.
-_DIRECT = "direct"
 
 
 class AppliedVipOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,9 +92,9 @@ def _listener_rules(tree: LoadBalancer) -> tuple[ListenerRule, ...]:
 
 
 def request_port(step: Plug, view: LoadBalancerView) -> PortRequest:
-    """Return the request for the port of a step. A port on the VIPs' network may use all VIPs."""
+    """Return the request for the port of a step. The ordinary port on the VIPs' network may use all VIPs."""
     tree = view.tree
-    if tree is None or step.network_id != tree.vip.network_id:
+    if tree is None or step.sr_iov or step.network_id != tree.vip.network_id:
         return PortRequest(
             amphora_id=step.amphora_id,
             network_id=step.network_id,
@@ -104,7 +102,7 @@ def request_port(step: Plug, view: LoadBalancerView) -> PortRequest:
             purpose=PortPurpose.MEMBER,
             load_balancer_id=view.load_balancer_id,
             project_id="" if tree is None else tree.project_id,
-            vnic_type="normal" if tree is None else _member_vnic_type(tree, step.subnet_ids),
+            vnic_type=DIRECT if step.sr_iov else "normal",
         )
     return PortRequest(
         amphora_id=step.amphora_id,
@@ -114,29 +112,15 @@ def request_port(step: Plug, view: LoadBalancerView) -> PortRequest:
         load_balancer_id=view.load_balancer_id,
         project_id=tree.project_id,
         vips=tuple(vip.address for vip in tree.vips),
-        vnic_type=_DIRECT if tree.profile.sriov_vip else "normal",
+        vnic_type=DIRECT if tree.profile.sriov_vip else "normal",
         options=desired_options(tree, listener_rules=view.listener_rules),
     )
 
 
-def _member_vnic_type(tree: LoadBalancer, subnet_ids: Sequence[str]) -> str:
-    """Return the type of the port towards the members on these subnets."""
-    direct = tree.profile.allow_member_sriov and any(
-        member.vnic_type == _DIRECT and member.subnet_id in subnet_ids for pool in tree.pools for member in pool.members
-    )
-    return _DIRECT if direct else "normal"
-
-
 def vip_ports(tree: LoadBalancer, amphorae: Iterable[Amphora]) -> tuple[str, ...]:
-    """Return the amphorae's ports on the VIP's network."""
-    return tuple(
-        sorted(
-            plugged.port.id
-            for one in amphorae
-            for plugged in one.plugged
-            if plugged.port.network_id == tree.vip.network_id
-        )
-    )
+    """Return the amphorae's ports for the VIPs."""
+    key = (tree.vip.network_id, False)
+    return tuple(sorted(plugged.port.id for one in amphorae for plugged in one.plugged if plugged.key == key))
 
 
 def options_due(view: LoadBalancerView, amphorae: Sequence[Amphora]) -> str:

@@ -54,7 +54,7 @@ def own_address(amphora: Amphora, vip: Vip) -> str | None:
     """Return the amphora's address on the VIP's network, of the VIP's family; None without one."""
     family_6 = ":" in vip.address
     for plugged in amphora.plugged:
-        if plugged.port.network_id == vip.network_id:
+        if plugged.key == (vip.network_id, False):
             return next((one.address for one in plugged.port.addresses if (":" in one.address) is family_6), None)
     return None
 

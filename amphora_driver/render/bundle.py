@@ -8,6 +8,7 @@ bundle.
 from __future__ import annotations
 
 import ipaddress
+from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
@@ -22,10 +23,10 @@ _TCP = "tcp"
 
 
 class BundleRoute(msgspec.Struct, frozen=True, kw_only=True):
-    """A route of the inner namespace."""
+    """A route of the inner namespace. Without a gateway, the destination is on the link."""
 
     destination: str
-    gateway: str
+    gateway: str | None
 
 
 class BundleInterface(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,8 +143,8 @@ def allowed(tree: LoadBalancer, served: Served) -> tuple[BundleAllowed, ...]:
 
     Another listener has none: its port may belong to a served listener, or its networks are invalid.
     """
-    sections = (line.split(" ") for line in (served.text or "").splitlines())
-    there = {words[1] for words in sections if words[0] == "frontend"} | {one.id for one in served.virtual}
+    frontends = (line.split(" ")[1] for line in (served.text or "").splitlines() if line.startswith("frontend "))
+    there = {*frontends, *(one.id for one in served.virtual)}
     return tuple(
         BundleAllowed(
             port=listener.protocol_port,
@@ -168,23 +169,45 @@ def _in_clear(value: object) -> str:
 
 
 def interfaces(tree: LoadBalancer, plugged: Sequence[AttachedPort]) -> tuple[BundleInterface, ...]:
-    """Return the interfaces of an amphora: eth1 on the VIP's network, then the member networks."""
-    ordered = sorted(plugged, key=lambda one: (one.port.network_id != tree.vip.network_id, one.port.network_id))
-    return tuple(_interface(tree, one) for one in ordered)
+    """Return the interfaces of an amphora: eth1 for the VIPs, then those for members only."""
+    ordered = sorted(plugged, key=lambda one: (one.key != (tree.vip.network_id, False), one.key))
+    per_network = Counter(one.port.network_id for one in plugged)
+    return tuple(
+        _interface(tree, one, _member_routes(tree, one) if per_network[one.port.network_id] > 1 else ())
+        for one in ordered
+    )
 
 
-def _interface(tree: LoadBalancer, plugged: AttachedPort) -> BundleInterface:
+def _member_routes(tree: LoadBalancer, plugged: AttachedPort) -> tuple[str, ...]:
+    """Return the destinations of the members of a port whose network has another port too.
+
+    Both ports connect the same subnets, so only a route for each member selects the port. A member that is behind a
+    router has none.
+    """
+    members = [
+        one for pool in tree.pools for one in pool.members if not addresses.member_address_objection(one.address)
+    ]
+    through_sr_iov = {addresses.parse_address(one.address) for one in members if tree.uses_sr_iov(one)}
+    others = {addresses.parse_address(one.address) for one in members} - through_sr_iov
+    connected = [addresses.parse_network(subnet.cidr) for subnet in plugged.subnets]
+    chosen = through_sr_iov if plugged.sr_iov else others
+    found = [one for one in chosen if any(one in network for network in connected)]
+    return tuple(f"{one}/{one.max_prefixlen}" for one in sorted(found, key=lambda one: (one.version, int(one))))
+
+
+def _interface(tree: LoadBalancer, plugged: AttachedPort, member_routes: Sequence[str]) -> BundleInterface:
     port = plugged.port
     prefix_lengths = {subnet.id: ipaddress.ip_network(subnet.cidr).prefixlen for subnet in plugged.subnets}
-    is_vip = port.network_id == tree.vip.network_id
-    routes = [(route.destination, route.gateway) for subnet in plugged.subnets for route in subnet.routes]
+    is_vip = plugged.key == (tree.vip.network_id, False)
+    routes: list[tuple[str, str | None]] = [(destination, None) for destination in member_routes]
+    routes += [(route.destination, route.gateway) for subnet in plugged.subnets for route in subnet.routes]
     if is_vip:
         # Only the default route of the VIP network leads to clients and to members outside the attached networks.
         gateways = [subnet.gateway for subnet in plugged.subnets if subnet.gateway is not None]
         routes += [("::/0" if ":" in gateway else "0.0.0.0/0", gateway) for gateway in gateways]
     # The kernel of an amphora would refuse a second route with the same destination, so the bundle contains only the
     # first route.
-    first: dict[str, str] = {}
+    first: dict[str, str | None] = {}
     for destination, gateway in routes:
         first.setdefault(destination, gateway)
     return BundleInterface(

@@ -253,7 +253,7 @@ def _log_format(listener: Listener, context: ListenerContext) -> Quoted:
         return "-" if found["name"] in _HTTP_ONLY else found[0]
 
     ids = {"project_id": context.project_id, "lb_id": context.load_balancer_id}
-    wanted = context.settings.log_format
+    wanted = log_format.with_listener(context.settings.log_format)
     if not _reads_http(listener):
         wanted = _VARIABLE.sub(without_http, wanted)
     return quoting.text(log_format.insert_ids(wanted, ids), "the log format", listener.id)

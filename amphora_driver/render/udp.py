@@ -193,7 +193,9 @@ def _server(
 def _log_format(listener: Listener, load_balancer: LoadBalancer, chosen: Defaults) -> str:
     """Return the format of the flow log: the operator's format, or else `FLOW_FORMAT`."""
     wanted = FLOW_FORMAT if chosen.log_format == LOG_FORMAT else chosen.log_format
-    made = log_format.insert_ids(wanted, {"project_id": load_balancer.project_id, "lb_id": load_balancer.id})
+    made = log_format.insert_ids(
+        log_format.with_listener(wanted), {"project_id": load_balancer.project_id, "lb_id": load_balancer.id}
+    )
     if not made.isprintable() or not 1 <= len(made) <= LONGEST_FORMAT:
         reason = f"the log format is no line of up to {LONGEST_FORMAT} characters"
         raise render_errors.refused_object(listener.id, reason, "Change the flavor key 'log_format', or the option.")

@@ -52,10 +52,14 @@ class LastHeartbeat(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReachableAmphora(msgspec.Struct, frozen=True, kw_only=True):
-    """An amphora whose agent can be called."""
+    """An amphora whose agent can be called.
+
+    A warm spare has the id of its pool instead of a load balancer's.
+    """
 
     id: str
     management_address: str
+    load_balancer_id: str = ""
 
 
 # The SQL statements are module constants, because SQLAlchemy needs more time to build a statement than to execute it.
@@ -247,7 +251,8 @@ def load_balancer_ids(connection: sa.Connection) -> dict[str, str]:
 def list_reachable(connection: sa.Connection) -> list[ReachableAmphora]:
     """Return all ready amphorae, also warm spares."""
     ready = amphora.c.state == AmphoraState.READY.value, amphora.c.management_address.is_not(None)
-    return load_as(connection, ReachableAmphora, sa.select(amphora.c.id, amphora.c.management_address).where(*ready))
+    columns = amphora.c.id, amphora.c.management_address, amphora.c.load_balancer_id
+    return load_as(connection, ReachableAmphora, sa.select(*columns).where(*ready))
 
 
 def last_heartbeats(connection: sa.Connection, amphora_ids: Sequence[str] | None = None) -> dict[str, tuple[int, int]]:

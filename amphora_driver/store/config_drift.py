@@ -115,7 +115,7 @@ def revoke_all_confirmations(connection: sa.Connection, load_balancer_id: str, d
 
 
 def advance_generation_beyond(connection: sa.Connection, load_balancer_id: str, generation: int, beyond: int) -> bool:
-    """Advance a generation beyond the one of an amphora, because an agent refuses older ones.
+    """Advance a generation beyond that of an amphora, because an agent refuses older generations.
 
     No object waits for the new generation, and Octavia's commit state does not change.
     Return False if the load balancer has changed since the audit.

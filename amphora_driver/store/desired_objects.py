@@ -48,6 +48,7 @@ _OF_KIND: sa.BindParameter[Any] = sa.bindparam("of_kind")
 _NEW_GENERATION: sa.BindParameter[Any] = sa.bindparam("new_generation")
 LOAD_BALANCER_ID_OF_OBJECT = sa.select(_OBJECT.load_balancer_id).where(_OBJECT.id == _OF, ~_OBJECT.removed)
 _ONE = sa.select(_OBJECT.body).where(_OBJECT.id == _OF, _OBJECT.kind == _OF_KIND, ~_OBJECT.removed)
+_ROOTS = sa.select(_OBJECT.id, _OBJECT.body).where(_OBJECT.id.in_(_IDS), _OBJECT.kind == _OF_KIND, ~_OBJECT.removed)
 _CHILDREN = sa.select(_OBJECT.id, _OBJECT.body).where(
     _OBJECT.parent_id == sa.bindparam("under"), _OBJECT.kind == _OF_KIND, ~_OBJECT.removed
 )
@@ -142,6 +143,15 @@ def load_object(connection: sa.Connection, kind: Kind, object_id: str) -> Any:
     return _DECODERS[kind].decode(body)
 
 
+def load_roots(connection: sa.Connection, load_balancer_ids: Iterable[str]) -> dict[str, LoadBalancer]:
+    """Return recorded load balancers without their children, by id."""
+    found = {}
+    for ids in chunks(sorted(set(load_balancer_ids))):
+        for row in connection.execute(_ROOTS, {"ids": ids, "of_kind": Kind.LOAD_BALANCER.value}):
+            found[row.id] = _DECODERS[Kind.LOAD_BALANCER].decode(row.body)
+    return found
+
+
 def update_objects(connection: sa.Connection, generation: int, nodes: Iterable[Node]) -> None:
     """Update the attributes of recorded objects."""
     rows = [
@@ -225,24 +235,27 @@ def load_l4_context(
 
 def load_tree(connection: sa.Connection, load_balancer_id: str) -> LoadBalancer:
     """Return a complete load balancer, children in the order of creation; see `load_object`."""
-    by_parent: dict[tuple[Kind, str | None], list[Any]] = defaultdict(list)
-    for row in connection.execute(_TREE, {"of": load_balancer_id}):
-        kind = Kind(row.kind)
-        by_parent[kind, row.parent_id].append(_DECODERS[kind].decode(row.body))
-    roots = by_parent[Kind.LOAD_BALANCER, None]
+    # A load balancer may have thousands of members. So the loop uses the texts of kinds, and leaves need no call.
+    decoders = {kind.value: decoder for kind, decoder in _DECODERS.items()}
+    by_parent: dict[tuple[str, str | None], list[Any]] = defaultdict(list)
+    for kind, parent, body in connection.execute(_TREE, {"of": load_balancer_id}):
+        by_parent[kind, parent].append(decoders[kind].decode(body))
+    roots = by_parent.get((Kind.LOAD_BALANCER.value, None))
     if not roots:
         raise UnknownObject(f"read load balancer {load_balancer_id}", "nothing is recorded under this id")
 
-    def with_children(node: Any) -> Any:
+    def with_children(kind: Kind, node: Any) -> Any:
         fields: dict[str, Any] = {}
-        for field, kind in CHILDREN.get(kind_of(node), {}).items():
-            found = tuple(with_children(child) for child in by_parent[kind, node.id])
-            fields[field] = next(iter(found), None) if kind is Kind.HEALTH_MONITOR else found
-        if isinstance(node, Listener):
+        for field, child_kind in CHILDREN[kind].items():
+            found = by_parent.get((child_kind.value, node.id), [])
+            if child_kind in CHILDREN:
+                found = [with_children(child_kind, child) for child in found]
+            fields[field] = next(iter(found), None) if child_kind is Kind.HEALTH_MONITOR else tuple(found)
+        if kind is Kind.LISTENER:
             fields["l7policies"] = tuple(sorted(fields["l7policies"], key=lambda one: one.position))
-        return msgspec.structs.replace(node, **fields) if fields else node
+        return msgspec.structs.replace(node, **fields)
 
-    return cast("LoadBalancer", with_children(roots[0]))
+    return cast("LoadBalancer", with_children(Kind.LOAD_BALANCER, roots[0]))
 
 
 def load_changes_since(

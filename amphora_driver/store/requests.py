@@ -131,7 +131,7 @@ class RequestRecorder:
         *,
         pending: bool,
     ) -> Resize:
-        """Record another profile, and the fail-over of all amphorae if the profile needs other ones.
+        """Record another profile, and the fail-over of all amphorae if the profile needs other amphorae.
 
         Args:
             load_balancer_id: the load balancer.
@@ -261,7 +261,8 @@ class RequestRecorder:
     def set_members(self, pool_id: str, members: Sequence[tuple[str, Callable[[], Member], Mapping[str, Any]]]) -> str:
         """Replace the members of a pool and return the load balancer's id.
 
-        `members` has for each member its id, a function that builds a new member, and the fields for an existing one.
+        `members` has for each member its id, a function that builds a new member, and the fields for an existing
+        member.
         """
 
         def write(connection: sa.Connection) -> str:
@@ -413,7 +414,7 @@ def _record_request(
 
 
 def _affected_by_new(connection: sa.Connection, generation: int, node: Node) -> list[tuple[Kind, str]]:
-    """Return the objects affected by a new one: its ancestors, and members it replaces.
+    """Return the objects that a new object affects: its ancestors, and members that it replaces.
 
     Octavia accepts an address and port once per pool. A recorded member with the same address and port is stale,
     because Octavia rolled the member back after the driver's answer. The driver removes it.
@@ -441,7 +442,7 @@ def _sync_secrets(
     fields: Collection[str],
     contents: Contents,
 ) -> None:
-    """Store the secrets an object uses, and request a reread of missing ones from Octavia.
+    """Store the secrets that an object uses, and request a reread of missing secrets from Octavia.
 
     `fields` are the updated fields: a user may change a secret's content and set the same reference again.
     """

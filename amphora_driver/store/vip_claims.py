@@ -108,7 +108,7 @@ class OrphanedClaim(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def list_settled_claims(connection: sa.Connection, before: float) -> tuple[list[OrphanedClaim], list[str]]:
-    """Return old claims: those without a load balancer, and the load balancer ids of the others.
+    """Return the old claims without a load balancer, and the load balancer ids of the other old claims.
 
     Claims with a pending request of an existing load balancer are not included.
     """

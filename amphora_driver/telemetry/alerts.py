@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the conditions of the fleet that need an operator's attention.
 
-Invariant: the functions do no I/O. A condition is TROUBLE only if no automatic action will repair it, or if users are
-not served. An amphora that is being replaced is WATCH. Every notice names the object and the condition in one line.
+Invariant: the functions do no I/O. A condition is CRITICAL only if no automatic action will repair it, or if users are
+not served. An amphora that is being replaced is WARNING. Every notice names the object and the condition in one line.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ _SORTS = {
 class Level(IntEnum):
     """Severity of a notice."""
 
-    WELL = 0
-    WATCH = 1
-    TROUBLE = 2
+    OK = 0
+    WARNING = 1
+    CRITICAL = 2
 
 
 class Notice(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,7 +122,7 @@ def group_notices(found: tuple[Notice, ...]) -> tuple[tuple[Notice, ...], int]:
 
 def worst_level(found: tuple[Notice, ...]) -> Level:
     """Return the highest level of these notices."""
-    return max((one.level for one in found), default=Level.WELL)
+    return max((one.level for one in found), default=Level.OK)
 
 
 def _fleet_notice(level: Level, text: str, since: float | None = None) -> Notice:
@@ -134,26 +134,26 @@ def _control_plane_notices(fleet: FleetSnapshot) -> Iterator[Notice]:
     if fleet.sight.state == BLIND:
         reason = fleet.sight.reason or "no reason is recorded"
         text = f"the failure detector is blind, no automatic fail-overs: {reason}"
-        yield _fleet_notice(Level.WATCH, text, fleet.sight.since)
+        yield _fleet_notice(Level.WARNING, text, fleet.sight.since)
     yield from _process_notices(fleet)
     for rotation in fleet.rotations:
         if rotation.state == "paused":
             reason = rotation.reason or "by an operator"
-            yield _fleet_notice(Level.WATCH, f"image rotation {rotation.id} is paused: {reason}")
+            yield _fleet_notice(Level.WARNING, f"image rotation {rotation.id} is paused: {reason}")
     for authority in fleet.authorities:
         left = authority.expires_at - fleet.at
         if left < MONTH and authority.state == "current":
-            level = Level.TROUBLE if left < _DAY else Level.WATCH
+            level = Level.CRITICAL if left < _DAY else Level.WARNING
             yield _fleet_notice(level, f"the CA of {authority.kind} certificates expires in {left / _DAY:.1f} days")
     for unknown in fleet.unknown_amphorae:
         text = f"{unknown.address} sends heartbeats with the unknown amphora id {unknown.amphora_id}"
-        yield _fleet_notice(Level.WATCH, f"{text}: {unknown.verdict}" if unknown.verdict else text, unknown.first_at)
+        yield _fleet_notice(Level.WARNING, f"{text}: {unknown.verdict}" if unknown.verdict else text, unknown.first_at)
     for pool in fleet.pools:
         if pool.error:
-            yield _fleet_notice(Level.WATCH, f"spare pool {pool.id}: {pool.error}")
+            yield _fleet_notice(Level.WARNING, f"spare pool {pool.id}: {pool.error}")
     if fleet.orphans:
         text = f"{fleet.orphans} orphaned machines, ports or VIPs; cleanup deletes them later"
-        yield _fleet_notice(Level.WATCH, text)
+        yield _fleet_notice(Level.WARNING, text)
 
 
 def _breaker_notices(fleet: FleetSnapshot) -> Iterator[Notice]:
@@ -161,36 +161,37 @@ def _breaker_notices(fleet: FleetSnapshot) -> Iterator[Notice]:
     if breaker.held:
         reason = breaker.reason or "no reason is recorded"
         text = f"an operator holds the circuit breaker open, no automatic fail-overs: {reason}"
-        yield _fleet_notice(Level.WATCH, text, breaker.since)
+        yield _fleet_notice(Level.WARNING, text, breaker.since)
     elif breaker.state == "open":
         silent = f"{breaker.silent} of {breaker.watched} amphorae are silent"
         text = f"the circuit breaker is open, no automatic fail-overs: {silent}"
-        yield _fleet_notice(Level.TROUBLE, text, breaker.since)
+        yield _fleet_notice(Level.CRITICAL, text, breaker.since)
     elif breaker.state != "closed":
-        yield _fleet_notice(Level.WATCH, "the circuit breaker permits one automatic fail-over at a time", breaker.since)
+        text = "the circuit breaker permits one automatic fail-over at a time"
+        yield _fleet_notice(Level.WARNING, text, breaker.since)
 
 
 def _process_notices(fleet: FleetSnapshot) -> Iterator[Notice]:
     alive = {one.kind for one in fleet.processes if fleet.at - one.seen_at <= DEAD_AFTER}
     for kind, text in _WITHOUT_PROCESS.items():
         if kind not in alive:
-            yield _fleet_notice(Level.TROUBLE, text)
+            yield _fleet_notice(Level.CRITICAL, text)
     for process in fleet.processes:
         if fleet.at - process.seen_at > DEAD_AFTER and process.kind in alive:
-            yield _fleet_notice(Level.WATCH, f"{process.kind} {process.name} sends no heartbeats", process.seen_at)
+            yield _fleet_notice(Level.WARNING, f"{process.kind} {process.name} sends no heartbeats", process.seen_at)
     controllers = [one for one in fleet.processes if one.kind == ProcessKind.CONTROLLER.value]
     if controllers and all(one.draining for one in controllers):
-        yield _fleet_notice(Level.TROUBLE, "every controller is draining: no new jobs are started")
+        yield _fleet_notice(Level.CRITICAL, "every controller is draining: no new jobs are started")
 
 
 def _queue_notices(fleet: FleetSnapshot) -> Iterator[Notice]:
     oldest = oldest_due(fleet)
     if oldest is not None and fleet.at - oldest > _LATE:
-        level = Level.TROUBLE if fleet.at - oldest > _VERY_LATE else Level.WATCH
+        level = Level.CRITICAL if fleet.at - oldest > _VERY_LATE else Level.WARNING
         yield _fleet_notice(level, "a load balancer is due and no controller starts its job", oldest)
     outbox = fleet.outbox
     if outbox.oldest is not None and fleet.at - outbox.oldest > _LATE:
-        yield _fleet_notice(Level.WATCH, f"{outbox.waiting} statuses are not reported to Octavia yet", outbox.oldest)
+        yield _fleet_notice(Level.WARNING, f"{outbox.waiting} statuses are not reported to Octavia yet", outbox.oldest)
 
 
 def _amphora_notices(amphora: AmphoraInfo, now: float, interval: float, *, replaced: bool) -> Iterator[Notice]:
@@ -205,18 +206,18 @@ def _amphora_notices(amphora: AmphoraInfo, now: float, interval: float, *, repla
         }
         text = texts.get(amphora.silence, amphora.silence)
         text += f": {amphora.verdict}" if amphora.verdict else ""
-        yield notice(Level.WATCH if replaced else Level.TROUBLE, "silence", text, amphora.silent_since)
+        yield notice(Level.WARNING if replaced else Level.CRITICAL, "silence", text, amphora.silent_since)
     elif amphora.state == "ready" and not replaced and amphora.last_heartbeat < now - 10 * interval:
-        yield notice(Level.WATCH, "unheard", "sent no heartbeat for ten intervals", amphora.last_heartbeat)
+        yield notice(Level.WARNING, "unheard", "sent no heartbeat for ten intervals", amphora.last_heartbeat)
     if amphora.drifts:
         details = amphora.drift or "no details are recorded"
-        yield notice(Level.WATCH, "drift", f"drifts from its configuration: {details}")
+        yield notice(Level.WARNING, "drift", f"drifts from its configuration: {details}")
     expires, issued = amphora.certificate_expires_at, amphora.certificate_issued_at
     if expires is not None and expires <= now:
-        yield notice(Level.TROUBLE, "expired", "its certificate has expired: controllers refuse its agent", expires)
+        yield notice(Level.CRITICAL, "expired", "its certificate has expired: controllers refuse its agent", expires)
     elif expires is not None and issued is not None and now > issued + RENEWAL_OVERDUE * (expires - issued):
         left = f"{(expires - now) / _DAY:.1f} days"
-        yield notice(Level.WATCH, "expiry", f"its certificate expires in {left} and was not renewed")
+        yield notice(Level.WARNING, "expiry", f"its certificate expires in {left} and was not renewed")
 
 
 def _balancer_notices(balancer: LoadBalancerInfo, amphorae: list[AmphoraInfo], now: float) -> Iterator[Notice]:
@@ -226,20 +227,20 @@ def _balancer_notices(balancer: LoadBalancerInfo, amphorae: list[AmphoraInfo], n
 
     reason = balancer.error or balancer.reason or "no reason is recorded"
     if balancer.state == "ERROR":
-        yield notice(Level.TROUBLE, "error", f"is in ERROR: {reason}")
+        yield notice(Level.CRITICAL, "error", f"is in ERROR: {reason}")
     elif balancer.attempts:
         text = f"its job failed {balancer.attempts} times and is retried: {reason}"
-        yield notice(Level.WATCH, "failing", text, balancer.accepted_at)
+        yield notice(Level.WARNING, "failing", text, balancer.accepted_at)
     elif balancer.accepted_at is not None and now - balancer.accepted_at > _LATE:
-        level = Level.TROUBLE if now - balancer.accepted_at > _VERY_LATE else Level.WATCH
+        level = Level.CRITICAL if now - balancer.accepted_at > _VERY_LATE else Level.WARNING
         yield notice(level, "waiting", f"a user waits for generation {balancer.generation}", balancer.accepted_at)
     if balancer.operating == "ERROR" and balancer.state != "ERROR":
-        yield notice(Level.WATCH, "down", f"serves no clients: {balancer.reason or 'its members are down'}")
+        yield notice(Level.WARNING, "down", f"serves no clients: {balancer.reason or 'its members are down'}")
     if len(balancer.holders) > 1 and not any(one.state == "retiring" for one in amphorae):
-        yield notice(Level.TROUBLE, "two", f"{len(balancer.holders)} amphorae report that they hold the VIPs")
+        yield notice(Level.CRITICAL, "two", f"{len(balancer.holders)} amphorae report that they hold the VIPs")
     pair = [one for one in amphorae if one.holds_vip is not None]
     if pair and not balancer.holders and balancer.state == "ACTIVE":
-        yield notice(Level.TROUBLE, "none", "no amphora reports that it holds the VIPs")
+        yield notice(Level.CRITICAL, "none", "no amphora reports that it holds the VIPs")
 
 
 def oldest_due(fleet: FleetSnapshot) -> float | None:

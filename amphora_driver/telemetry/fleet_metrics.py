@@ -75,18 +75,18 @@ def encode_metrics(
 
 def fleet_families(view: View) -> Iterator[Metric]:
     """Return the metrics of the fleet."""
-    is_current = view.trouble is None and view.fleet is not None
+    is_current = view.read_error is None and view.fleet is not None
     yield _gauge("amphora_fleet_up", "1 if the database could be read for this answer.", is_current)
-    if view.trouble is not None or view.fleet is None:
+    if view.read_error is not None or view.fleet is None:
         # If the database is unreadable, the metrics server omits the metrics of the fleet, because old metrics would
         # look like current ones.
         return
     fleet = view.fleet
     yield _gauge("amphora_fleet_read_seconds", "Duration of the read of the fleet.", fleet.took)
-    text = "Highest level of a notice: 0 none, 1 watch, 2 trouble."
+    text = "Highest level of a notice: 0 none, 1 warning, 2 critical."
     yield _gauge("amphora_fleet_alert_level", text, worst_level(view.notices))
     counted = Counter(one.level for one in view.notices)
-    levels = {level.name.lower(): counted[level] for level in (Level.WATCH, Level.TROUBLE)}
+    levels = {level.name.lower(): counted[level] for level in (Level.WARNING, Level.CRITICAL)}
     yield _by("amphora_fleet_alerts", "Notices by level.", "level", levels)
     yield from _balancer_metrics(fleet)
     yield from _amphora_metrics(fleet)
@@ -103,7 +103,7 @@ def _balancer_metrics(fleet: FleetSnapshot) -> Iterator[Metric]:
     depths = {
         "due": len(due_now(fleet)),
         "waiting": sum(one.due and one.owner is None and one.due_at > fleet.at for one in every),
-        "worked_on": sum(one.owner is not None for one in every),
+        "running": sum(one.owner is not None for one in every),
         "failing": sum(one.attempts > 0 for one in every),
     }
     yield _by("amphora_fleet_queue_depth", "Load balancers with a job, by its state.", "state", depths)

@@ -57,7 +57,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_request(head: bytes) -> Request:
-    """Parse a head without the empty line at the end; raises RequestRefused for an invalid one."""
+    """Parse a head without the empty line at the end; raises RequestRefused for an invalid head."""
     try:
         lines = head.decode("ascii").split("\r\n")
     except UnicodeDecodeError:

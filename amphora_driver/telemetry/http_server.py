@@ -18,7 +18,7 @@ import time
 import weakref
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from amphora_driver.store.process_registry import ProcessKind, installed_version
 from amphora_driver.telemetry.handlers import RequestHandler, Response, TokenFile, refusal_response
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from oslo_config.cfg import ConfigOpts
+
+    from amphora_driver.telemetry.http_request import Request
 
 LOG = logging.getLogger(__name__)
 # The status page server accepts at most 16 concurrent connections, and closes the oldest connection to accept a further
@@ -46,6 +48,12 @@ _ACCEPT_TIMEOUT = 0.5
 _HEAD_END = b"\r\n\r\n"
 
 
+class Handler(Protocol):
+    """Answers the requests of a server."""
+
+    def handle(self, request: Request, peer: str) -> Response: ...
+
+
 class StatusServer:
     """Serves the status page of one process in separate threads, between `start` and `stop`.
 
@@ -54,7 +62,7 @@ class StatusServer:
         certificate: path of certificate and key in one PEM file; None for plain HTTP.
     """
 
-    def __init__(self, address: str, port: int, handler: RequestHandler, certificate: str | None = None) -> None:
+    def __init__(self, address: str, port: int, handler: Handler, certificate: str | None = None) -> None:
         self.port = port
         self._address = address
         self._handler = handler

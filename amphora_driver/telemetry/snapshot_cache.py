@@ -38,14 +38,14 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         number: number of the read; it identifies results that are derived from this view.
         fleet: the last snapshot; None if no read has succeeded.
-        trouble: error of the last read; None after a success.
+        read_error: error of the last read; None after a success.
         cpu: CPU time of the read in this process, in seconds.
     """
 
     number: int
     fleet: FleetSnapshot | None
     notices: tuple[Notice, ...] = ()
-    trouble: str | None = None
+    read_error: str | None = None
     cpu: float = 0.0
 
 
@@ -119,7 +119,7 @@ class SnapshotCache:
             self._count_failovers()
         except AmphoraDriverError as error:
             old = known or View(number=0, fleet=None)
-            return msgspec.structs.replace(old, number=number, trouble=str(error))
+            return msgspec.structs.replace(old, number=number, read_error=str(error))
         notices = find_notices(fleet, self._interval)
         return View(number=number, fleet=fleet, notices=notices, cpu=time.thread_time() - begun)
 

@@ -41,7 +41,7 @@ MAX_ROWS = 100
 MAX_QUERY = 200
 _DAY = 86_400.0
 _UNITS = ((_DAY, "d"), (3600.0, "h"), (60.0, "min"))
-_MARKS = {Level.WELL: "✓", Level.WATCH: "!", Level.TROUBLE: "✕"}
+_MARKS = {Level.OK: "✓", Level.WARNING: "!", Level.CRITICAL: "✕"}
 
 
 def _digest(text: str) -> str:
@@ -102,7 +102,7 @@ def encode_status(view: View, process: ProcessIdentity) -> bytes:
     """Return the view as JSON, for programs."""
     status = {
         "level": _level(view).name.lower(),
-        "trouble": view.trouble,
+        "read_error": view.read_error,
         "answered_by": {"kind": process.kind, "name": process.name, "version": process.version},
         "notices": [{**msgspec.to_builtins(one), "level": one.level.name.lower()} for one in view.notices],
         "fleet": view.fleet,
@@ -145,7 +145,7 @@ def _template_values(view: View, process: ProcessIdentity, query: str) -> dict[s
 
 
 def _level(view: View) -> Level:
-    return Level.TROUBLE if view.trouble is not None else worst_level(view.notices)
+    return Level.CRITICAL if view.read_error is not None else worst_level(view.notices)
 
 
 def _title(view: View) -> str:
@@ -154,14 +154,14 @@ def _title(view: View) -> str:
 
 
 def _headline(view: View, level: Level) -> str:
-    if view.trouble is not None:
+    if view.read_error is not None:
         return "The database does not answer"
-    if level is Level.WELL:
+    if level is Level.OK:
         return "No problems"
     _grouped, count = group_notices(tuple(one for one in view.notices if one.level is level))
-    if level is Level.TROUBLE:
+    if level is Level.CRITICAL:
         return "1 problem needs action" if count == 1 else f"{count} problems need action"
-    return "1 condition to watch" if count == 1 else f"{count} conditions to watch"
+    return "1 warning" if count == 1 else f"{count} warnings"
 
 
 def _rows(fleet: FleetSnapshot, notices: Iterable[Notice], query: str) -> tuple[list[Row], int]:
@@ -169,7 +169,7 @@ def _rows(fleet: FleetSnapshot, notices: Iterable[Notice], query: str) -> tuple[
     levels: dict[str, Level] = {}
     for notice in notices:
         if notice.id is not None:
-            levels[notice.id] = max(notice.level, levels.get(notice.id, Level.WELL))
+            levels[notice.id] = max(notice.level, levels.get(notice.id, Level.OK))
     by_balancer = fleet.amphorae_by_balancer()
     rows = []
     for balancer in fleet.balancers:
@@ -177,7 +177,7 @@ def _rows(fleet: FleetSnapshot, notices: Iterable[Notice], query: str) -> tuple[
         words = (balancer.id, balancer.name or "", *balancer.addresses, *(one.id for one in amphorae))
         if query and not any(query in word.lower() for word in words):
             continue
-        level = max(levels.get(one, Level.WELL) for one in (balancer.id, *(each.id for each in amphorae)))
+        level = max(levels.get(one, Level.OK) for one in (balancer.id, *(each.id for each in amphorae)))
         # In the row of a load balancer, the status page shows the amphora with the VIPs first and retiring amphorae
         # last.
         amphorae = sorted(amphorae, key=lambda one: (not one.holds_vip, one.state == "retiring"))
@@ -195,10 +195,10 @@ def _balancer_bar(fleet: FleetSnapshot) -> list[BarSegment]:
     pending = sum(number for state, number in states.items() if state.startswith("PENDING"))
     down = sum(one.operating == "ERROR" for one in fleet.balancers if one.state == "ACTIVE")
     return _bar(
-        BarSegment("active", states["ACTIVE"] - down, "well"),
-        BarSegment("active, no clients served", down, "watch"),
+        BarSegment("active", states["ACTIVE"] - down, "ok"),
+        BarSegment("active, no clients served", down, "warning"),
         BarSegment("pending", pending, "busy"),
-        BarSegment("in error", states["ERROR"], "trouble"),
+        BarSegment("in error", states["ERROR"], "critical"),
     )
 
 
@@ -207,8 +207,8 @@ def _amphora_bar(fleet: FleetSnapshot) -> list[BarSegment]:
     behind = sum(one.confirmed < one.wanted for one in ready)
     serving = [one for one in fleet.amphorae if one.wanted]
     return _bar(
-        BarSegment("serve the newest generation", len(ready) - behind, "well"),
-        BarSegment("behind", behind, "watch"),
+        BarSegment("serve the newest generation", len(ready) - behind, "ok"),
+        BarSegment("behind", behind, "warning"),
         BarSegment("booting", sum(one.state == "booting" for one in serving), "busy"),
         BarSegment("retiring", sum(one.state == "retiring" for one in serving), "quiet"),
     )
@@ -224,7 +224,7 @@ def _heartbeat_bar(fleet: FleetSnapshot, process: ProcessIdentity) -> list[BarSe
         return "late" if age > 2 * process.interval else "in time"
 
     counted = Counter(map(state, _ready(fleet)))
-    tones = {"in time": "well", "late": "watch", "silent": "trouble", "none yet": "quiet"}
+    tones = {"in time": "ok", "late": "warning", "silent": "critical", "none yet": "quiet"}
     return _bar(*(BarSegment(label, counted[label], tone) for label, tone in tones.items()))
 
 
@@ -233,7 +233,7 @@ def _queue_bar(fleet: FleetSnapshot) -> list[BarSegment]:
     pending = [one for one in fleet.balancers if one.due and one.owner is None]
     due = sum(one.due_at <= fleet.at for one in pending)
     return _bar(
-        BarSegment("running", running, "well"),
+        BarSegment("running", running, "ok"),
         BarSegment("due", due, "busy"),
         BarSegment("due later", len(pending) - due, "quiet"),
     )

@@ -23,7 +23,10 @@ class Backend(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Deployment(msgspec.Struct, frozen=True, kw_only=True):
-    """Supported topologies, enabled backends by name, and options of [amp_haproxy] (None if not set)."""
+    """Supported topologies, enabled backends by name, and options of [amp_haproxy] (None if not set).
+
+    `log_authorities`: the deployment has a CA certificate for log targets.
+    """
 
     topologies: tuple[str, ...]
     compute: dict[str, Backend]
@@ -35,3 +38,4 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     tls_minimum_version: str | None = None
     tls_ciphers: str | None = None
     connection_logging: bool = True
+    log_authorities: bool = False

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from amphora_agent.log_settings import ENCRYPTED, parse_endpoint
 from amphora_driver.errors import UnsupportedOption
 from amphora_driver.model.enums import Topology
 from amphora_driver.validation import log_format
@@ -23,6 +24,7 @@ SCHEMA = MetadataSchema("flavor", "flavor.json")
 # needs the support of the selected network backend.
 COMPUTE_KEYS = ("compute_flavor", "amp_image_tag")
 NETWORK_KEYS = ("sriov_vip", "allow_member_sriov")
+LOG_KEYS = ("admin_log_targets", "tenant_log_targets")
 _REMEDY = "Correct the flavor."
 
 
@@ -41,6 +43,7 @@ def validate_metadata(metadata: Mapping[str, object] | None, deployment: Deploym
     _check_limits(checked, deployment)
     _check_tls(checked, deployment)
     _check_logging(checked, deployment)
+    _check_log_targets(checked, deployment)
     if "vrrp_advert_interval" in checked and checked.get("loadbalancer_topology") == Topology.SINGLE:
         raise UnsupportedOption(
             "use the flavor key 'vrrp_advert_interval'",
@@ -112,6 +115,27 @@ def _check_logging(flavor: Mapping[str, Any], deployment: Deployment) -> None:
             "use the flavor key 'log_format'",
             "connections are not logged (connection_logging)",
             _remedy(flavor, "log_format", "connection_logging"),
+        )
+
+
+def _check_log_targets(flavor: Mapping[str, Any], deployment: Deployment) -> None:
+    for key in LOG_KEYS:
+        for url in flavor.get(key, ()):
+            try:
+                endpoint = parse_endpoint(url)
+            except ValueError as error:
+                raise UnsupportedOption(f"use the flavor key '{key}'", str(error), _REMEDY) from error
+            if endpoint.scheme in ENCRYPTED and not deployment.log_authorities:
+                raise UnsupportedOption(
+                    f"use the flavor key '{key}'",
+                    f"the deployment has no CA certificate for {endpoint} ([amp_logs] ca_certificate)",
+                    _REMEDY,
+                )
+    if flavor.get("tenant_log_targets") and not flavor.get("connection_logging", deployment.connection_logging):
+        raise UnsupportedOption(
+            "use the flavor key 'tenant_log_targets'",
+            "connections are not logged (connection_logging)",
+            _remedy(flavor, "tenant_log_targets", "connection_logging"),
         )
 
 

@@ -25,6 +25,7 @@ _PIECE = re.compile(
 )
 _EXPRESSION = re.compile(EXPRESSION)
 _FLAGS = re.compile(r"[+-][QXE](?:,[+-][QXE])*")
+_LISTENER_FIRST = re.compile(r"(?:\{\{ ?(?:project_id|lb_id) ?\}\} ){0,2}%f(?: .*)?")
 _PLACE = re.compile(r"\{\{ ?(project_id|lb_id) ?\}\}")
 
 
@@ -48,6 +49,14 @@ def check_log_format(text: str) -> None:
                 "Use an expression that reads no file and no environment variable (docs/reference/agent-api.md).",
             )
         at = piece.end()
+
+
+def with_listener(text: str) -> str:
+    """Return the format with the listener before all values of clients.
+
+    The log forwarder reads the listener of a line there (amphora_agent/log_forwarder/records.py).
+    """
+    return text if _LISTENER_FIRST.fullmatch(text) else f"%f {text}"
 
 
 def insert_ids(text: str, ids: Mapping[str, str]) -> str:

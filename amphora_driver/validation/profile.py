@@ -82,6 +82,7 @@ def choose_profile(
         # JSON may contain a whole number as 5.0, so the driver converts the whole numbers of a flavor to int.
         **{key: int(wanted[key]) for key in _WHOLE_NUMBERS if key in wanted},
         **{key: wanted[key] for key in _SAME_NAME if key in wanted},
+        **{key: tuple(wanted[key]) for key in flavors.LOG_KEYS if key in wanted},
     }
     return Profile(
         topology=_topology(wanted.get("loadbalancer_topology"), deployment),

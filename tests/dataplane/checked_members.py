@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checked members and a checker process, each in its own namespace.
 
-Invariant: every namespace is named after this process and is removed when `Place.close` returns.
+Invariant: every namespace is named after this process and is removed when `CheckedNetwork.close` returns.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def server(*members, checked=None, protocol="UDP", vips=("198.51.100.5", "2001:d
     )
 
 
-class Place:
+class CheckedNetwork:
     """Two namespaces with a veth pair: the amphora's inner one, and the members'."""
 
     def __init__(self, prefix, addresses=8):

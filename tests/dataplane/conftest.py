@@ -17,13 +17,13 @@ from every_haproxy import lab_with
 from haproxy_versions import VERSIONS
 from pair_lab import FAST, PLACES, Pair, PairNetwork, plain
 from served import Served
-from stalls import Stalls, story
+from stalls import Stalls, event_report
 from throwaway_authority import Authority
 from wire import Wire
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _tidy_when_told_to_end():
+def _clean_up_at_sigterm():
     """Make SIGTERM, for example at a job's time limit, end the run with the fixtures' cleanup."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     yield
@@ -72,7 +72,7 @@ def amphora(network, authority, tmp_path):
         network.unplug()
 
 
-class Mailbox:
+class HeartbeatReceiver:
     """The controller's socket for heartbeats."""
 
     def __init__(self, amphora: Amphora) -> None:
@@ -94,17 +94,17 @@ class Mailbox:
 
 
 @pytest.fixture
-def mailbox(amphora):
-    made = Mailbox(amphora)
+def receiver(amphora):
+    made = HeartbeatReceiver(amphora)
     yield made
     made.close()
 
 
 @pytest.fixture
-def mailbox_of():
+def receiver_of():
     """Return a function that opens the controller's socket for an amphora's heartbeats."""
     with contextlib.ExitStack() as closing:
-        yield lambda amphora: closing.enter_context(contextlib.closing(Mailbox(amphora)))
+        yield lambda amphora: closing.enter_context(contextlib.closing(HeartbeatReceiver(amphora)))
 
 
 @pytest.fixture(scope="session")
@@ -163,7 +163,7 @@ def pytest_runtest_makereport(item):
     report = yield
     pair = getattr(item, "funcargs", {}).get("booted")
     if report.failed and pair is not None:
-        report.sections.append(("VRRP", story(pair.nodes, pair.stalls.found)))
+        report.sections.append(("VRRP", event_report(pair.nodes, pair.stalls.found)))
     return report
 
 

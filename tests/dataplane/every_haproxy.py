@@ -38,7 +38,7 @@ def lab_with(version: HAProxy, authority, directory: Path) -> Lab:
     return made
 
 
-class Words:
+class RuntimeSocket:
     """The interface of the agent's runtime socket, over a lab's amphora."""
 
     def __init__(self, amphora) -> None:

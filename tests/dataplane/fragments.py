@@ -21,7 +21,7 @@ MORE = 1
 
 
 @dataclass(frozen=True)
-class Ends:
+class Addresses:
     """The source and destination addresses of the packets."""
 
     source: str
@@ -37,14 +37,14 @@ class Ends:
         return socket.inet_pton(family, self.source) + socket.inet_pton(family, self.destination)
 
 
-def syn(ends: Ends, source_port: int, port: int) -> bytes:
+def syn(ends: Addresses, source_port: int, port: int) -> bytes:
     """Return a SYN of 40 bytes, enough for three fragments (RFC 9293, section 3.1)."""
     head = struct.pack("!HHIIBBHHH", source_port, port, 1, 0, 0xA0, 2, 65535, 0, 0)
     segment = head + b"\x01" * 20
     return segment[:16] + struct.pack("!H", _checksum(_pseudo(ends, len(segment), TCP) + segment)) + segment[18:]
 
 
-def _pseudo(ends: Ends, length: int, protocol: int) -> bytes:
+def _pseudo(ends: Addresses, length: int, protocol: int) -> bytes:
     return ends.packed + struct.pack("!HH", protocol, length)
 
 
@@ -58,7 +58,7 @@ def _checksum(data: bytes) -> int:
 # -- IPv6 --------------------------------------------------------------------------------------------------------------
 
 
-def packet6(ends: Ends, first: int, payload: bytes) -> bytes:
+def packet6(ends: Addresses, first: int, payload: bytes) -> bytes:
     return struct.pack("!IHBB", 6 << 28, len(payload), first, 64) + ends.packed + payload
 
 
@@ -71,7 +71,12 @@ def chained(headers: list[tuple[int, bytes]], protocol: int, payload: bytes) -> 
 
 
 def _fragments6(
-    ends: Ends, number: int, protocol: int, payload: bytes, cuts: list[tuple[int, int]], before: list[tuple[int, bytes]]
+    ends: Addresses,
+    number: int,
+    protocol: int,
+    payload: bytes,
+    cuts: list[tuple[int, int]],
+    before: list[tuple[int, bytes]],
 ) -> list[bytes]:
     """Return fragments (RFC 8200, section 4.5).
 
@@ -89,13 +94,13 @@ def _fragments6(
 
 
 _OPTIONS = (DESTINATION, PADDING)
-_Made6 = Callable[[Ends, int, int, bytes], list[bytes]]
+_Made6 = Callable[[Addresses, int, int, bytes], list[bytes]]
 
 
 def _form6(
     *cuts: tuple[int, int], before: tuple[tuple[int, bytes], ...] = (), inside: tuple[tuple[int, bytes], ...] = ()
 ) -> _Made6:
-    def make(ends: Ends, number: int, protocol: int, data: bytes) -> list[bytes]:
+    def make(ends: Addresses, number: int, protocol: int, data: bytes) -> list[bytes]:
         first, payload = chained(list(inside), protocol, data)
         if not cuts:
             return [packet6(ends, *chained(list(before), first, payload))]
@@ -105,7 +110,7 @@ def _form6(
     return make
 
 
-def _nested(ends: Ends, number: int, protocol: int, data: bytes) -> list[bytes]:
+def _nested(ends: Addresses, number: int, protocol: int, data: bytes) -> list[bytes]:
     """Fragment a packet that contains a fragment header: one reassembly yields a fragment."""
     inner = struct.pack("!BBHI", protocol, 0, 0, number) + data
     return _fragments6(ends, number + 1, FRAGMENT, inner, [(0, 32), (32, len(inner))], [])
@@ -151,10 +156,10 @@ UNUSUAL6: dict[str, _Made6] = {
 
 # -- IPv4 --------------------------------------------------------------------------------------------------------------
 
-_Made4 = Callable[[Ends, int, int, bytes], list[bytes]]
+_Made4 = Callable[[Addresses, int, int, bytes], list[bytes]]
 
 
-def packet4(ends: Ends, number: int, protocol: int, payload: bytes, flags: int, options: bytes) -> bytes:
+def packet4(ends: Addresses, number: int, protocol: int, payload: bytes, flags: int, options: bytes) -> bytes:
     words = 5 + len(options) // 4
     size = words * 4 + len(payload)
     head = struct.pack("!BBHHHBBH", 0x40 | words, 0, size, number, flags, 64, protocol, 0) + ends.packed + options
@@ -162,7 +167,7 @@ def packet4(ends: Ends, number: int, protocol: int, payload: bytes, flags: int, 
 
 
 def _form4(*cuts: tuple[int, int], options: bytes = b"") -> _Made4:
-    def make(ends: Ends, number: int, protocol: int, data: bytes) -> list[bytes]:
+    def make(ends: Addresses, number: int, protocol: int, data: bytes) -> list[bytes]:
         made = []
         for begin, end in cuts or ((0, _END),):
             more = 0x2000 if end < len(data) else 0

@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from program import obey
 
 VIP, HOST = "198.51.100.5", "www.example.com"
-PATIENCE = 20.0
+TIME_LIMIT = 20.0
 MOST_REASONS = 20
 # A member writes the digest in hexadecimal digits.
 _DIGEST_LENGTH = 2 * hashlib.sha256().digest_size
@@ -46,7 +46,7 @@ class Cut(Exception):
 
 
 @dataclass
-class Tally:
+class Counts:
     """The results of one kind of client.
 
     Attributes:
@@ -111,12 +111,12 @@ class Group:
     port: int
     pause: float
     tls: ssl.SSLContext | None
-    tally: Tally = field(default_factory=Tally)
+    counts: Counts = field(default_factory=Counts)
     ending: threading.Event = field(default_factory=threading.Event)
     threads: list[threading.Thread] = field(default_factory=list)
 
     def connect(self, session: ssl.SSLSession | None = None) -> socket.socket:
-        plain = socket.create_connection((VIP, self.port), PATIENCE)
+        plain = socket.create_connection((VIP, self.port), TIME_LIMIT)
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self.tls is None:
             return plain
@@ -126,9 +126,9 @@ class Group:
             plain.close()
             raise
         if wrapped.session_reused:
-            self.tally.add(resumed_handshakes=1)
+            self.counts.add(resumed_handshakes=1)
         else:
-            self.tally.add(full_handshakes=1)
+            self.counts.add(full_handshakes=1)
         return wrapped
 
     def rest(self) -> None:
@@ -189,33 +189,33 @@ def was_closed(connection: socket.socket) -> bool:
     except (BlockingIOError, ssl.SSLWantReadError):
         return False
     finally:
-        connection.settimeout(PATIENCE)
+        connection.settimeout(TIME_LIMIT)
 
 
 def kept(group: Group) -> None:
     """Send requests with pauses on one connection as long as possible."""
-    tally, connection = group.tally, None
+    counts, connection = group.counts, None
     while not group.ending.is_set():
         begun, used = time.monotonic(), connection is not None
         try:
             if used and was_closed(connection):
-                tally.add(idle_closes=1)
+                counts.add(idle_closes=1)
                 connection, used = _closed(connection), False
             if connection is None:
                 connection = group.connect()
             if not exchange(connection):
-                tally.add(farewells=1)
+                counts.add(farewells=1)
                 connection = _closed(connection)
-            tally.answered(time.monotonic() - begun)
+            counts.answered(time.monotonic() - begun)
         except Unanswered as error:
             if used:
-                tally.add(retried=1)
+                counts.add(retried=1)
             else:
-                tally.failed("request", error)
+                counts.failed("request", error)
             connection = _closed(connection)
             continue
         except (OSError, ValueError, Cut) as error:
-            tally.failed("request", error)
+            counts.failed("request", error)
             connection = _closed(connection)
         group.rest()
     _closed(connection)
@@ -234,11 +234,11 @@ def fresh(group: Group, *, resume: bool = False) -> None:
         try:
             connection = group.connect(session)
             exchange(connection, more="Connection: close\r\n")
-            group.tally.answered(time.monotonic() - begun)
+            group.counts.answered(time.monotonic() - begun)
             if resume:
                 session = connection.session
         except (OSError, ValueError, Cut, Unanswered) as error:
-            group.tally.failed("connection", error)
+            group.counts.failed("connection", error)
         _closed(connection)
         group.rest()
 
@@ -256,13 +256,13 @@ def websocket(group: Group) -> None:
     try:
         with group.connect() as connection:
             _upgrade(connection)
-            group.tally.add(alive=1)
+            group.counts.add(alive=1)
             try:
                 _frames(group, connection)
             finally:
-                group.tally.add(alive=-1)
+                group.counts.add(alive=-1)
     except (OSError, ValueError, Cut, Unanswered) as error:
-        group.tally.failed("websocket", error)
+        group.counts.failed("websocket", error)
 
 
 def _upgrade(connection: socket.socket) -> None:
@@ -281,10 +281,10 @@ def _frames(group: Group, connection: socket.socket) -> None:
         said, begun = b"frame %d" % number, time.monotonic()
         if (heard := _echo(connection, 0x1, said)) != said:
             raise ValueError(f"the echo of {said!r} is {heard!r}")
-        group.tally.answered(time.monotonic() - begun)
+        group.counts.answered(time.monotonic() - begun)
         group.rest()
     _echo(connection, 0x8, b"\x03\xe8")
-    group.tally.add(finished=1)
+    group.counts.add(finished=1)
 
 
 def _echo(connection: socket.socket, kind: int, said: bytes) -> bytes:
@@ -304,13 +304,13 @@ def download(group: Group) -> None:
     try:
         with group.connect() as connection:
             data = _begun(connection)
-            group.tally.add(alive=1)
+            group.counts.add(alive=1)
             try:
                 _body(group, connection, data)
             finally:
-                group.tally.add(alive=-1)
+                group.counts.add(alive=-1)
     except (OSError, ValueError, Cut, Unanswered) as error:
-        group.tally.failed("download", error)
+        group.counts.failed("download", error)
 
 
 def _begun(connection: socket.socket) -> bytearray:
@@ -327,17 +327,17 @@ def _body(group: Group, connection: socket.socket, data: bytearray) -> None:
         while (chunk := _chunk(data)) is None:
             part = connection.recv(65536)
             if not part:
-                raise Cut(f"after {group.tally.bytes} bytes of all downloads")
+                raise Cut(f"after {group.counts.bytes} bytes of all downloads")
             data += part
         if not chunk:
             break
         end += chunk
         digest.update(end[:-_DIGEST_LENGTH])
         end = end[-_DIGEST_LENGTH:]
-        group.tally.add(bytes=len(chunk))
+        group.counts.add(bytes=len(chunk))
     if digest.hexdigest().encode() != end:
         raise ValueError("the digest of the download differs from the member's digest")
-    group.tally.add(finished=1)
+    group.counts.add(finished=1)
 
 
 def _chunk(data: bytearray) -> bytes | None:
@@ -359,7 +359,7 @@ KINDS: dict[str, Callable[[Group], None]] = {
 }
 
 
-class Visitors:
+class ClientGroups:
     """All groups, by name."""
 
     def __init__(self) -> None:
@@ -378,7 +378,7 @@ class Visitors:
             thread.start()
 
     def _report(self) -> dict:
-        return {name: group.tally.document() for name, group in self._groups.items()}
+        return {name: group.counts.document() for name, group in self._groups.items()}
 
     def _stop(self, names: list[str]) -> dict:
         stopped = [self._groups[name] for name in names]
@@ -386,16 +386,16 @@ class Visitors:
             group.ending.set()
         for group in stopped:
             for thread in group.threads:
-                thread.join(2 * PATIENCE)
+                thread.join(2 * TIME_LIMIT)
                 assert not thread.is_alive(), f"a client of kind {group.kind} has not ended"
         return self._report()
 
 
 def main() -> None:
     threading.stack_size(256 * 1024)
-    visitors = Visitors()
+    http_clients = ClientGroups()
     while select.select([sys.stdin], [], [])[0] and (line := sys.stdin.readline()):
-        obey(line, visitors.orders)
+        obey(line, http_clients.orders)
     os._exit(0)  # connections in progress are abandoned
 
 

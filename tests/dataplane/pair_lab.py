@@ -8,10 +8,10 @@ with its own HAProxy and keepalived. The fixture repairs everything that a test 
                         │        │
                        amp      bmp
 
-    with pair.asking() as asker:
+    with pair.poll() as polling:
         pair.holder.kill("haproxy")
         pair.until_holder(other)
-    assert asker.outage < 1.0
+    assert polling.outage < 1.0
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from amphora_lab import ROOT, Amphora, Network, children, descendants, eventually, ip
-from peers import MEMBER, Room, WebServer
+from http_clients import HttpClient
+from peers import MEMBER, SocketFactory, WebServer
 from served import CLIENT_ADDRESSES, MEMBER_ADDRESSES, Pushed, _content
-from visitors import Visitor
 from wanted import LB, NETWORK, SUBNET, SUBNET6, VIP, VIP6, listener, load_balancer, member, pool
 
 from amphora_driver.model.amphora import AttachedPort
@@ -46,7 +46,7 @@ from amphora_driver.render.haproxy import render
 from amphora_driver.secret import Secret
 
 _SEED = Secret(bytes(range(SEED_LENGTH)))
-FAST, PATIENT, USUAL = 0.2, 0.5, 1.0
+FAST, MEDIUM, USUAL = 0.2, 0.5, 1.0
 """Advertisement intervals in seconds: the fast setting; a slower one, with which a machine may stall for more than a
 second without a move of the VIPs; and the default."""
 _STEADY_ADVERTS = 5
@@ -58,7 +58,7 @@ _SUBNETS = (
 
 
 @dataclass(frozen=True)
-class Place:
+class NodeAddresses:
     """A node's addresses in the management network and in the VIP's network."""
 
     namespace: str
@@ -75,9 +75,9 @@ class Place:
 
 
 PLACES = (
-    Place("amp", "203.0.113.11", "02:00:00:00:5e:0b", "198.51.100.11", "2001:db8:1::11", 254),
-    Place("bmp", "203.0.113.12", "02:00:00:00:5e:0c", "198.51.100.12", "2001:db8:1::12", 253),
-    Place("cmp", "203.0.113.13", "02:00:00:00:5e:0d", "198.51.100.13", "2001:db8:1::13", 254),
+    NodeAddresses("amp", "203.0.113.11", "02:00:00:00:5e:0b", "198.51.100.11", "2001:db8:1::11", 254),
+    NodeAddresses("bmp", "203.0.113.12", "02:00:00:00:5e:0c", "198.51.100.12", "2001:db8:1::12", 253),
+    NodeAddresses("cmp", "203.0.113.13", "02:00:00:00:5e:0d", "198.51.100.13", "2001:db8:1::13", 254),
 )
 
 
@@ -90,7 +90,7 @@ class Node(Amphora):
 
     audit = 3600.0
 
-    def __init__(self, network: PairNetwork, directory: Path, authority, place: Place) -> None:
+    def __init__(self, network: PairNetwork, directory: Path, authority, place: NodeAddresses) -> None:
         at = {"place": place.namespace, "address": place.management}
         super().__init__(network, directory, authority, interval=5, audit=self.audit, **at)
         self.where = place
@@ -199,24 +199,24 @@ class PairNetwork(Network):
         listed = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout or "[]")
         return next((each.get("lladdr", "") for each in listed), "")
 
-    def plug_in(self, place: Place) -> None:
+    def plug_in(self, place: NodeAddresses) -> None:
         amphora, switch = self.name(place.namespace), self.name("sw")
         ip(
             f"-n {switch} link add {place.cable} type veth peer name new0 netns {amphora} address {place.mac}",
             f"-n {switch} link set {place.cable} master vip up",
         )
 
-    def pull_out(self, place: Place) -> None:
+    def pull_out(self, place: NodeAddresses) -> None:
         command = ["ip", "-n", self.name("sw"), "link", "del", place.cable]
         subprocess.run(command, check=False, capture_output=True)
 
-    def cut(self, place: Place) -> None:
+    def cut(self, place: NodeAddresses) -> None:
         ip(f"-n {self.name('sw')} link set {place.cable} down")
 
-    def mend(self, place: Place) -> None:
+    def mend(self, place: NodeAddresses) -> None:
         ip(f"-n {self.name('sw')} link set {place.cable} up")
 
-    def part(self, *places: Place, apart: bool = True) -> None:
+    def part(self, *places: NodeAddresses, apart: bool = True) -> None:
         """Separate the nodes from each other only, or connect them again."""
         for place in places:
             state = "on" if apart else "off"
@@ -224,13 +224,15 @@ class PairNetwork(Network):
             subprocess.run(command, check=True, capture_output=True)
 
 
-class Asker:
+class PollingClient:
     """A client of a VIP; `outage` is the time from its first to its last failed request, in seconds."""
 
-    def __init__(self, network: Network, place: str, address: str, port: int, interval: float, patience: float) -> None:
+    def __init__(
+        self, network: Network, place: str, address: str, port: int, interval: float, time_limit: float
+    ) -> None:
         where = f"--net=/run/netns/{network.name(place)}"
-        program = [sys.executable, str(ROOT / "tests/dataplane/asker.py")]
-        arguments = [address, str(port), str(interval), str(patience)]
+        program = [sys.executable, str(ROOT / "tests/dataplane/polling_client.py")]
+        arguments = [address, str(port), str(interval), str(time_limit)]
         self._process = subprocess.Popen(
             ["nsenter", where, "--", *program, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -259,13 +261,13 @@ class Pair:
         self.advert = advert
         self.speak_ipv4()
         self.generations = itertools.count(1)
-        self.members = Room(network.thread("mem"))
-        self.visitor = Visitor(Room(network.thread("cl")))
+        self.members = SocketFactory(network.thread("mem"))
+        self.client = HttpClient(SocketFactory(network.thread("cl")))
         self._directory = directory
         self._authority = authority
         self.peers: list[WebServer] = []
         self.nodes: list[Node] = []
-        self.partners: tuple[Place, ...] = PLACES[:2]
+        self.partners: tuple[NodeAddresses, ...] = PLACES[:2]
 
     def speak_ipv4(self) -> None:
         """Use IPv4 between the nodes; VIPs may be of both families."""
@@ -275,7 +277,7 @@ class Pair:
         """Use IPv6 between the nodes; with `alone`, the VIPs' network has no IPv4."""
         self._speaks6, self._alone6 = True, alone
 
-    def boot(self, place: Place) -> Node:
+    def boot(self, place: NodeAddresses) -> Node:
         """Plug and start a node."""
         self.network.plug_in(place)
         directory = self._directory / place.namespace
@@ -313,7 +315,7 @@ class Pair:
             eventually(node.answers, "the agent answers")
 
     def close(self) -> None:
-        self.visitor.close()
+        self.client.close()
         for node in list(self.nodes):
             self.lose(node)
         for peer in self.peers:
@@ -400,7 +402,7 @@ class Pair:
 
     def serves(self) -> bool:
         with suppress(OSError, EOFError):
-            return self.visitor.fetch(address=self.vip, timeout=0.5).status == 200
+            return self.client.fetch(address=self.vip, timeout=0.5).status == 200
         return False
 
     @property
@@ -418,19 +420,19 @@ class Pair:
     # The time-out is below the second after which a client retransmits a lost SYN, so that the test detects each loss.
     # It is not lower, because a busy machine answers slowly.
     @contextmanager
-    def asking(
+    def poll(
         self,
         address: str | None = None,
         port: int = 80,
         interval: float = 0.01,
-        patience: float = 0.9,
+        time_limit: float = 0.9,
         place: str = "cl",
     ):
-        asker = Asker(self.network, place, address or self.vip, port, interval, patience)
+        polling = PollingClient(self.network, place, address or self.vip, port, interval, time_limit)
         try:
-            yield asker
+            yield polling
         finally:
-            asker.end()
+            polling.end()
 
     def pings(self, address: str = VIP) -> bool:
         """Return whether an address answers one echo."""
@@ -464,7 +466,7 @@ def _forward() -> None:
         Path("/proc/sys/net", setting).write_text("1")
 
 
-def _plugged(place: Place, *, six: bool) -> AttachedPort:
+def _plugged(place: NodeAddresses, *, six: bool) -> AttachedPort:
     addresses = (
         FixedAddress(subnet_id=SUBNET, address=place.fixed),
         FixedAddress(subnet_id=SUBNET6, address=place.fixed6),
@@ -481,7 +483,7 @@ def _plugged(place: Place, *, six: bool) -> AttachedPort:
     )
 
 
-__all__ = ["FAST", "PATIENT", "PLACES", "USUAL", "VIP", "VIP6", "Asker", "Node", "Pair", "PairNetwork", "Place"]
+__all__ = ["FAST", "MEDIUM", "PLACES", "USUAL", "VIP", "VIP6", "Node", "NodeAddresses", "Pair", "PairNetwork"]
 
 
 def plain(pair: Pair, **more):

@@ -30,10 +30,10 @@ from cryptography import x509
 from proxy_header import Proxied, read_proxy_header
 
 MEMBER, MEMBER6 = "198.51.100.110", "2001:db8:1::110"
-PATIENCE = 20.0
+TIME_LIMIT = 20.0
 
 
-class Room:
+class SocketFactory:
     """Opens sockets in a network namespace, for use by any thread."""
 
     def __init__(self, namespace) -> None:
@@ -56,7 +56,7 @@ class Tls:
 
 
 @dataclass
-class Seen:
+class RecordedRequest:
     """A request as the member saw it: header fields in their order, in their case (lower case in HTTP/2)."""
 
     member: str
@@ -75,7 +75,7 @@ class Seen:
         return [value for each, value in self.headers if each.lower() == name.lower()]
 
     @classmethod
-    def read(cls, document) -> Seen:
+    def read(cls, document) -> RecordedRequest:
         tls, proxied = document.pop("tls"), document.pop("proxied")
         return cls(**document, tls=tls and Tls(**tls), proxied=proxied and Proxied(**proxied))
 
@@ -97,7 +97,7 @@ class Peer:
 
     def __init__(
         self,
-        room: Room,
+        sockets: SocketFactory,
         name: str,
         address: str = MEMBER,
         port: int = 0,
@@ -108,7 +108,7 @@ class Peer:
         self.address = address
         self.port = port
         self.connections = 0
-        self._room = room
+        self._room = sockets
         self._tls = tls
         self._proxied = proxied
         self._changed = threading.Condition()
@@ -141,7 +141,7 @@ class Peer:
             with suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
-            thread.join(PATIENCE)
+            thread.join(TIME_LIMIT)
         self._threads.clear()
         listening.close()
 
@@ -193,7 +193,7 @@ class Peer:
         with self._changed:
             self.last_trouble = error
 
-    def until(self, condition: Callable[[], object], what: str, seconds: float = PATIENCE):
+    def until(self, condition: Callable[[], object], what: str, seconds: float = TIME_LIMIT):
         """Wait for a condition on this peer's connections or requests; return its result."""
         with self._changed:
             result = self._changed.wait_for(condition, seconds)
@@ -204,21 +204,21 @@ class Peer:
 class WebServer(Peer):
     """An HTTP server; a test may replace `answer`, which returns the answer to a request."""
 
-    def __init__(self, room: Room, name: str, address: str = MEMBER, port: int = 0, **more) -> None:
-        self.requests: list[Seen] = []
-        self.answer: Callable[[Seen], Answer] = more.pop("answer", lambda seen: Answer())
-        super().__init__(room, name, address, port, **more)
+    def __init__(self, sockets: SocketFactory, name: str, address: str = MEMBER, port: int = 0, **more) -> None:
+        self.requests: list[RecordedRequest] = []
+        self.answer: Callable[[RecordedRequest], Answer] = more.pop("answer", lambda seen: Answer())
+        super().__init__(sockets, name, address, port, **more)
 
-    def asked(self, path: str) -> list[Seen]:
+    def asked(self, path: str) -> list[RecordedRequest]:
         """Return the requests for a path; health checks use other paths."""
         with self._changed:
             return [seen for seen in self.requests if seen.target.partition("?")[0] == path]
 
-    def hears(self, path: str, times: int = 1) -> list[Seen]:
+    def hears(self, path: str, times: int = 1) -> list[RecordedRequest]:
         """Wait for requests for a path."""
         return self.until(lambda: len(found := self.asked(path)) >= times and found, f"a request for {path}")
 
-    def _note(self, seen: Seen) -> Answer:
+    def _note(self, seen: RecordedRequest) -> Answer:
         with self._changed:
             self.requests.append(seen)
             self._changed.notify_all()
@@ -252,10 +252,10 @@ class WebServer(Peer):
                 if "close" in seen.values("Connection") or version == "HTTP/1.0":
                     return
 
-    def _see(self, peer, number, proxied, tls, **what) -> Seen:
-        return Seen(member=self.name, connection=number, peer=peer, proxied=proxied, tls=tls, **what)
+    def _see(self, peer, number, proxied, tls, **what) -> RecordedRequest:
+        return RecordedRequest(member=self.name, connection=number, peer=peer, proxied=proxied, tls=tls, **what)
 
-    def _upgraded(self, connection, reader, seen: Seen) -> None:
+    def _upgraded(self, connection, reader, seen: RecordedRequest) -> None:
         kind = seen.values("Upgrade")[0]
         lines = ["HTTP/1.1 101 Switching Protocols", "Connection: Upgrade", f"Upgrade: {kind}"]
         lines += [f"Sec-WebSocket-Accept: {_websocket_accept(key)}" for key in seen.values("Sec-WebSocket-Key")]
@@ -381,11 +381,11 @@ def read_chunks(reader):
         pass
 
 
-def body_of(answer: Answer, seen: Seen) -> bytes:
+def body_of(answer: Answer, seen: RecordedRequest) -> bytes:
     return json.dumps(asdict(seen)).encode() if answer.body is None else answer.body
 
 
-def write_answer(answer: Answer, seen: Seen) -> bytes:
+def write_answer(answer: Answer, seen: RecordedRequest) -> bytes:
     body = body_of(answer, seen)
     lines = [f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}"]
     lines += [f"{name}: {value}" for name, value in answer.headers]

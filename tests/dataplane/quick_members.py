@@ -28,7 +28,7 @@ CHUNK_BYTES = 4096
 FILLING = b"x" * 200
 
 
-class Room:
+class MemberSet:
     """All members, their recorded requests, and the running downloads."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -64,8 +64,8 @@ class Room:
 class Connection(asyncio.Protocol):
     """One connection to one member."""
 
-    def __init__(self, room: Room, port: int) -> None:
-        self._room = room
+    def __init__(self, members: MemberSet, port: int) -> None:
+        self._members = members
         self._port = port
         self._buffer = bytearray()
         self._upgraded = False
@@ -79,8 +79,8 @@ class Connection(asyncio.Protocol):
         self._transport = transport
 
     def connection_lost(self, error) -> None:
-        self._room.downloads.discard(self)
-        self._room.websockets -= self._upgraded
+        self._members.downloads.discard(self)
+        self._members.websockets -= self._upgraded
         if self._next is not None:
             self._next.cancel()
 
@@ -102,12 +102,12 @@ class Connection(asyncio.Protocol):
         if path == b"/check":
             self._transport.write(self._answer)
             return
-        self._room.heard[self._port].append((float(fields.get(b"x-sent", b"0")), time.monotonic()))
+        self._members.heard[self._port].append((float(fields.get(b"x-sent", b"0")), time.monotonic()))
         if b"sec-websocket-key" in fields:
             self._upgrade(fields[b"sec-websocket-key"])
         elif path == b"/download":
             self._transport.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
-            self._room.downloads.add(self)
+            self._members.downloads.add(self)
             self._chunk()
         else:
             self._transport.write(self._answer)
@@ -119,11 +119,11 @@ class Connection(asyncio.Protocol):
         data = hashlib.sha256(b"%d %d" % (self._port, self._chunks)).digest() * (CHUNK_BYTES // 32)
         self._digest.update(data)
         self._write_chunk(data)
-        self._next = self._room.loop.call_later(CHUNK_SECONDS, self._chunk)
+        self._next = self._members.loop.call_later(CHUNK_SECONDS, self._chunk)
 
     def finish(self) -> None:
         self._next.cancel()
-        self._room.downloads.discard(self)
+        self._members.downloads.discard(self)
         self._write_chunk(self._digest.hexdigest().encode())
         self._write_chunk(b"")
 
@@ -139,7 +139,7 @@ class Connection(asyncio.Protocol):
             b"Sec-WebSocket-Accept: " + accept + b"\r\n\r\n"
         )
         self._upgraded = True
-        self._room.websockets += 1
+        self._members.websockets += 1
 
     def _frames(self) -> None:
         """Echo a client's short frames; each has a head of two bytes and a mask of four bytes."""
@@ -155,14 +155,14 @@ class Connection(asyncio.Protocol):
 
 def main() -> None:
     loop = asyncio.new_event_loop()
-    room = Room(loop)
+    members = MemberSet(loop)
 
     def order() -> None:
         line = sys.stdin.readline()
         if not line:
             loop.stop()
             return
-        obey(line, room.orders())
+        obey(line, members.orders())
 
     loop.add_reader(sys.stdin.fileno(), order)
     loop.run_forever()

@@ -25,7 +25,7 @@ from fragments import (
     PADDING,
     ROUTING,
     TCP,
-    Ends,
+    Addresses,
     chained,
     packet4,
     packet6,
@@ -40,7 +40,7 @@ _DESTROYED = 0x5A
 _Headers = tuple[tuple[int, bytes], ...]
 
 
-class Fate(Enum):
+class Prediction(Enum):
     """The predicted result of a packet: the rules see its segment, do not see it, or may see it."""
 
     WHOLE = "whole"
@@ -83,11 +83,11 @@ class Sample:
     cuts: tuple[int, ...] = ()
     pieces: tuple[Piece, ...] = ()
 
-    def payload(self, ends: Ends) -> tuple[int, bytes]:
+    def payload(self, ends: Addresses) -> tuple[int, bytes]:
         """Return the number of the first header, and the part that is fragmented."""
         return chained(list(self.inside), TCP, syn(ends, self.number, self.port))
 
-    def packets(self, ends: Ends) -> list[bytes]:
+    def packets(self, ends: Addresses) -> list[bytes]:
         """Return the IP packets in sending order."""
         first, whole = self.payload(ends)
         made = []
@@ -107,20 +107,20 @@ class Sample:
             made.append(packet6(ends, *chained(list(self.before), protocol, data)))
         return made
 
-    def fate(self, version: int) -> Fate:
+    def prediction(self, version: int) -> Prediction:
         """Predict the kernel's result."""
-        served = Fate.EITHER if self.before and self.pieces else Fate.WHOLE
+        served = Prediction.EITHER if self.before and self.pieces else Prediction.WHOLE
         if not self.pieces or (version == 4 and len(self.cuts) == 1):
             # Linux queues an atomic IPv6 fragment together with other fragments, unlike RFC 6946.
             return served
         short = [one for one in self.pieces if version == 6 and self._is_cut_short(one)]
         odd = next((one for one in self.pieces if one.odd), None)
         if odd is not None:
-            return Fate.EITHER if short else self._overlapped(odd)
+            return Prediction.EITHER if short else self._overlapped(odd)
         parts = {one.end for one in self.pieces if one not in short}
-        return served if parts == set(self.cuts) else Fate.LOST
+        return served if parts == set(self.cuts) else Prediction.LOST
 
-    def _overlapped(self, odd: Piece) -> Fate:
+    def _overlapped(self, odd: Piece) -> Prediction:
         """Predict the result of a packet with a piece that overlaps other pieces.
 
         Linux (net/ipv4/inet_fragment.c, inet_frag_queue_insert) treats a piece inside the received range as repeated.
@@ -128,12 +128,12 @@ class Sample:
         """
         if odd.destroyed and odd.begin == 0:
             # The piece may contain another header number, so that Linux regards it as cut short.
-            return Fate.EITHER
+            return Prediction.EITHER
         at = self.pieces.index(odd)
         met = [one for one in self.pieces if one is not odd and one.overlaps(odd)]
         in_part = any(not odd.contains(one) for one in met)
         later = any(self.pieces.index(one) > at for one in met)
-        return Fate.LOST if in_part and later else Fate.EITHER
+        return Prediction.LOST if in_part and later else Prediction.EITHER
 
     def _is_cut_short(self, piece: Piece) -> bool:
         """Return whether a first fragment has all extension headers, but not the whole TCP header."""
@@ -164,7 +164,7 @@ def sample(chance: random.Random, version: int, number: int, ports: tuple[int, .
     pieces = [Piece(begin, end) for begin, end in zip((0, *cuts), cuts, strict=False)]
     if chance.random() < 0.5:
         chance.shuffle(pieces)
-    return replace(bare, cuts=cuts, pieces=tuple(_mischief(chance, pieces, size)))
+    return replace(bare, cuts=cuts, pieces=tuple(_malformations(chance, pieces, size)))
 
 
 def _headers(chance: random.Random) -> _Headers:
@@ -172,7 +172,7 @@ def _headers(chance: random.Random) -> _Headers:
     return tuple(chance.choice(more) for _ in range(chance.choice((0, 0, 1, 2, 3))))
 
 
-def _mischief(chance: random.Random, pieces: list[Piece], size: int) -> list[Piece]:
+def _malformations(chance: random.Random, pieces: list[Piece], size: int) -> list[Piece]:
     """Return the pieces, sometimes with a repeated, missing or overlapping piece."""
     kind = chance.random()
     at = chance.randrange(len(pieces) + 1)

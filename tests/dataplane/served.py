@@ -8,10 +8,11 @@ and connections end with their test.
     def test_something(served):                                   # fixture of conftest.py
         web = served.web("web")                                   # a member that reports its requests
         served.push(load_balancer(listener(80), pool("pool", member(web))))
-        assert served.visitor.fetch("/x").seen.values("Host") == ["www.example.com"]
+        assert served.client.fetch("/x").seen.values("Host") == ["www.example.com"]
 
-Builders are in `wanted`, members in `peers`, clients in `visitors`, certificates in `pki`. Secrets are given to `push`
-by reference: `served.push(tree, {"cert": certificate.pem})` for a listener with `default_tls_container_ref="cert"`.
+Builders are in `wanted`, members in `peers`, clients in `http_clients`, certificates in `pki`. Secrets are given to
+`push` by reference: `served.push(tree, {"cert": certificate.pem})` for a listener with
+`default_tls_container_ref="cert"`.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from amphora_lab import DEADLINE, FIXED, FIXED6, MAC, Amphora, Network, eventually, ip
-from peers import MEMBER, EchoServer, FullServer, Peer, Room, SilentServer, WebServer
-from visitors import Visitor
+from http_clients import HttpClient
+from peers import MEMBER, EchoServer, FullServer, Peer, SilentServer, SocketFactory, WebServer
 from wanted import LB, NETWORK, SUBNET, SUBNET6, id_of
 
 from amphora_driver.errors import ModelError
@@ -109,8 +110,8 @@ class Lab:
         self.amphora.load_balancer_id = LB
         self.amphora.start()
         eventually(self.amphora.answers, "the agent answers")
-        self.members = Room(self.network.thread("mem"))
-        self.clients = Room(self.network.thread("cl"))
+        self.members = SocketFactory(self.network.thread("mem"))
+        self.clients = SocketFactory(self.network.thread("cl"))
 
     def close(self) -> None:
         if self.amphora is not None:
@@ -125,9 +126,9 @@ class Served:
     def __init__(self, lab: Lab) -> None:
         self.lab = lab
         self.amphora = lab.amphora
-        self.visitor = Visitor(lab.clients)
+        self.client = HttpClient(lab.clients)
         self._closing = contextlib.ExitStack()
-        self._closing.callback(self.visitor.close)
+        self._closing.callback(self.client.close)
 
     def close(self) -> None:
         self._closing.close()

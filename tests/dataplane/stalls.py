@@ -44,7 +44,7 @@ def transitions(lines: Iterable[str]) -> list[str]:
     return [line for line in lines if any(word in line for word in _WORDS)][-_MOST_LINES:]
 
 
-def story(nodes: Iterable, stalls: Sequence[tuple[float, float]]) -> str:
+def event_report(nodes: Iterable, stalls: Sequence[tuple[float, float]]) -> str:
     """Return the text for a failure report; never raises."""
     told = []
     for node in nodes:

@@ -53,7 +53,7 @@ while umount /sys/fs/cgroup 2>/dev/null || umount -R /sys/fs/cgroup 2>/dev/null;
 mount -t cgroup2 cgroup2 /sys/fs/cgroup
 # The users of the image (diskimage/).
 number=64001
-for user in amphora-responder amphora-checker; do
+for user in amphora-responder amphora-checker amphora-logs; do
     getent passwd $user >/dev/null || {
         echo "$user:x:$number:$number::/nonexistent:/usr/sbin/nologin" >> /etc/passwd
         echo "$user:x:$number:" >> /etc/group
@@ -61,7 +61,11 @@ for user in amphora-responder amphora-checker; do
     number=$((number + 1))
 done
 mkdir -p /run/systemd/journald.conf.d
-printf '[Journal]\\nStorage=volatile\\nReadKMsg=no\\nAudit=no\\n' > /run/systemd/journald.conf.d/test.conf
+# The image's tmpfiles.d/amphora.conf creates this link.
+mkdir -p /run/systemd/journal
+ln -s /run/amphora-agent/log-forwarder/admin.sock /run/systemd/journal/syslog
+printf '[Journal]\\nStorage=volatile\\nForwardToSyslog=yes\\nReadKMsg=no\\nAudit=no\\n' \\
+    > /run/systemd/journald.conf.d/test.conf
 exec env -i container=amphora-test SYSTEMD_UNIT_PATH="$1/units:/run/systemd/system" PATH="$PATH" \
     /lib/systemd/systemd --system --unit=multi-user.target --log-target=journal --show-status=no
 """

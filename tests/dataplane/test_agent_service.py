@@ -87,11 +87,11 @@ def test_concurrent_requests_keep_their_answers(amphora, network):
     def work(number):
         inside = Namespace(Path("/run/netns") / network.name("ctl"))
         try:
-            return inside.run(converse, number)
+            return inside.run(send_requests, number)
         finally:
             inside.close()
 
-    def converse(number):
+    def send_requests(number):
         connection = amphora.connection(context)
         try:
             for turn in range(12):
@@ -131,34 +131,34 @@ def test_unresponsive_clients_delay_no_other_client(amphora, controller):
     """The silent clients of each kind exceed the threads; clients with an unfinished request do not."""
     known = amphora.tls(amphora.client_certificate)
 
-    def dial(*said):
+    def connect(*said):
         connection = socket.create_connection((AMPHORA, 9443), 10)
         for part in said:
             connection.sendall(part)
         return connection
 
-    def greet(*said):
-        connection = known.wrap_socket(dial(), server_hostname=amphora.id)
+    def connect_tls(*said):
+        connection = known.wrap_socket(connect(), server_hostname=amphora.id)
         for part in said:
             connection.sendall(part)
         return connection
 
-    def crowd():
+    def open_connections():
         many = 2 * server.THREADS
-        silent = [dial() for _ in range(many)]
-        begun = [dial(b"\x16\x03\x01\x02\x00\x01\x00") for _ in range(many)]
-        proven = [greet() for _ in range(many)]
-        slow = [greet(b"PUT /v2/bundle HTTP/1.1\r\nContent-Le") for _ in range(server.THREADS // 2)]
+        silent = [connect() for _ in range(many)]
+        begun = [connect(b"\x16\x03\x01\x02\x00\x01\x00") for _ in range(many)]
+        proven = [connect_tls() for _ in range(many)]
+        slow = [connect_tls(b"PUT /v2/bundle HTTP/1.1\r\nContent-Le") for _ in range(server.THREADS // 2)]
         return [*silent, *begun, *proven, *slow]
 
-    lingering = controller(crowd)
+    lingering = controller(open_connections)
     try:
         amphora.disconnect()
         for _ in range(3):
             assert amphora.call("GET", "/v2/info")[0] == 200
             amphora.disconnect()
         # Above the limit, the gate closes the oldest connection first.
-        lingering += controller(lambda: [dial() for _ in range(tls_gate.MOST + 10)])
+        lingering += controller(lambda: [connect() for _ in range(tls_gate.MOST + 10)])
         assert amphora.call("GET", "/v2/info")[0] == 200
         refused = amphora.call("GET", "/v2/diagnostics")[1]["certificate"]["refused_handshakes"]
         assert refused["too many others"] >= 10
@@ -421,13 +421,13 @@ def test_diagnostics_contain_no_secrets(amphora, tenant, network):
     cookie = "    cookie SRV insert indirect\n    dynamic-cookie-key canary-of-the-cookie\n"
     assert amphora.push(1, text(listener(["m1"], extra=cookie), tls), {name: certificate.pem})[0] == 200
 
-    def misbehave():
+    def send_invalid():
         """Send an invalid request, which HAProxy keeps for `show errors`."""
         with socket.create_connection((VIP, 80), 5) as connection:
             connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\nAuthorization: canary-of-a-user\r\nBad Header: x\r\n\r\n")
             connection.recv(4096)
 
-    network.thread("cl").run(misbehave)
+    network.thread("cl").run(send_invalid)
     eventually(lambda: "canary-of-a-user" in amphora.ask_haproxy("show errors"), "HAProxy has kept the request")
     status, document = amphora.call("GET", "/v2/diagnostics")
     assert status == 200

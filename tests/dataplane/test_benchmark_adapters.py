@@ -38,7 +38,7 @@ AGENT_PORT, METRICS_PORT, IDLE_AGENT_PORT = 9443, 9102, 15558
 LISTENER, POOL, MEMBER = (identifier("beat", kind) for kind in ("listener", "pool", "member"))
 
 
-class Room:
+class PrivateNamespace:
     """A network namespace with loopback only, and the programs of a test in it."""
 
     def __init__(self, place):
@@ -82,10 +82,10 @@ def family(one):
 
 
 @pytest.fixture
-def room():
+def netns():
     # A path of a socket has 107 bytes at most.
     with tempfile.TemporaryDirectory(prefix="bm-") as folder:
-        made = Room(Path(folder))
+        made = PrivateNamespace(Path(folder))
         yield made
         made.close()
 
@@ -97,8 +97,8 @@ def adapter():
 
 
 @pytest.fixture
-def made(adapter, room):
-    return adapter.Haproxy(str(room.place))
+def made(adapter, netns):
+    return adapter.Haproxy(str(netns.place))
 
 
 # --- the agent ------------------------------------------------------------------------------------------------
@@ -114,8 +114,8 @@ class Ctx:
 class Https:
     """Replaces the harness's class of this name: each request uses a new connection."""
 
-    def __init__(self, room, port, pki):
-        self._room, self._port = room, port
+    def __init__(self, netns, port, pki):
+        self._room, self._port = netns, port
         self._tls = ssl.create_default_context(cafile=pki["ca"])
         self._tls.check_hostname = False
         self._tls.load_cert_chain(pki["client_pem"])
@@ -143,22 +143,22 @@ def side_by_side(monkeypatch):
 
 
 @pytest.fixture
-def pki(room, authority):
+def pki(netns, authority):
     files = {
         "ca": authority.pem,
         "server_pem": authority.issue("bench-server", SERVER),
         "client_pem": authority.issue("bench-client", CLIENT),
     }
     for name, content in files.items():
-        (room.place / name).write_text(content)
-    return {name: str(room.place / name) for name in files}
+        (netns.place / name).write_text(content)
+    return {name: str(netns.place / name) for name in files}
 
 
-def test_an_agent_serves_the_bundles_of_the_harness(made, room, pki, side_by_side):
+def test_an_agent_serves_the_bundles_of_the_harness(made, netns, pki, side_by_side):
     marker = identifier("marker")
     given = made.agent_prepare(pki, spec(policy=True), {"marker": marker}, AGENT_PORT)
     assert given["url"] == f"https://127.0.0.1:{AGENT_PORT}"
-    https = side_by_side.compare.Https(room, AGENT_PORT, pki)
+    https = side_by_side.compare.Https(netns, AGENT_PORT, pki)
     generations = []
 
     def answers():
@@ -180,7 +180,7 @@ def test_an_agent_serves_the_bundles_of_the_harness(made, room, pki, side_by_sid
         assert "FRONTEND" in shown
         return document["how"], marker in shown
 
-    with room.running(["unshare", "--mount", "/bin/sh", "-c", given["script"]], Path(given["log"])):
+    with netns.running(["unshare", "--mount", "/bin/sh", "-c", given["script"]], Path(given["log"])):
         eventually(answers, "the agent answers")
         assert pushed("config_a")[1] is False
         assert asked("info")["amphora_id"] == spec()["amphorae"][0]["id"]
@@ -202,9 +202,9 @@ def test_a_side_without_a_result_is_left_out(side_by_side):
 # --- HAProxy of the harness -----------------------------------------------------------------------------------
 
 
-def haproxy(room):
+def haproxy(netns):
     """Write HAProxy's configuration as the harness does; return the file and its statistics socket."""
-    folder = room.place / "hap"
+    folder = netns.place / "hap"
     folder.mkdir()
     file, stats = folder / "h.cfg", folder / "h.sock"
     file.write_text(
@@ -222,9 +222,9 @@ def answering(stats):
     return False
 
 
-def test_a_heartbeat_has_every_member(made, room):
-    file, stats = haproxy(room)
-    with room.running(["haproxy", "-db", "-f", str(file)], room.place / "log") as running:
+def test_a_heartbeat_has_every_member(made, netns):
+    file, stats = haproxy(netns)
+    with netns.running(["haproxy", "-db", "-f", str(file)], netns.place / "log") as running:
         eventually(lambda: answering(stats), "HAProxy answers")
         made.beat_setup(identifier("beat"), str(stats), running.pid, file.read_text(), "insecure-bench-key")
         first, second = made.beat(), made.beat()
@@ -232,8 +232,8 @@ def test_a_heartbeat_has_every_member(made, room):
     assert [made.beat_members(one) for one in (first, second)] == [1, 1]
 
 
-def test_metrics_are_served_beside_haproxy(made, room):
-    file, stats = haproxy(room)
+def test_metrics_are_served_beside_haproxy(made, netns):
+    file, stats = haproxy(netns)
     script = f"""set -e
 mkdir -p /run/netns
 mount -t tmpfs tmpfs /run/netns
@@ -243,7 +243,7 @@ ip netns exec amphora-haproxy haproxy -db -f {file} &
 exec "$@"
 """
     command = ["unshare", "--mount", "--propagation", "private", "/bin/sh", "-c", script, "sh", *made.prom_command()]
-    with room.running(command, room.place / "log") as responder:
+    with netns.running(command, netns.place / "log") as responder:
         eventually(lambda: answering(stats), "HAProxy answers")
         inner = Namespace(Path(f"/proc/{responder.pid}/root/run/netns/amphora-haproxy"))
         try:
@@ -270,10 +270,10 @@ def scraped():
 # --- idle daemons ---------------------------------------------------------------------------------------------
 
 
-def test_idle_daemons_show_activity(made, room):
+def test_idle_daemons_show_activity(made, netns):
     """Each daemon shows activity, because the harness would also measure a failed daemon."""
     daemons = {one["name"]: one for one in made.processes()}
-    database = Database(f"sqlite:///{room.place}/etc/store.sqlite")
+    database = Database(f"sqlite:///{netns.place}/etc/store.sqlite")
     signs = {
         "amphora-controller": lambda: database.read(
             lambda c: process_registry.list_processes(c, ProcessKind.CONTROLLER)
@@ -281,13 +281,13 @@ def test_idle_daemons_show_activity(made, room):
         "amphora-health-manager": lambda: database.read(
             lambda c: process_registry.list_processes(c, ProcessKind.HEALTH_MANAGER)
         ),
-        "amphora-agent": lambda: room.run(listens, IDLE_AGENT_PORT),
+        "amphora-agent": lambda: netns.run(listens, IDLE_AGENT_PORT),
     }
     assert set(signs) == set(daemons)
     try:
         for name, sign in signs.items():
             one = daemons[name]
-            with room.running(one["argv"], room.place / f"{name}.log", one.get("env")) as started:
+            with netns.running(one["argv"], netns.place / f"{name}.log", one.get("env")) as started:
                 eventually(sign, f"{name} is up")
                 eventually(lambda: len(family(started)) >= one["expect"], f"{name} has its processes")  # noqa: B023
                 assert started.alive()

@@ -12,7 +12,7 @@ import time
 import pytest
 from amphora_lab import Amphora, alive, children, eventually, ip
 from datagrams import PORT, Clients, UdpMember, member, name_of, virtual_server
-from mishaps import apart
+from faults import apart
 
 pytestmark = pytest.mark.root
 PLACES = {"c1": "198.51.100.131", "c2": "198.51.100.132"}
@@ -53,7 +53,7 @@ class Machine(Amphora):
         """Wait for a heartbeat that fulfils the condition."""
 
         def next_one():
-            said = self.mailbox.next().document
+            said = self.receiver.next().document
             self.said = said
             return condition(said)
 
@@ -70,7 +70,7 @@ class Machine(Amphora):
 
 
 @pytest.fixture
-def machine(network, authority, tmp_path, mailbox_of, request):
+def machine(network, authority, tmp_path, receiver_of, request):
     network.plug()
     made = Machine(network, tmp_path, authority, interval=request.param)
     made.members = {}
@@ -78,7 +78,7 @@ def machine(network, authority, tmp_path, mailbox_of, request):
         for name, address in PLACES.items():
             ip(f"-n {network.name('mem')} addr replace {address}/24 dev eth0")
             made.start_member(name)
-        made.mailbox = mailbox_of(made)
+        made.receiver = receiver_of(made)
         made.start()
         eventually(made.answers, "the agent answers")
         yield made
@@ -189,8 +189,8 @@ def test_heartbeats_continue_while_the_checker_is_stopped(machine):
     try:
         with apart(machine) as push:
             answer = push(machine.bundle(machine.generation + 1, None, virtual_servers=[other]))
-            # More heartbeats than the agent may have sent before. The mailbox raises TimeoutError without them.
-            heard = [machine.mailbox.next().sequence for _ in range(6)]
+            # More heartbeats than the agent may have sent before. The receiver raises TimeoutError without them.
+            heard = [machine.receiver.next().sequence for _ in range(6)]
             assert sorted(set(heard)) == heard
             assert not answer.done()
             os.kill(pid, signal.SIGCONT)

@@ -11,7 +11,7 @@ from uuid import UUID
 
 import pytest
 from amphora_lab import eventually, ip
-from checked_members import PORT, Place, Process, address, member, monitor, says, sctp, server, tcp, udp
+from checked_members import PORT, CheckedNetwork, Process, address, member, monitor, says, sctp, server, tcp, udp
 
 from amphora_agent.l4_checks import sctp_packet
 
@@ -21,7 +21,7 @@ OK, ERROR = b"HTTP/1.1 200 OK\r\n\r\n", b"HTTP/1.1 503 Down\r\n\r\n"
 
 @pytest.fixture(scope="module")
 def place():
-    made = Place(f"chk{os.getpid()}")
+    made = CheckedNetwork(f"chk{os.getpid()}")
     try:
         yield made
     finally:

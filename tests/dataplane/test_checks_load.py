@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from amphora_lab import eventually, ip
-from checked_members import REAL, Place, Process, address, member, monitor, server, udp
+from checked_members import REAL, CheckedNetwork, Process, address, member, monitor, server, udp
 
 pytestmark = pytest.mark.root
 VIP = "198.51.100.5"
@@ -22,7 +22,7 @@ VIP = "198.51.100.5"
 
 @pytest.fixture
 def place():
-    made = Place(f"chl{os.getpid()}")
+    made = CheckedNetwork(f"chl{os.getpid()}")
     try:
         made.connect_client(VIP)
         yield made
@@ -40,8 +40,8 @@ def checker(place, tmp_path):
         process.close()
 
 
-class Crowd:
-    """Reads the output of `udp_crowd`."""
+class UdpClients:
+    """Reads the output of `udp_clients`."""
 
     def __init__(self, process):
         self._process = process
@@ -53,12 +53,12 @@ class Crowd:
 
 
 @contextmanager
-def crowd(place, sockets=200, pause=0.0):
-    program = Path(__file__).with_name("udp_crowd.py")
+def udp_clients(place, sockets=200, pause=0.0):
+    program = Path(__file__).with_name("udp_clients.py")
     words = [sys.executable, str(program), VIP, "53", str(sockets), str(pause)]
     process = subprocess.Popen(["ip", "netns", "exec", place.client, "nice", *words], stdout=subprocess.PIPE, text=True)
     try:
-        yield Crowd(process)
+        yield UdpClients(process)
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait()
@@ -84,7 +84,7 @@ def test_a_closed_member_port_is_detected_under_load(place, checker, record_prop
     try:
         checker.serve(server(member(1), member(2), checked=monitor("UDP-CONNECT", rise=2, fall=3), vips=(VIP,)))
         checker.become("UP", "UP")
-        with crowd(place, pause=0.01) as clients:
+        with udp_clients(place, pause=0.01) as clients:
             eventually(lambda: clients.second()[1] > 100, "clients are served")
             one.close()
             begin = time.monotonic()
@@ -108,7 +108,7 @@ def test_the_only_member_fails_under_load(place, checker):
     try:
         checker.serve(server(member(1), checked=monitor("UDP-CONNECT", rise=2, fall=2), vips=(VIP,)))
         checker.become("UP")
-        with crowd(place, pause=0.01) as clients:
+        with udp_clients(place, pause=0.01) as clients:
             eventually(lambda: clients.second()[1] > 100, "clients are served")
             one.close()
             checker.become("DOWN")
@@ -133,7 +133,7 @@ def test_an_absent_member_host_is_detected_under_load(place, checker):
     try:
         checker.serve(server(member(1), checked=monitor("UDP-CONNECT", fall=2), vips=(VIP,)))
         checker.become("UP")
-        with crowd(place) as clients:
+        with udp_clients(place) as clients:
             eventually(lambda: clients.second()[1] > 100, "clients are served")
             ip(f"-n {place.members} addr del {address(1)}/24 dev eth0")
             checker.become("DOWN", seconds=60)
@@ -150,7 +150,7 @@ def test_forwarding_continues_without_a_checker(place, checker):
     try:
         checker.serve(server(member(1), member(2), checked=monitor("UDP-CONNECT"), vips=(VIP,)))
         checker.become("UP", "UP")
-        with crowd(place, pause=0.01) as clients:
+        with udp_clients(place, pause=0.01) as clients:
             eventually(lambda: clients.second()[1] > 100, "clients are served")
             before = checker.state()["servers"]["00000000-0000-0000-0000-000000000002"]
             checker.kill()

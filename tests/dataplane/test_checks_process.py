@@ -12,7 +12,7 @@ from uuid import UUID
 
 import pytest
 from amphora_lab import eventually
-from checked_members import POOL, SERVER, Place, Process, address, member, monitor, server, tcp
+from checked_members import POOL, SERVER, CheckedNetwork, Process, address, member, monitor, server, tcp
 
 from amphora_agent.haproxy.runtime_socket import Socket
 from amphora_agent.l4.model import to_document
@@ -23,7 +23,7 @@ THOUSAND = 1000
 
 @pytest.fixture(scope="module")
 def place():
-    made = Place(f"chp{os.getpid()}")
+    made = CheckedNetwork(f"chp{os.getpid()}")
     try:
         yield made
     finally:

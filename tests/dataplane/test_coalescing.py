@@ -9,7 +9,7 @@ import re
 import pytest
 from amphora_lab import Client, eventually
 from configuration_text import MEMBER_IDS, listener, text
-from mishaps import apart, held_at
+from faults import apart, held_at
 
 from amphora_agent.failpoints import Point
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 import pytest
 from amphora_lab import MAC, VIP, Amphora, alive, eventually
 from configuration_text import listener, text
-from mishaps import agents, answered, arm, fill, haproxy_pids, held_at, push_quietly, small_disk
+from faults import agents, answered, arm, fill, haproxy_pids, held_at, push_quietly, small_disk
 from test_file_sets import files, presented, secure, shown
 
 from amphora_agent.failpoints import Point

@@ -233,18 +233,18 @@ def test_changes_without_an_agent_are_detected(audited):
     assert "timeout client 4s" not in (audited.var / "haproxy.cfg").read_text()
 
 
-def test_a_missing_interface_is_reported_until_it_returns(audited, mailbox_of):
-    mailbox = mailbox_of(audited)
+def test_a_missing_interface_is_reported_until_it_returns(audited, receiver_of):
+    receiver = receiver_of(audited)
     audited.network.unplug()
-    heard = eventually(lambda: "interface" in mailbox.next().document.get("drift", []) or None, "drift is reported")
+    heard = eventually(lambda: "interface" in receiver.next().document.get("drift", []) or None, "drift is reported")
     assert heard
-    said = mailbox.next().document
+    said = receiver.next().document
     assert said["drift"] == ["interface"]
     assert said["drifted"]["repaired"] is False
     assert any(MAC in sentence for sentence in said["drifted"]["sentences"])
     assert audited.drift()["unrepaired"] == ["interface"]
     audited.network.plug()
-    eventually(lambda: "drift" not in mailbox.next().document, "heartbeats report no drift")
+    eventually(lambda: "drift" not in receiver.next().document, "heartbeats report no drift")
     eventually(lambda: audited.network.thread("cl").run(get)[0] == 200, "the amphora serves")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from amphora_lab import eventually
-from pair_lab import PATIENT, PLACES, Node, Pair, plain
+from pair_lab import MEDIUM, PLACES, Node, Pair, plain
 from stalls import Stalls
 
 pytestmark = pytest.mark.root
@@ -24,7 +24,7 @@ def booted(pair_network, authority, tmp_path_factory):
             made.boot(place)
         made.web()
         made.mend()
-        made.advert = PATIENT
+        made.advert = MEDIUM
         made.push(plain(made))
         made.calm()
         yield made
@@ -59,17 +59,17 @@ def test_an_edited_file_of_keepalived_is_restored(booted, which):
     def edit():
         file.write_text(f"{right}# by hand\n", encoding="ascii")
 
-    with booted.asking() as asker:
+    with booted.poll() as polling:
         mended(node, "keepalived", edit)
     assert file.read_text(encoding="ascii") == right
     assert booted.holder is holder
-    assert asker.outage < 1.0
+    assert polling.outage < 1.0
 
 
 @pytest.mark.extended
 def test_routes_and_rules_of_the_holder_are_repaired_and_the_vips_stay(booted):
     holder = booted.holder
-    with booted.asking():
+    with booted.poll():
         mended(holder, "route", lambda: holder.inside("ip", "route", "flush", "table", "1"))
         mended(holder, "rule", lambda: holder.inside("ip", "rule", "del", "pref", "100"))
         mended(holder, "firewall", lambda: holder.inside("nft", "flush", "ruleset"))

@@ -15,9 +15,9 @@ import pytest
 from amphora_lab import alive, eventually
 from counted import metrics, total
 from every_haproxy import on_every_haproxy, worker
-from mishaps import haproxy_pids
+from faults import haproxy_pids
+from http_clients import CLIENT, CLIENT6, OTHER, OTHER6, VIPS, answer, ask
 from peers import MEMBER, MEMBER6
-from visitors import CLIENT, CLIENT6, OTHER, OTHER6, VIPS, answer, ask
 from wanted import VIP, id_of, listener, load_balancer, member, monitor, pool
 
 pytestmark = [pytest.mark.root, on_every_haproxy]
@@ -55,7 +55,7 @@ def test_clients_keep_their_members_over_reloads(served, renewed):
 
     def homes():
         return {
-            source: served.visitor.fetch(address=VIPS[":" in source], source=source).member
+            source: served.client.fetch(address=VIPS[":" in source], source=source).member
             for source in (CLIENT, CLIENT6, OTHER, OTHER6)
         }
 
@@ -83,18 +83,18 @@ def test_no_request_fails_during_reloads(served, renewed):
     """Covers new connections, kept connections, and unfinished requests."""
     web = served.web()
     first(served, pool("pool", member(web)))
-    kept, waiting = served.visitor.connect(), served.visitor.connect()
+    kept, waiting = served.client.connect(), served.client.connect()
     assert ask(kept).status == 200
-    with served.visitor.load() as load:
+    with served.client.load() as load:
         for number in range(1, 4):
             waiting.sendall(b"GET / HTTP/1.1\r\nHost: www.example.com\r\n")
             renewed(number, pool("pool", member(web)))
             load.goes_on()
             waiting.sendall(b"\r\n")
             assert answer(waiting).status == 200
-            waiting = served.visitor.connect()
+            waiting = served.client.connect()
             assert ask(kept).status == 200
-            kept = served.visitor.connect()
+            kept = served.client.connect()
             assert ask(kept).status == 200
     assert load.failures == []
 
@@ -112,12 +112,12 @@ def test_a_worker_that_cannot_start_changes_nothing(served, renewed):
         more = load_balancer(listener(80), listener(81), pool("pool", member(web)))
         failed = served.push(more, status=500)
         assert ":81" in failed.answer["error"]["happened"]
-        assert served.visitor.fetch().member == "web"
+        assert served.client.fetch().member == "web"
     finally:
         served.amphora.supervisor(op="stop", name="squatter")
     assert worker(served) == before
     assert served.push(more).how == "reload"
-    assert served.visitor.fetch(port=81).member == "web"
+    assert served.client.fetch(port=81).member == "web"
 
 
 def test_the_refused_line_is_named(served):
@@ -125,7 +125,7 @@ def test_the_refused_line_is_named(served):
     first(served, pool("pool", member(web)))
     status, said = served.amphora.push(10**6, "frontend x\n    bind 192.0.2.1:1\n    default_backend nonsense\n")
     assert (status, "nonsense" in said["error"]["happened"]) == (422, True), said
-    assert served.visitor.fetch().member == "web"
+    assert served.client.fetch().member == "web"
 
 
 def test_members_that_are_down_stay_down_over_reloads(served, renewed):
@@ -141,7 +141,7 @@ def test_members_that_are_down_stay_down_over_reloads(served, renewed):
     for number in (1, 2):
         renewed(number, pool("pool", member(good), member(dead), monitor=monitor("TCP", delay=30, timeout=2)))
         assert served.status(id_of("member", "dead")) == {"DOWN"}
-        assert {served.visitor.fetch().member for _ in range(4)} == {"good"}
+        assert {served.client.fetch().member for _ in range(4)} == {"good"}
 
 
 def test_counters_continue_over_reloads(served, renewed):
@@ -149,15 +149,15 @@ def test_counters_continue_over_reloads(served, renewed):
     parts = pool("counted", member(served.web("a")), member(served.web("b", MEMBER6)))
     first(served, parts, pool="counted")
     asked: Counter[str] = Counter()
-    lasting = served.visitor.connect()
+    lasting = served.client.connect()
     asked[ask(lasting).member] += 1
     before = eventually(lambda: metrics(served.amphora), "metrics are available")
     for number in range(1, 4):
-        asked.update(served.visitor.fetch().member for _ in range(5))
+        asked.update(served.client.fetch().member for _ in range(5))
         renewed(number, parts, pool="counted")
     asked[ask(lasting).member] += 1
     lasting.close()
-    asked.update(served.visitor.fetch().member for _ in range(5))
+    asked.update(served.client.fetch().member for _ in range(5))
 
     def told() -> bool:
         after = metrics(served.amphora)
@@ -179,12 +179,12 @@ def test_a_killed_worker_is_replaced(served):
     master, victim = haproxy_pids(served.amphora)
     os.kill(victim, signal.SIGKILL)
     eventually(lambda: not alive(master) and not alive(victim), "master and worker have ended")
-    eventually(lambda: not served.visitor.refused(), "a member answers")
-    assert {served.visitor.fetch().member for _ in range(4)} == {"a", "b"}
+    eventually(lambda: not served.client.refused(), "a member answers")
+    assert {served.client.fetch().member for _ in range(4)} == {"a", "b"}
     assert haproxy_pids(served.amphora)[0] != master
     found = served.push(load_balancer(listener(80, timeout_client_data=FOREVER + 1), pool("pool", member(a))))
     assert found.how == "reload"
-    assert served.visitor.fetch().member == "a"
+    assert served.client.fetch().member == "a"
 
 
 def test_haproxy_logs_no_warning_about_its_configuration(served, renewed, tenant):

@@ -40,7 +40,7 @@ def files(certificate: pki.Certificate) -> dict[str, str]:
 def presented(amphora) -> bytes:
     """Return the certificate that a client gets."""
 
-    def shake():
+    def handshake():
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         with socket.create_connection((VIP, 443), 5) as plain, context.wrap_socket(plain) as secured:
@@ -48,7 +48,7 @@ def presented(amphora) -> bytes:
             assert secured.recv(100).startswith(b"HTTP/1.1 200")
             return secured.getpeercert(binary_form=True)
 
-    return amphora.network.thread("cl").run(shake)
+    return amphora.network.thread("cl").run(handshake)
 
 
 def run_directory(amphora) -> Path:
@@ -177,14 +177,14 @@ def kill_agent(amphora) -> None:
     eventually(amphora.answers, "the agent answers")
 
 
-def test_a_rebooted_agent_without_keys_reports_the_lost_generation(amphora, mailbox, network, tenant):
+def test_a_rebooted_agent_without_keys_reports_the_lost_generation(amphora, receiver, network, tenant):
     certificate = tenant.issue("www.example.com")
     assert amphora.push(7, secure(), files(certificate))[0] == 200
     confirmed = (amphora.var / "confirmed.json").read_text()
     assert "BEGIN" not in confirmed
     assert hashlib.sha256(certificate.pem.encode()).hexdigest() in confirmed
-    eventually(lambda: mailbox.next().document["generation"] == 7, "a heartbeat reports generation 7")
-    epoch = mailbox.next().epoch
+    eventually(lambda: receiver.next().document["generation"] == 7, "a heartbeat reports generation 7")
+    epoch = receiver.next().epoch
     amphora.power_off()
     network.unplug()
     network.plug()
@@ -192,9 +192,10 @@ def test_a_rebooted_agent_without_keys_reports_the_lost_generation(amphora, mail
     eventually(amphora.answers, "the agent answers")
     nothing = {"generation": 0, "applied_at": None, "digest": None, "lost_generation": 7}
     nothing["settings_digest"] = amphora.call("GET", "/v2/settings")[1]["digest"]
+    nothing["log_lines"] = {"sent": 0, "lost": 0}
     assert amphora.call("GET", "/v2/bundle") == (200, nothing)
     assert amphora.call("GET", "/v2/info")[1]["generation"] == 0
-    heartbeat = eventually(lambda: (h := mailbox.next()).epoch > epoch and h, "a heartbeat of the new start")
+    heartbeat = eventually(lambda: (h := receiver.next()).epoch > epoch and h, "a heartbeat of the new start")
     said = heartbeat.document
     assert said.pop("agent_version") == amphora.call("GET", "/v2/info")[1]["agent_version"]
     assert said == {"generation": 0, "listeners": {}, "pools": {}, "holds_vip": None}
@@ -208,7 +209,7 @@ def test_a_rebooted_agent_without_keys_reports_the_lost_generation(amphora, mail
     assert (status, answer.get("how")) == (200, "start"), answer
     assert presented(amphora) == certificate.der
     assert amphora.call("GET", "/v2/bundle")[1]["lost_generation"] is None
-    eventually(lambda: mailbox.next().document["generation"] == 7, "a heartbeat reports generation 7 again")
+    eventually(lambda: receiver.next().document["generation"] == 7, "a heartbeat reports generation 7 again")
     assert amphora.push(7, secure(), files(certificate))[1]["how"] == "unchanged"
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from amphora_lab import eventually, ip
-from visitors import CLIENT, CLIENT6, OTHER, OTHER6
+from http_clients import CLIENT, CLIENT6, OTHER, OTHER6
 from wanted import listener, load_balancer, member, pool
 from wire import FIXED, FIXED6, PAIR, SECOND, VIP, VIP6, addresses, bundle, eth1
 
@@ -248,7 +248,7 @@ def refused(served, source: str, port: int = 80) -> bool:
     """Return whether the kernel resets a client's connection at once."""
     vip = "2001:db8:1::5" if ":" in source else "198.51.100.5"
     with suppress(ConnectionRefusedError):
-        served.visitor.connect(port, vip, source=source).close()
+        served.client.connect(port, vip, source=source).close()
         return False
     return True
 
@@ -264,7 +264,7 @@ def test_networks_change_without_a_new_worker_and_open_connections_go_on(served)
     serve(f"{CLIENT}/32", f"{CLIENT6}/128")
     before = worker(served)
     kept = [
-        served.visitor.connect(80, vip, source=source)
+        served.client.connect(80, vip, source=source)
         for vip, source in (("198.51.100.5", CLIENT), ("2001:db8:1::5", CLIENT6))
     ]
     assert [each.recv(100) for each in kept] == [b"echo\n"] * 2
@@ -309,13 +309,13 @@ class Attempts:
     def __init__(self, served, source: str, port: int) -> None:
         self.answered = 0
         self.refused = 0
-        self._room, self._source, self._port = served.lab.clients, source, port
+        self._sockets, self._source, self._port = served.lab.clients, source, port
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def _run(self) -> None:
         while not self._ending.is_set():
-            with self._room.socket(self._source) as opened:
+            with self._sockets.socket(self._source) as opened:
                 opened.settimeout(10)
                 opened.bind((self._source, 0))
                 try:

@@ -9,7 +9,7 @@ from contextlib import closing
 
 import fragments
 import pytest
-from fragments import TCP, VRRP, Ends
+from fragments import TCP, VRRP, Addresses
 from restricted import ALLOWED, FAMILY, FORBIDDEN, OWN, RST, SECONDS, SYN_ACK, VIP, Link, restrict, serving
 
 from amphora_agent.network import firewall
@@ -36,7 +36,7 @@ def restricted(request, wire, version):
 
 def taken(wire, version: int, source: str, target: str, port: int) -> set[str]:
     """Return the forms of a segment from a source that the server answers."""
-    ends, sent = Ends(source, target), {}
+    ends, sent = Addresses(source, target), {}
     with closing(Link(wire, version)) as link:
         for name, make in {**DROPPED[version], **UNUSUAL[version], **SERVED[version]}.items():
             sent[next_port := next(_ports)] = name
@@ -69,9 +69,9 @@ def test_the_rules_apply_to_fragmented_advertisements(restricted, version):
         for source in (FORBIDDEN[version], ALLOWED[version]):
             for name, make in forms.items():
                 said = f"{source} {name}".encode().ljust(64)
-                link.send(make(Ends(source, OWN[version]), next(_numbers), VRRP, said))
+                link.send(make(Addresses(source, OWN[version]), next(_numbers), VRRP, said))
         last = b"the last".ljust(64)
-        link.send(SERVED[version]["whole"](Ends(ALLOWED[version], OWN[version]), next(_numbers), VRRP, last))
+        link.send(SERVED[version]["whole"](Addresses(ALLOWED[version], OWN[version]), next(_numbers), VRRP, last))
         found = []
         while not (message := heard.recv(2048)).endswith(last):
             found.append(message[-64:].decode().strip())

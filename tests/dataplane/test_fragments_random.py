@@ -14,8 +14,8 @@ import random
 from contextlib import closing
 
 import pytest
-from fragments import Ends
-from random_fragments import Fate, Sample, mixed, sample
+from fragments import Addresses
+from random_fragments import Prediction, Sample, mixed, sample
 from restricted import ALLOWED, FORBIDDEN, RST, SYN_ACK, VIP, Link, restrict, serving
 
 pytestmark = pytest.mark.root
@@ -40,7 +40,9 @@ def answers(found: Sample, version: int) -> set[int | None]:
     """Return the TCP flags of the possible answers to a packet; None means no answer."""
     served = found.allowed or found.port == OPEN
     answer = SYN_ACK if served else RST | 0x10
-    return {Fate.WHOLE: {answer}, Fate.LOST: {None}, Fate.EITHER: {answer, None}}[found.fate(version)]
+    return {Prediction.WHOLE: {answer}, Prediction.LOST: {None}, Prediction.EITHER: {answer, None}}[
+        found.prediction(version)
+    ]
 
 
 @pytest.mark.parametrize("udp", [False, True], ids=["TCP alone", "UDP too"])
@@ -50,7 +52,7 @@ def answers(found: Sample, version: int) -> set[int | None]:
 def test_the_rules_apply_to_random_packets(wire, version, udp, seed):
     restrict(wire, version, udp=udp)
     chance, ports = random.Random(seed), itertools.count(10000)
-    ends = {allowed: Ends(each[version], VIP[version]) for allowed, each in ((True, ALLOWED), (False, FORBIDDEN))}
+    ends = {allowed: Addresses(each[version], VIP[version]) for allowed, each in ((True, ALLOWED), (False, FORBIDDEN))}
     wrong, seen = [], set()
     with (
         closing(Link(wire, version)) as link,
@@ -67,11 +69,11 @@ def test_the_rules_apply_to_random_packets(wire, version, udp, seed):
             replies = link.replies(last.number)
             for one in batch:
                 expected, found = answers(one, version), replies.get(one.number)
-                seen.add((one.fate(version), one.allowed, one.port, found))
+                seen.add((one.prediction(version), one.allowed, one.port, found))
                 if found not in expected:
                     wrong.append(f"{one} was answered by {found}, not by one of {expected}")
     assert not wrong, f"seed {seed}, {len(wrong)} of {_PACKETS} packets:\n" + "\n".join(wrong[:5])
     # The sample contains each kind of packet.
     for allowed, port in itertools.product((True, False), (RESTRICTED, OPEN)):
         answer = SYN_ACK if allowed or port == OPEN else RST | 0x10
-        assert {(Fate.WHOLE, allowed, port, answer), (Fate.LOST, allowed, port, None)} <= seen
+        assert {(Prediction.WHOLE, allowed, port, answer), (Prediction.LOST, allowed, port, None)} <= seen

@@ -91,10 +91,10 @@ def flood(addresses):
         process.communicate()
 
 
-def test_a_flood_delays_neither_heartbeats_nor_controllers(amphora, network, mailbox, flood, record_property):
+def test_a_flood_delays_neither_heartbeats_nor_controllers(amphora, network, receiver, flood, record_property):
     assert amphora.call("GET", "/v2/info")[0] == 200
     amphora.disconnect()
-    mailbox.next()
+    receiver.next()
     process = flood()
     begin = last = time.monotonic()
     gaps, answers = [], []
@@ -110,7 +110,7 @@ def test_a_flood_delays_neither_heartbeats_nor_controllers(amphora, network, mai
         return time.monotonic() - started
 
     while last - begin < SECONDS - 0.5:
-        mailbox.next()
+        receiver.next()
         now = time.monotonic()
         gaps.append(now - last)
         last = now
@@ -134,7 +134,7 @@ def test_a_handshake_without_a_certificate_makes_no_address_known(amphora, netwo
     """The handshake is complete, but has no controller's certificate."""
     context = amphora.tls(None)
 
-    def strangers() -> int:
+    def unknown_clients() -> int:
         refused = 0
         for _ in range(int(tls_gate.ADDRESS_BURST) + 5):
             try:
@@ -147,4 +147,4 @@ def test_a_handshake_without_a_certificate_makes_no_address_known(amphora, netwo
                 refused += 1
         return refused
 
-    assert network.thread("ctl").run(strangers) >= 3
+    assert network.thread("ctl").run(unknown_clients) >= 3

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import pytest
+from http_clients import CLIENT, CLIENT6, VIPS, trusting
 from peers import Answer
 from pki import Authority, named
-from visitors import CLIENT, CLIENT6, VIPS, trusting
 from wanted import VIP, VIP6, listener, load_balancer, member, policy, pool, rule
 
 pytestmark = pytest.mark.root
@@ -58,7 +58,7 @@ def test_forwarded_headers_describe_the_client(served, vip, protocol):
     served.push(
         load_balancer(listener(8080, insert_headers=FORWARDED + ALSO), pool("pool", member(web), protocol=protocol))
     )
-    seen = served.visitor.fetch(port=8080, address=vip).seen
+    seen = served.client.fetch(port=8080, address=vip).seen
     client = ADDRESSES[vip]
     assert of(seen) == {
         "X-Forwarded-For": client,
@@ -78,7 +78,7 @@ def test_forwarded_headers_describe_the_client(served, vip, protocol):
 def test_forwarded_headers_describe_the_tls_client(served, tenant, vip):
     tree = load_balancer(terminated(8443, insert_headers=FORWARDED), pool("pool", member(served.web())))
     served.push(tree, {"cert": tenant.issue("www.example.com").pem})
-    seen = served.visitor.fetch(port=8443, address=vip, tls=trusting(tenant)).seen
+    seen = served.client.fetch(port=8443, address=vip, tls=trusting(tenant)).seen
     assert of(seen) == {
         "X-Forwarded-For": ADDRESSES[vip],
         "X-Forwarded-Port": "8443",
@@ -98,13 +98,13 @@ def test_only_the_configured_header_is_inserted(served, tenant, clients, name):
         pool("pool", member(served.web())),
     )
     served.push(tree, {"cert": tenant.issue("www.example.com").pem, "clients": clients.pem})
-    seen = served.visitor.fetch(port=443, tls=trusting(tenant, certificate=clients.issue("Ada"))).seen
+    seen = served.client.fetch(port=443, tls=trusting(tenant, certificate=clients.issue("Ada"))).seen
     assert set(of(seen)) == {name}
 
 
 def test_no_header_is_inserted_by_default(served):
     served.push(load_balancer(listener(80), pool("pool", member(served.web()))))
-    assert of(served.visitor.fetch().seen) == {}
+    assert of(served.client.fetch().seen) == {}
 
 
 @pytest.mark.feature(
@@ -129,7 +129,7 @@ def test_certificate_headers_identify_the_client(served, tenant, clients):
         pool("pool", member(served.web())),
     )
     served.push(tree, {"cert": tenant.issue("www.example.com").pem, "clients": clients.pem})
-    seen = served.visitor.fetch(port=443, tls=trusting(tenant, certificate=ada), headers=SPOOFED).seen
+    seen = served.client.fetch(port=443, tls=trusting(tenant, certificate=ada), headers=SPOOFED).seen
     found = {name: seen.values(name)[-1] for name in OF_CLIENTS}
     assert all("spoofed" not in seen.values(name) for name in OF_CLIENTS)
     assert found["X-SSL-Client-Verify"] == "0"
@@ -159,7 +159,7 @@ def test_client_without_a_certificate_is_anonymous(served, tenant, clients):
         pool("pool", member(served.web())),
     )
     served.push(tree, {"cert": tenant.issue("www.example.com").pem, "clients": clients.pem})
-    seen = served.visitor.fetch(port=443, tls=trusting(tenant), headers=SPOOFED).seen
+    seen = served.client.fetch(port=443, tls=trusting(tenant), headers=SPOOFED).seen
     found = {name: [value.strip('"') for value in seen.values(name)] for name in OF_CLIENTS}
     assert found.pop("X-SSL-Client-Has-Cert") in (["0"], ["false"])
     assert found.pop("X-SSL-Client-Verify") in (["0"], [""], [])
@@ -170,7 +170,7 @@ def test_client_without_a_certificate_is_anonymous(served, tenant, clients):
 def test_forged_client_headers_are_removed(served, vip):
     served.push(load_balancer(listener(80, insert_headers=FORWARDED + ALSO), pool("pool", member(served.web()))))
     spoofed = [*SPOOFED, *((name.lower(), "again") for name in EVERY)]
-    seen = served.visitor.fetch(address=vip, headers=spoofed).seen
+    seen = served.client.fetch(address=vip, headers=spoofed).seen
     client = ADDRESSES[vip]
     assert seen.values("X-Forwarded-Port") == ["80"]
     assert seen.values("X-Forwarded-Proto") == ["http"]
@@ -212,11 +212,11 @@ def test_strict_transport_security(served, tenant, wanted, header):
     ):
         tls_listener = listener(443, moved, protocol="TERMINATED_HTTPS", default_tls_container_ref="cert", **wanted)
         served.push(load_balancer(tls_listener, listener(80), members), secrets)
-        reply = served.visitor.fetch(path, port=443, tls=trusting(tenant))
+        reply = served.client.fetch(path, port=443, tls=trusting(tenant))
         assert reply.status == status
         assert reply.header(HSTS) == header
         # Browsers ignore the header on plain HTTP (RFC 6797), so HAProxy does not send it.
-        assert served.visitor.fetch(port=80).values(HSTS) == []
+        assert served.client.fetch(port=80).values(HSTS) == []
 
 
 def test_a_members_own_strict_transport_security_is_replaced(served, tenant):
@@ -226,5 +226,5 @@ def test_a_members_own_strict_transport_security_is_replaced(served, tenant):
         load_balancer(terminated(hsts_max_age=60), terminated(444), pool("pool", member(web))),
         {"cert": tenant.issue("www.example.com").pem},
     )
-    assert served.visitor.fetch(port=443, tls=trusting(tenant)).values(HSTS) == ["max-age=60;"]
-    assert served.visitor.fetch(port=444, tls=trusting(tenant)).values(HSTS) == ["max-age=1"]
+    assert served.client.fetch(port=443, tls=trusting(tenant)).values(HSTS) == ["max-age=60;"]
+    assert served.client.fetch(port=444, tls=trusting(tenant)).values(HSTS) == ["max-age=1"]

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 import pytest
 from haproxy_versions import HAProxy
+from http_clients import VIPS, Reply, trusting
 from pki import named
-from visitors import VIPS, Reply, trusting
 from wanted import VIP, VIP6, id_of, listener, load_balancer, member, policy, pool, rule
 
 pytestmark = pytest.mark.root
@@ -160,7 +160,7 @@ def ask_all(served, cases, **how) -> None:
     for number, (case, action, invert) in enumerate(itertools.product(cases, ACTIONS, (False, True)), start=1):
         for wanted, true in [*((each, True) for each in case.hits), *((each, False) for each in case.misses)]:
             request = {**wanted, "headers": (("X-Case", str(number)), *wanted.get("headers", ()))}
-            found = what(served.visitor.fetch(**request, **how))
+            found = what(served.client.fetch(**request, **how))
             if found != (expected(action) if true is not invert else "default"):
                 wrong.append((case.kind, case.compare, case.value, action, f"{invert=}", request, found))
     assert wrong == []
@@ -305,7 +305,7 @@ def test_the_first_matching_policy_of_any_action_applies(served, pools, vip):
     for case, order in enumerate(orders):
         for skipped in range(5):
             fields = (("X-Case", str(case)), ("X-Skip", "0123"[:skipped]))
-            found = what(served.visitor.fetch("/p?q=1", headers=fields, address=vip))
+            found = what(served.client.fetch("/p?q=1", headers=fields, address=vip))
             assert found == [*map(OUTCOMES.get, order), "default"][skipped], (order, skipped)
 
 
@@ -323,7 +323,7 @@ def test_a_policy_to_a_disabled_pool(served, pools, vip):
         policy("REDIRECT_TO_POOL", 4, path[1], to_pool="off"),
     )
     served.push(load_balancer(wanted, default, other, off))
-    assert [what(served.visitor.fetch(f"/{n}", address=vip)) for n in range(3)] == ["503", "other", "default"]
+    assert [what(served.client.fetch(f"/{n}", address=vip)) for n in range(3)] == ["503", "other", "default"]
 
 
 @pytest.mark.feature("l7policy.admin_state_up", "l7rule.admin_state_up")
@@ -339,7 +339,7 @@ def test_disabled_policies_have_no_effect(served, pools):
         policy("REDIRECT_TO_POOL", 5, rule("PATH", "EQUAL_TO", "/on"), to_pool="other"),
     )
     served.push(load_balancer(wanted, *pools))
-    found = {path: what(served.visitor.fetch(path)) for path in ("/", "/off", "/never", "/on")}
+    found = {path: what(served.client.fetch(path)) for path in ("/", "/off", "/never", "/on")}
     assert found == {"/": "default", "/off": "default", "/never": "403", "/on": "other"}
 
 
@@ -348,12 +348,12 @@ def test_fifty_rules(served, pools):
     rules = [rule("HEADER", "CONTAINS", f"<{n}>", "X-All", invert=bool(n % 2)) for n in range(50)]
     served.push(load_balancer(listener(80, policy("REDIRECT_TO_POOL", 1, *rules, to_pool="other")), *pools))
     even = [f"<{n}>" for n in range(0, 50, 2)]
-    assert what(served.visitor.fetch(headers=(("X-All", "".join(even)),))) == "other"
+    assert what(served.client.fetch(headers=(("X-All", "".join(even)),))) == "other"
     for n in (0, 24, 48):
         less = "".join(each for each in even if each != f"<{n}>")
-        assert what(served.visitor.fetch(headers=(("X-All", less),))) == "default"
+        assert what(served.client.fetch(headers=(("X-All", less),))) == "default"
     for n in (1, 25, 49):
-        assert what(served.visitor.fetch(headers=(("X-All", "".join([*even, f"<{n}>"])),))) == "default"
+        assert what(served.client.fetch(headers=(("X-All", "".join([*even, f"<{n}>"])),))) == "default"
 
 
 # -- redirects -----------------------------------------------------------------------------------------------------
@@ -387,7 +387,7 @@ def test_a_redirect_url_is_sent_unchanged(served, pools, vip):
     ]
     served.push(load_balancer(listener(80, *policies), *pools))
     for n, (target, code) in enumerate(cases):
-        reply = served.visitor.fetch("/x?y=z", headers=(("X-Case", str(n)),), address=vip)
+        reply = served.client.fetch("/x?y=z", headers=(("X-Case", str(n)),), address=vip)
         assert what(reply) == f"{code or 302} {target}"
 
 
@@ -409,7 +409,7 @@ def test_a_prefix_is_followed_by_path_and_query(served, pools, vip):
     served.push(load_balancer(listener(80, *policies), *pools))
     for n, beginning in enumerate(prefixes.values()):
         for path in ("/", "/p/a?q=1&r=%20", "/p/?"):
-            reply = served.visitor.fetch(path, headers=(("X-Case", str(n)),), address=vip)
+            reply = served.client.fetch(path, headers=(("X-Case", str(n)),), address=vip)
             assert what(reply) == f"302 {beginning}{path}"
 
 
@@ -433,7 +433,7 @@ def test_unfinished_regex_search_grants_no_access(served, pools):
     served.push(load_balancer(listener(80, *wanted), *pools))
 
     def found(path: str) -> list[str]:
-        return [what(served.visitor.fetch(path, headers=(("X-Case", str(n)),))) for n in range(4)]
+        return [what(served.client.fetch(path, headers=(("X-Case", str(n)),))) for n in range(4)]
 
     assert found("/abq") == ["403", "default", "other", "default"]
     assert found("/xyz") == ["default", "403", "default", "other"]
@@ -450,5 +450,5 @@ def test_an_exponential_pattern_and_its_listener_are_refused(served, pools):
         load_balancer(listener(80, bad), good, *pools),
         refused=(bad.rules[0].id, bad.id, id_of("listener", 80)),
     )
-    assert what(served.visitor.fetch("/aaa", port=81)) == "other"
-    assert all(served.visitor.refused(80, vip) for vip in (VIP, VIP6))
+    assert what(served.client.fetch("/aaa", port=81)) == "other"
+    assert all(served.client.refused(80, vip) for vip in (VIP, VIP6))

@@ -9,8 +9,8 @@ import time
 
 import pytest
 from amphora_lab import eventually
+from http_clients import CLIENT, CLIENT6, OTHER, OTHER6, VIPS, ask, ended, trusting, upgrade
 from peers import MEMBER, MEMBER6
-from visitors import CLIENT, CLIENT6, OTHER, OTHER6, VIPS, ask, ended, trusting, upgrade
 from wanted import VIP, VIP6, id_of, listener, load_balancer, member, pool
 
 from amphora_driver.model.loadbalancer import Profile
@@ -40,10 +40,10 @@ def test_the_connection_limit_is_exact(served, vip):
             pool("pool", member(echo), protocol="TCP"),
         )
     )
-    inside = [served.visitor.connect(80, vip) for _ in range(3)]
+    inside = [served.client.connect(80, vip) for _ in range(3)]
     assert [each.recv(100) for each in inside] == [b"echo\n"] * 3
-    waiting = served.visitor.connect(80, vip)  # the kernel accepts the connection, HAProxy does not
-    assert served.visitor.connect(81, vip).recv(100) == b"echo\n"
+    waiting = served.client.connect(80, vip)  # the kernel accepts the connection, HAProxy does not
+    assert served.client.connect(81, vip).recv(100) == b"echo\n"
     waiting.settimeout(0.3)
     with pytest.raises(TimeoutError):
         waiting.recv(100)
@@ -64,7 +64,7 @@ def test_a_connection_limit_is_changed_and_removed(served):
 
     def admitted(wanted: int) -> int:
         """Return how many of six connections are served: wait for the wanted ones, then briefly for more."""
-        opened = [served.visitor.connect() for _ in range(6)]
+        opened = [served.client.connect() for _ in range(6)]
         greeted: set[socket.socket] = set()
         while waiting := {*opened} - greeted:
             heard, _, _ = select.select([*waiting], [], [], 10 if len(greeted) < wanted else 0.25)
@@ -98,7 +98,7 @@ def test_the_client_timeout(served, protocol, vip):
             listener(80, protocol=protocol, timeout_client_data=500), pool("pool", member(peer), protocol=protocol)
         )
     )
-    connection = served.visitor.connect(80, vip)
+    connection = served.client.connect(80, vip)
     if protocol == "HTTP":
         assert ask(connection).status == 200
     assert lasts(ended(connection), 0.5)
@@ -114,7 +114,7 @@ def test_the_member_timeout(served, protocol):
             listener(80, protocol=protocol, timeout_member_data=500), pool("pool", member(silent), protocol=protocol)
         )
     )
-    connection = served.visitor.connect()
+    connection = served.client.connect()
     begin = time.monotonic()
     if protocol == "HTTP":
         reply = ask(connection)
@@ -135,7 +135,7 @@ def test_the_member_connect_timeout(served, address):
     full = served.full(address=address)
     served.push(load_balancer(listener(80, timeout_member_connect=200), pool("pool", member(full))))
     begin = time.monotonic()
-    assert served.visitor.fetch().status == 503
+    assert served.client.fetch().status == 503
     assert lasts(time.monotonic() - begin, 4 * 0.2)
 
 
@@ -150,7 +150,7 @@ def test_a_late_request_is_served(served, protocol):
             listener(80, protocol=protocol, timeout_tcp_inspect=600), pool("pool", member(peer), protocol=protocol)
         )
     )
-    connection = served.visitor.connect()
+    connection = served.client.connect()
     begin = time.monotonic()
     if protocol == "TCP":
         assert connection.recv(100) == b"echo\n"  # HAProxy does not delay a member that sends first
@@ -184,7 +184,7 @@ def test_an_upgraded_connection_has_its_own_timeout(served, tenant, tls):
         profile=Profile(timeout_tunnel=2000),
     )
     served.push(tree, {"cert": tenant.issue("www.example.com").pem})
-    connection = served.visitor.tls(443, tls=trusting(tenant)) if tls else served.visitor.connect()
+    connection = served.client.tls(443, tls=trusting(tenant)) if tls else served.client.connect()
     assert upgrade(connection).status == 101
     connection.settimeout(0.9)  # three times the other time-outs
     with pytest.raises(TimeoutError):
@@ -202,9 +202,9 @@ def admits(served, port: int, source: str, protocol: str = "HTTP") -> bool:
     """Return whether the listener serves a client with this source address."""
     vip = VIP6 if ":" in source else VIP
     if protocol == "HTTP":
-        return not served.visitor.refused(port, vip, source=source, timeout=3)
+        return not served.client.refused(port, vip, source=source, timeout=3)
     try:
-        return served.visitor.connect(port, vip, source=source, timeout=3).recv(100) == b"echo\n"
+        return served.client.connect(port, vip, source=source, timeout=3).recv(100) == b"echo\n"
     except OSError:
         return False
 
@@ -249,6 +249,6 @@ def test_a_client_that_is_not_allowed_sees_no_certificate(served, tenant):
     served.push(tree, {"cert": tenant.issue("www.example.com").pem})
     tls = trusting(tenant)
     for vip, allowed, other in ((VIP, CLIENT, OTHER), (VIP6, CLIENT6, OTHER6)):
-        assert served.visitor.fetch(port=443, address=vip, tls=tls, source=allowed).status == 200
+        assert served.client.fetch(port=443, address=vip, tls=tls, source=allowed).status == 200
         with pytest.raises(OSError):
-            served.visitor.tls(443, vip, tls=tls, source=other)
+            served.client.tls(443, vip, tls=tls, source=other)

@@ -8,7 +8,7 @@ import time
 
 import pytest
 from amphora_lab import eventually
-from visitors import CLIENT, OTHER, VIPS, trusting
+from http_clients import CLIENT, OTHER, VIPS, trusting
 from wanted import id_of, listener, load_balancer, member, pool
 
 pytestmark = pytest.mark.root
@@ -40,7 +40,7 @@ def test_the_exported_counters(served, vip):
     ids = {name: id_of(*what) for name, what in {"listener": ("listener", 80), "member": ("member", "web")}.items()}
 
     def scrape() -> tuple[float, float, float, float]:
-        reply = served.visitor.fetch("/metrics", port=9100, address=vip)
+        reply = served.client.fetch("/metrics", port=9100, address=vip)
         assert reply.status == 200
         assert reply.header("Content-Type").startswith("text/plain; version=0.0.4")
         found = samples(reply.body.decode())
@@ -64,7 +64,7 @@ def test_the_exported_counters(served, vip):
     # The worker may have served earlier tests: its counters are not 0.
     requests, good, bad, _ = scrape()
     for _ in range(3):
-        assert served.visitor.fetch(address=vip).status == 200
+        assert served.client.fetch(address=vip).status == 200
     # The last session to the member ends some time after the answer.
     eventually(lambda: scrape() == (requests + 3, good + 3, bad, 0), "three requests and no session are counted")
 
@@ -73,18 +73,18 @@ def test_the_exported_counters(served, vip):
 def test_a_prometheus_listener_serves_no_other_path(served):
     served.push(load_balancer(prometheus(), listener(80), pool("pool", member(served.web()))))
     for path in ("//", "/metrics/", "/ping/x", "/v2/info", "/metrics2"):
-        assert served.visitor.fetch(path, port=9100).status in (403, 404)
-    assert served.visitor.fetch("/metrics", port=9100, method="POST", body=b"x").status in (400, 403, 404, 405, 501)
-    assert served.visitor.fetch("/metrics", port=9100).status == 200
+        assert served.client.fetch(path, port=9100).status in (403, 404)
+    assert served.client.fetch("/metrics", port=9100, method="POST", body=b"x").status in (400, 403, 404, 405, 501)
+    assert served.client.fetch("/metrics", port=9100).status == 200
 
 
 @pytest.mark.feature("listener.protocol.PROMETHEUS")
 def test_the_front_page_names_the_metrics(served):
     served.push(load_balancer(prometheus()))
-    reply = served.visitor.fetch("/", port=9100)
+    reply = served.client.fetch("/", port=9100)
     assert reply.status == 200
     assert b"/metrics" in reply.body
-    assert served.visitor.fetch("/", port=9100, method="POST", body=b"x").status == 404
+    assert served.client.fetch("/", port=9100, method="POST", body=b"x").status == 404
 
 
 @pytest.mark.feature("listener.protocol.PROMETHEUS", "listener.allowed_cidr")
@@ -92,18 +92,18 @@ def test_only_allowed_clients_receive_metrics(served):
     served.push(
         load_balancer(prometheus(allowed_cidrs=(f"{CLIENT}/32",)), listener(80), pool("pool", member(served.web())))
     )
-    assert served.visitor.fetch("/metrics", port=9100, source=CLIENT).status == 200
-    assert served.visitor.refused(9100, source=OTHER)
+    assert served.client.fetch("/metrics", port=9100, source=CLIENT).status == 200
+    assert served.client.refused(9100, source=OTHER)
 
 
 @pytest.mark.feature("listener.protocol.PROMETHEUS", "listener.default_tls_container_ref")
 def test_metrics_are_available_over_tls(served, tenant):
     certificate = tenant.issue("www.example.com")
     served.push(load_balancer(prometheus(default_tls_container_ref="cert")), {"cert": certificate.pem})
-    reply = served.visitor.fetch("/metrics", port=9100, tls=trusting(tenant))
+    reply = served.client.fetch("/metrics", port=9100, tls=trusting(tenant))
     assert reply.status == 200
     assert b"\noctavia_" in reply.body
-    plain = served.visitor.connect(9100)
+    plain = served.client.connect(9100)
     plain.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
     assert b"octavia_" not in plain.recv(4096)
 
@@ -120,7 +120,7 @@ def test_metrics_of_a_thousand_members_take_less_than_a_second(served):
     times = []
     for _ in range(3):
         begin = time.monotonic()
-        body = served.visitor.fetch("/metrics", port=9100).body.decode()
+        body = served.client.fetch("/metrics", port=9100).body.decode()
         times.append(time.monotonic() - begin)
     assert len({labels for name, labels in samples(body) if name == "octavia_member_status" and "UP" in labels}) == 1000
     assert min(times) < 1.0  # a bound for a busy machine; benchmarks/ measures the time

@@ -8,9 +8,9 @@ import time
 from collections import Counter
 
 import pytest
+from http_clients import VIPS, ask, serving, trusting
 from peers import MEMBER, MEMBER6, WebServer
 from served import MEMBER_ADDRESSES
-from visitors import VIPS, ask, serving, trusting
 from wanted import id_of, listener, load_balancer, member, monitor, pool
 
 from amphora_driver.model.loadbalancer import Member
@@ -76,7 +76,7 @@ def test_members_change_without_a_reload(served, tenant, wanted):
         ((member(a), member(c, admin_state_up=False)), {"a"}),
         ((member(b),), {"b"}),
     )
-    with served.visitor.load(1) as load:
+    with served.client.load(1) as load:
         for members, _ in steps:
             how = push(*members)
             # HAProxy removes only idle servers at run time. A persistent client keeps its server busy until a reload.
@@ -91,7 +91,7 @@ def test_members_change_without_a_reload(served, tenant, wanted):
         for n in range(60):
             plain = n % 2
             found.add(
-                served.visitor.fetch(
+                served.client.fetch(
                     "/", port=80 if plain else 443, address=VIPS[n // 2 % 2], tls=None if plain else trusting()
                 ).member
             )
@@ -103,7 +103,7 @@ def test_members_change_without_a_reload(served, tenant, wanted):
             assert found == names
 
 
-class Everywhere(WebServer):
+class WebServers(WebServer):
     """A web server that listens on all member addresses and on many ports: it serves as many members."""
 
     ports = range(20_000, 20_050)
@@ -132,8 +132,8 @@ class Everywhere(WebServer):
 
 
 @pytest.fixture
-def everywhere(served):
-    return served.start(Everywhere(served.lab.members, "everywhere", "::"))
+def web_servers(served):
+    return served.start(WebServers(served.lab.members, "everywhere", "::"))
 
 
 def backend_rows(served) -> dict[str, dict[str, str]]:
@@ -143,9 +143,9 @@ def backend_rows(served) -> dict[str, dict[str, str]]:
 
 @pytest.mark.feature("member.batch", "member.protocol_port")
 @pytest.mark.parametrize("algorithm", ["ROUND_ROBIN", "SOURCE_IP_PORT"])
-def test_a_thousand_members_in_one_batch(served, everywhere, algorithm):
+def test_a_thousand_members_in_one_batch(served, web_servers, algorithm):
     """A thousand members are added, serve and are removed without a reload."""
-    first, thousand = member(served.web()), everywhere.members()
+    first, thousand = member(served.web()), web_servers.members()
     assert len(thousand) == MANY
 
     def push(*members):
@@ -157,7 +157,7 @@ def test_a_thousand_members_in_one_batch(served, everywhere, algorithm):
     push(first)
     how, took = push(first, *thousand)
     assert (how, took < 10) == ("runtime", True), took
-    connections = [served.visitor.connect(80, vip) for vip in VIPS]
+    connections = [served.client.connect(80, vip) for vip in VIPS]
     times = MANY + 1 if algorithm == "ROUND_ROBIN" else 20
     answers = Counter(ask(connections[n % 2]).member for n in range(times))
     if algorithm == "ROUND_ROBIN":
@@ -167,18 +167,18 @@ def test_a_thousand_members_in_one_batch(served, everywhere, algorithm):
         connection.close()
     how, took = push(first)
     assert (how, took < 30) == ("runtime", True), took
-    assert {served.visitor.fetch(address=vip).member for vip in VIPS} == {"web"}
+    assert {served.client.fetch(address=vip).member for vip in VIPS} == {"web"}
 
 
 @pytest.mark.feature("member.batch")
-def test_a_thousand_members_of_a_new_pool(served, everywhere):
+def test_a_thousand_members_of_a_new_pool(served, web_servers):
     served.push(load_balancer(listener(81, pool=None)))
-    thousand = everywhere.members()
+    thousand = web_servers.members()
     began = time.monotonic()
     assert served.push(load_balancer(listener(80), pool("pool", *thousand))).how == "reload"
     assert time.monotonic() - began < 10
     assert sorted(backend_rows(served)) == sorted(each.id for each in thousand)
-    connection = served.visitor.connect()
+    connection = served.client.connect()
     assert [ask(connection).member for _ in range(40)] == ["everywhere"] * 40
 
 
@@ -190,4 +190,4 @@ def test_the_same_member_twice_is_refused_by_name(served):
         load_balancer(listener(80), pool("pool", member(web), member(other, id=id_of("member", "web")))),
         refused=[id_of("member", "web")],
     )
-    assert {served.visitor.fetch().status for _ in range(3)} == {200}
+    assert {served.client.fetch().status for _ in range(3)} == {200}

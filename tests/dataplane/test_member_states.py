@@ -8,8 +8,8 @@ from collections import Counter
 
 import pytest
 from amphora_lab import eventually
+from http_clients import VIPS, ask, serving
 from peers import MEMBER, MEMBER6
-from visitors import VIPS, ask, serving
 from wanted import id_of, listener, load_balancer, member, monitor, pool
 
 pytestmark = pytest.mark.root
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.root
 
 def asked(served, times: int = 6, **more) -> Counter[str]:
     """Return the number of answers of each member to requests to both VIPs."""
-    return Counter(served.visitor.fetch("/", address=VIPS[n % 2], **more).member for n in range(times))
+    return Counter(served.client.fetch("/", address=VIPS[n % 2], **more).member for n in range(times))
 
 
 @pytest.mark.feature("member.weight")
@@ -32,14 +32,14 @@ def test_weight_zero_drains(served):
     push(1)
     opened = {}
     while "goes" not in opened:
-        connection = served.visitor.connect()
+        connection = served.client.connect()
         opened[connection.recv(100).decode().strip()] = connection
     assert push(0).how == "runtime"
-    assert {served.visitor.connect(80, VIPS[n % 2]).recv(100) for n in range(6)} == {b"stays\n"}
+    assert {served.client.connect(80, VIPS[n % 2]).recv(100) for n in range(6)} == {b"stays\n"}
     opened["goes"].sendall(b"still here")
     assert opened["goes"].recv(100) == b"still here"
     assert push(1).how == "runtime"
-    assert {served.visitor.connect().recv(100) for _ in range(4)} == {b"stays\n", b"goes\n"}
+    assert {served.client.connect().recv(100) for _ in range(4)} == {b"stays\n", b"goes\n"}
 
 
 @pytest.mark.feature("member.weight")
@@ -50,9 +50,9 @@ def test_no_member_serves_when_all_are_drained(served, protocol):
     served.push(load_balancer(*parts))
     for vip in VIPS:
         if protocol == "HTTP":
-            assert served.visitor.fetch(address=vip).status == 503
+            assert served.client.fetch(address=vip).status == 503
         else:
-            assert served.visitor.connect(80, vip).recv(100) == b""
+            assert served.client.connect(80, vip).recv(100) == b""
     assert peer.connections == 0
 
 
@@ -69,9 +69,9 @@ def test_unmonitored_dead_member_delays_no_client(served, protocol, algorithm):
     for vip in VIPS * 3:
         begin = time.monotonic()
         if protocol == "HTTP":
-            assert served.visitor.fetch(address=vip).status == 200
+            assert served.client.fetch(address=vip).status == 200
         else:
-            assert served.visitor.connect(80, vip).recv(100) == b"alive\n"
+            assert served.client.connect(80, vip).recv(100) == b"alive\n"
         assert time.monotonic() - begin < 0.9
 
 
@@ -172,11 +172,11 @@ def test_checks_use_the_monitor_address_and_port(served, address, elsewhere):
     for port, (name, checker) in enumerate(checkers.items(), 80):
         checker.hears(f"/check-{name}")
         served.until_states(name, {name: "UP"}, port=port)
-        assert served.visitor.fetch("/", port=port).member == "web"
+        assert served.client.fetch("/", port=port).member == "web"
     for port, (name, checker) in enumerate(checkers.items(), 80):
         checker.stop()
         served.until_states(name, {name: "DOWN"}, port=port)
-        assert served.visitor.fetch("/", port=port).status == 503
+        assert served.client.fetch("/", port=port).status == 503
     assert {seen.target for seen in web.requests} == {"/"}
     assert all(seen.target.startswith("/check") for checker in checkers.values() for seen in checker.requests)
 
@@ -201,7 +201,7 @@ def test_a_check_of_another_port_uses_no_tls_or_proxy_header(served, tenant, pro
     served.push(load_balancer(*parts))
     for port, name in enumerate(targets, 80):
         served.until_states(name, {name: "UP"}, port=port)
-        seen = served.visitor.fetch("/", port=port).seen
+        seen = served.client.fetch("/", port=port).seen
         assert (seen.member, seen.tls is not None, seen.proxied is not None) == ("web", tls, proxied)
     assert {seen.target for seen in health.requests} == {"/check-elsewhere"}
     assert {seen.target for seen in web.requests} == {"/", "/check-said", "/check-unsaid"}
@@ -216,7 +216,7 @@ def test_vips_of_both_families_reach_members_of_both_families(served):
     served.push(load_balancer(listener(80), pool("pool", *map(member, peers), monitor=monitor("TCP"))))
     served.until_states("pool", {"four": "UP", "six": "UP"})
     for vip in VIPS:
-        connection = served.visitor.connect(80, vip)
+        connection = served.client.connect(80, vip)
         assert Counter(ask(connection).member for _ in range(4)) == {"four": 2, "six": 2}
     for peer in peers:
         assert all((":" in seen.peer[0]) == (peer.name == "six") for seen in peer.requests)

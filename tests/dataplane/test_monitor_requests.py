@@ -8,8 +8,8 @@ import threading
 import time
 
 import pytest
+from http_clients import serving
 from peers import MEMBER, MEMBER6, Answer
-from visitors import serving
 from wanted import id_of, listener, load_balancer, member, monitor, pool
 
 from amphora_driver.validation.health_monitors import METHODS
@@ -142,7 +142,7 @@ def test_expected_codes(served, tenant, kind):
 # -- intervals -----------------------------------------------------------------------------------------------------
 
 
-class Patient:
+class ScriptedMember:
     """A member that follows a script, and records its status in HAProxy at each check.
 
     The status that is noted before an answer results from all earlier answers, and from no other.
@@ -187,7 +187,7 @@ def test_rise_and_fall_are_counted_exactly(served):
     parts, patients = [], {}
     for port, ((rise, fall), (script, _)) in enumerate(SCRIPTS.items(), 8000):
         name = f"{rise} up, {fall} down"
-        patient = patients[rise, fall] = Patient(served, name, script)
+        patient = patients[rise, fall] = ScriptedMember(served, name, script)
         watched = monitor("HTTP", max_retries=rise, max_retries_down=fall)
         parts += [listener(port, pool=name), pool(name, member(patient.web), monitor=watched)]
     slow = served.web("slow")

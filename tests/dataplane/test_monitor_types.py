@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 from amphora_lab import eventually
+from http_clients import VIPS, serving, trusting
 from peers import MEMBER, MEMBER6, Answer
-from visitors import VIPS, serving, trusting
 from wanted import id_of, listener, load_balancer, member, monitor, pool
 
 pytestmark = pytest.mark.root
@@ -60,15 +60,15 @@ def test_each_monitor_type_finds_the_healthy_members(served, tenant, kind, addre
     for name in ALL - {"closed", "absent"} if kind != "TCP" else ():
         peers[name].until(lambda peer=peers[name]: peer.connections, f"{name} is checked")
     for n in range(2 * len(alive)):
-        connection = served.visitor.connect(80, VIPS[n % 2])
+        connection = served.client.connect(80, VIPS[n % 2])
         # A request for members that wait for data.
-        connection.sendall(b"GET /visitor HTTP/1.0\r\n\r\n")
+        connection.sendall(b"GET /client HTTP/1.0\r\n\r\n")
     visited = {name for name in ("web", "sick") if name in alive}
     for name in visited:
-        peers[name].hears("/visitor", 2)
+        peers[name].hears("/client", 2)
     if kind == "TCP":
-        eventually(lambda: b"/visitor" in peers["silent"].heard, "the silent member receives the request")
-    assert not peers["sick"].asked("/visitor") or "sick" in alive
+        eventually(lambda: b"/client" in peers["silent"].heard, "the silent member receives the request")
+    assert not peers["sick"].asked("/client") or "sick" in alive
 
 
 @pytest.mark.feature("healthmonitor.type.PING", "member.monitor_address")
@@ -87,7 +87,7 @@ def test_the_ping_goes_to_the_monitor_address(served):
     assert push(there, gone, odd) == "runtime"
     served.until_states("pool", {"there": "UP", "gone": "DOWN", "odd": "UP"})
     assert push(there) == "runtime"
-    assert served.visitor.fetch().member == "web"
+    assert served.client.fetch().member == "web"
 
 
 @pytest.mark.feature("healthmonitor.type.HTTP", "healthmonitor.type.TCP", "healthmonitor.type.TLS-HELLO")
@@ -116,8 +116,8 @@ def test_checks_of_proxy_pools(served, tenant, protocol, kind, tls):
     )
     for port in (80, 443):
         served.until_states("pool", {"four": "UP", "six": "UP"}, port=port)
-        visitor = trusting() if port == 443 else None
-        assert {served.visitor.fetch(port=port, tls=visitor).member for _ in range(2)} == {"four", "six"}
+        tls = trusting() if port == 443 else None
+        assert {served.client.fetch(port=port, tls=tls).member for _ in range(2)} == {"four", "six"}
     if kind in ("HTTP", "HTTPS"):
         for peer in members:
             assert all(seen.proxied is not None for seen in peer.hears("/check", 2))
@@ -140,6 +140,6 @@ def test_a_disabled_monitor_has_no_status(served):
         push(monitor("HTTP", url_path="/check"))
         served.until_states("pool", {"web": "UP", "dead": "DOWN"})
         web.hears("/check", before + 1)
-        assert {served.visitor.fetch().member for _ in range(4)} == {"web"}
+        assert {served.client.fetch().member for _ in range(4)} == {"web"}
     push(None)
     assert served.states("pool", "web", "dead") == {"web": "no check", "dead": "no check"}

@@ -20,7 +20,7 @@ from contextlib import closing
 
 import pytest
 from amphora_lab import eventually
-from pair_lab import FAST, PATIENT, USUAL, VIP, VIP6, Pair, plain
+from pair_lab import FAST, MEDIUM, USUAL, VIP, VIP6, Pair, plain
 from peers import MEMBER6, EchoServer
 from wanted import listener, load_balancer, member, pool, vip
 
@@ -47,8 +47,8 @@ def test_the_vips_are_up_without_a_listener(booted):
         pair.push(tree)
         assert pair.holder is holder
         assert pair.pings()
-    assert pair.visitor.fetch().status == 200
-    assert pair.visitor.fetch(address=VIP6).status == 200
+    assert pair.client.fetch().status == 200
+    assert pair.client.fetch(address=VIP6).status == 200
 
 
 def test_exactly_one_node_has_both_vips(pair):
@@ -74,7 +74,7 @@ def test_a_hand_over_keeps_open_connections(pair):
     """The VIPs move, and open connections continue over the new holder to the former one."""
     with closing(EchoServer(pair.members, "echo")) as echo:
         tree = _balancer(pair.peers[0], echo)
-        pair.advert = PATIENT
+        pair.advert = MEDIUM
         pair.push(tree)
         pair.steady()
         holder, standby = pair.holder, pair.standby
@@ -122,7 +122,7 @@ def _hand_over(pair, *vips):
     """Hand the VIPs over with open connections, open new ones, and return both."""
     holder, standby = pair.holder, pair.standby
     open_ones = _greeted(pair, vips)
-    with pair.asking() as asker:
+    with pair.poll() as polling:
         assert standby.call("POST", "/v2/vrrp/expect", {"seconds": 30})[0] == 200
         status, answer = holder.call("POST", "/v2/vrrp/release", {"drain": 20})
         assert (status, answer["holds_vip"]) == (200, False), answer
@@ -131,8 +131,8 @@ def _hand_over(pair, *vips):
         for each in vips:  # until the announcement, clients connect to the former holder
             eventually(lambda v=each: pair.network.neighbour("cl", v) == standby.where.mac, "clients go to the partner")
         later = _greeted(pair, vips)
-    assert asker.failed == []
-    eventually(  # the connections of the asker end soon
+    assert polling.failed == []
+    eventually(  # the connections of the polling client end soon
         lambda: holder.call("GET", "/v2/vrrp")[1]["connections"] == len(open_ones), "the holder counts its connections"
     )
     return open_ones, later
@@ -150,7 +150,7 @@ def _close(connections):
 
 
 def _greeted(pair, vips):
-    made = [pair.visitor.connect(81, address) for address in vips]
+    made = [pair.client.connect(81, address) for address in vips]
     for each in made:
         assert each.recv(100) == b"echo\n"
     return made
@@ -171,12 +171,12 @@ def _talk(connections, *sizes):
 def takes_over(pair: Pair, break_it, bound: float = 1.0):
     """Break the holder under load; assert that its partner takes the VIPs within this outage (seconds)."""
     holder, standby = pair.holder, pair.standby
-    with pair.asking() as asker:
+    with pair.poll() as polling:
         break_it(holder)
         eventually(lambda: standby.holds(pair.vip), "the standby has the VIPs", 10 * pair.advert + 5)
         eventually(pair.serves, "the pair serves")
-    assert asker.outage < bound, asker.failed
-    return asker
+    assert polling.outage < bound, polling.failed
+    return polling
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_a_killed_keepalived_alone(pair, which):
     pair.push(plain(pair, additional_vips=(vip(VIP6), vip(third))))
     holder, standby = pair.settled(), pair.standby
     eventually(lambda: holder.holds(third), "the new VIP is up")
-    with pair.asking(interval=0.02) as near, pair.asking(interval=0.02, place="far") as far:
+    with pair.poll(interval=0.02) as near, pair.poll(interval=0.02, place="far") as far:
         # The child first: after the death of its parent, the child ends in order and removes the VIPs.
         for pid in reversed(holder.processes("keepalived")[slice(None) if which == "both" else slice(1, 2)]):
             os.kill(pid, signal.SIGKILL)
@@ -210,16 +210,16 @@ def test_a_killed_keepalived_alone(pair, which):
         for short in ("cl", "rt"):
             assert pair.network.neighbour(short, VIP) == standby.where.mac
     assert pair.holder is standby
-    for asker in (near, far):
-        _only_cut(asker)
+    for polling in (near, far):
+        _only_cut(polling)
 
 
-def _only_cut(asker) -> None:
+def _only_cut(polling) -> None:
     """Assert that at most three requests failed, all of them in the moment in which the VIPs moved."""
-    assert len(asker.failed) <= 3, asker.failed
-    if asker.failed:
-        last_began, first_ended = max(f[0] for f in asker.failed), min(f[0] + f[1] for f in asker.failed)
-        assert last_began <= first_ended, asker.failed
+    assert len(polling.failed) <= 3, polling.failed
+    if polling.failed:
+        last_began, first_ended = max(f[0] for f in polling.failed), min(f[0] + f[1] for f in polling.failed)
+        assert last_began <= first_ended, polling.failed
 
 
 def test_a_killed_parent_of_keepalived(pair):
@@ -244,7 +244,7 @@ def test_busy_machine(pair):
     holder = pair.holder
     hogs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(8)]
     try:
-        with pair.asking(patience=5.0) as asker:
+        with pair.poll(time_limit=5.0) as polling:
             for number in range(3):
                 pair.push(plain(pair, name=f"reload {number}"))
                 pair.push(load_balancer(*plain(pair).listeners, listener(81 + number), *plain(pair).pools))
@@ -254,7 +254,7 @@ def test_busy_machine(pair):
             hog.kill()
             hog.wait()
     assert pair.holder is holder
-    assert asker.failed == []
+    assert polling.failed == []
 
 
 def test_frozen_amphora(pair):
@@ -286,9 +286,9 @@ def test_cut_cable(pair):
     takes_over(pair, lambda node: pair.network.cut(node.where))
     pair.network.mend(holder.where)
     pair.settled(HEALED)
-    with pair.asking() as asker:
+    with pair.poll() as polling:
         eventually(pair.serves, "the pair serves")
-    assert asker.failed == []
+    assert polling.failed == []
 
 
 @pytest.mark.parametrize("silent", [False, True], ids=["heard", "silent"])
@@ -306,7 +306,7 @@ def test_partition(pair, silent):
     if silent:
         second.inside("nft", "add table inet mute; add chain inet mute out { type filter hook output priority 0; }")
         second.inside("nft", "add rule inet mute out meta l4proto vrrp drop")
-    with pair.asking(interval=0.02) as near, pair.asking(interval=0.02, place="far") as far:
+    with pair.poll(interval=0.02) as near, pair.poll(interval=0.02, place="far") as far:
         pair.network.part(first.where, second.where)
         eventually(second.holds, "both nodes have the VIPs")
         for short in ("cl", "rt"):
@@ -317,31 +317,31 @@ def test_partition(pair, silent):
         assert pair.settled(HEALED) is first
         eventually(lambda: time.monotonic() > healed + HEALED + 0.5, "clients have sent requests for some time")
     second.inside("nft", "destroy table inet mute")
-    for asker in (near, far):
-        assert all(began < healed + HEALED for began, _, _ in asker.failed), asker.failed
+    for polling in (near, far):
+        assert all(began < healed + HEALED for began, _, _ in polling.failed), polling.failed
 
 
 def test_a_vip_is_added(pair):
     """keepalived reloads its file without an outage, and adds the VIP."""
     third = "198.51.100.6"
     holder = pair.holder
-    with pair.asking() as asker:
+    with pair.poll() as polling:
         pair.push(plain(pair, additional_vips=(vip(VIP6), vip(third))))
         eventually(lambda: holder.holds(third), "the new VIP is up")
         assert pair.holder is holder
         pair.push(plain(pair))
         eventually(lambda: not holder.holds(third), "the new VIP is removed")
         assert pair.holder is holder
-    assert asker.failed == []
+    assert polling.failed == []
 
 
 def test_a_restarted_agent_does_not_move_the_vips(pair):
     holder = pair.holder
-    with pair.asking() as asker:
+    with pair.poll() as polling:
         holder.supervisor(op="dismiss", name="haproxy")  # as if the agent had died before it stopped HAProxy
         _kill_agents(pair)
         eventually(lambda: holder.status("haproxy")["wanted"], "HAProxy is wanted again")
-    assert asker.failed == []
+    assert polling.failed == []
     assert pair.holder is holder
     takes_over(pair, lambda node: node.kill("haproxy"))
 
@@ -396,7 +396,7 @@ def test_release_with_two_partners(pair):
     status, answer = holder.call("POST", "/v2/vrrp/release", {"drain": 0})
     assert (status, answer["holds_vip"]) == (200, False), answer
     eventually(standby.holds, "the remaining partner has the VIPs", HEALED)
-    assert pair.visitor.fetch().status == 200
+    assert pair.client.fetch().status == 200
 
 
 def test_release_by_a_former_owner(pair):
@@ -412,7 +412,7 @@ def test_nodes_with_ipv6_advertisements(pair, dual):
     """The nodes take over, and hand over with open connections. Packets fit into the tunnel."""
     vips = (VIP6, VIP) if dual else (VIP6,)
     pair.speak_ipv6(alone=not dual)
-    pair.advert = PATIENT
+    pair.advert = MEDIUM
     with closing(pair.web("six", MEMBER6)) as web, closing(EchoServer(pair.members, "echo", MEMBER6)) as echo:
         pair.peers.remove(web)
         pair.push(_balancer(web, echo, vip=vip(VIP6), additional_vips=tuple(map(vip, vips[1:]))))

@@ -11,9 +11,9 @@ import uuid
 import pytest
 from agent_heartbeats import decode
 from amphora_lab import CONTROLLER, HEARTBEATS, eventually
+from http_clients import CLIENT, CLIENT6, OTHER, OTHER6, trusting
 from pair_lab import PLACES, VIP, VIP6
 from peers import MEMBER, MEMBER6, WebServer
-from visitors import CLIENT, CLIENT6, OTHER, OTHER6, trusting
 from wanted import listener, load_balancer, member, pool
 
 # A standby takes over after 0.6 s without advertisements, and the tests measure outages.
@@ -50,13 +50,13 @@ def test_sessions_stick(pair, members, tenant):
 
     def homes():
         return {
-            source: pair.visitor.fetch(address=VIP6 if ":" in source else VIP, source=source).member
+            source: pair.client.fetch(address=VIP6 if ":" in source else VIP, source=source).member
             for source in clients
         }
 
     before = homes()
     assert len(set(before.values())) == len(clients)  # round robin
-    first = pair.visitor.fetch(port=81)
+    first = pair.client.fetch(port=81)
     cookie = first.values("Set-Cookie")[0].partition(";")[0]
     resumed, session = _resume(pair, trusting(), None)
     assert not resumed
@@ -65,7 +65,7 @@ def test_sessions_stick(pair, members, tenant):
     pair.holder.kill("haproxy", "keepalived")
     eventually(standby.holds, "the standby has the VIPs")
     assert homes() == before
-    assert pair.visitor.fetch(port=81, headers=[("Cookie", cookie)]).member == first.member
+    assert pair.client.fetch(port=81, headers=[("Cookie", cookie)]).member == first.member
     assert _resume(pair, session[0], session[1])[0]
 
 
@@ -79,7 +79,7 @@ def _resume(pair, tls, session):
     In TLS 1.2 the ticket arrives with the handshake.
     """
     tls.maximum_version = ssl.TLSVersion.TLSv1_2
-    connection = pair.visitor.tls(443, tls=tls, session=session)
+    connection = pair.client.tls(443, tls=tls, session=session)
     try:
         return connection.session_reused, (tls, connection.session)
     finally:
@@ -93,10 +93,10 @@ def test_a_partner_is_replaced(pair, members):
         pool("address", *[member(each) for each in members.values()], persistence=("SOURCE_IP", None)),
     )
     pair.push(tree)
-    home = pair.visitor.fetch(source=CLIENT).member
+    home = pair.client.fetch(source=CLIENT).member
     holder, gone = pair.holder, pair.standby
     pair.lose(gone)
-    with pair.asking(patience=5.0) as asker:  # the VIPs stay, also on a busy machine
+    with pair.poll(time_limit=5.0) as polling:  # the VIPs stay, also on a busy machine
         fresh = pair.boot(PLACES[2])
         eventually(fresh.answers, "the agent answers")
         first, second = pair.push(tree)
@@ -104,22 +104,22 @@ def test_a_partner_is_replaced(pair, members):
         assert "the peers of its stick tables changed" in first.reason
         eventually(lambda: _remembered(fresh) >= 1, "the new partner has learned the clients")
     assert pair.holder is holder
-    assert asker.failed == []
+    assert polling.failed == []
     holder.kill("haproxy", "keepalived")
     eventually(fresh.holds, "the new partner has the VIPs")
-    assert pair.visitor.fetch(source=CLIENT).member == home
+    assert pair.client.fetch(source=CLIENT).member == home
 
 
 def test_heartbeats_name_the_vip_holder(pair):
     """The agents report a new holder at once."""
     holder, standby = pair.holder, pair.standby
-    mailbox = pair.network.thread("ctl").run(_open_mailbox)
+    receiver = pair.network.thread("ctl").run(_open_receiver)
     try:
         holder.kill("haproxy")
         heard = {holder.id: None, standby.id: None}
 
         def listen():
-            header = mailbox.recv(65536)
+            header = receiver.recv(65536)
             for node in (holder, standby):
                 if header[4:20] == uuid.UUID(node.id).bytes:
                     heard[node.id] = decode(header, node.key).document["holds_vip"]
@@ -127,10 +127,10 @@ def test_heartbeats_name_the_vip_holder(pair):
 
         eventually(listen, "both nodes report the new holder", 4.0)  # regular heartbeats come every five seconds
     finally:
-        mailbox.close()
+        receiver.close()
 
 
-def _open_mailbox():
+def _open_receiver():
     opened = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     opened.bind((CONTROLLER, HEARTBEATS))
     opened.settimeout(10)

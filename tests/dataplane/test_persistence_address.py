@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import pytest
+from http_clients import CLIENT, CLIENT6, OTHER, OTHER6, ask
 from peers import MEMBER, MEMBER6
-from visitors import CLIENT, CLIENT6, OTHER, OTHER6, ask
 from wanted import VIP, VIP6, listener, load_balancer, member, monitor, pool
 
 pytestmark = pytest.mark.root
@@ -18,7 +18,7 @@ def vip_of(source: str) -> str:
     return VIP6 if ":" in source else VIP
 
 
-class Kept:
+class StickyPool:
     """A pool with persistence by source address."""
 
     def __init__(self, served, name: str, protocol: str = "HTTP", watched=None) -> None:
@@ -44,7 +44,7 @@ class Kept:
         return self.served.push(tree).how
 
     def home(self, source: str) -> str:
-        connection = self.served.visitor.connect(80, vip_of(source), source=source)
+        connection = self.served.client.connect(80, vip_of(source), source=source)
         try:
             if self.protocol == "HTTP":
                 return ask(connection).member
@@ -60,7 +60,7 @@ class Kept:
 @pytest.mark.parametrize("protocol", ["HTTP", "TCP"])
 def test_clients_stay(served, protocol):
     """Clients stay while other members are added, removed and drained, and after a reload."""
-    kept = Kept(served, f"kept {protocol}", protocol)
+    kept = StickyPool(served, f"kept {protocol}", protocol)
     kept.push("a", "b")
     before = kept.homes()
     assert sorted(before.values()) == ["a", "a", "b", "b"]  # round robin assigns new clients
@@ -93,7 +93,7 @@ def test_clients_stay(served, protocol):
 
 @pytest.mark.feature("pool.session_persistence.SOURCE_IP", "member.admin_state_up")
 def test_disabled_or_dead_member_keeps_no_client(served):
-    kept = Kept(served, "kept", watched=monitor("TCP"))
+    kept = StickyPool(served, "kept", watched=monitor("TCP"))
     kept.push("a", "b")
     served.until_states("kept", {"a": "UP", "b": "UP"})
     before = kept.homes()
@@ -110,7 +110,7 @@ def test_disabled_or_dead_member_keeps_no_client(served):
 @pytest.mark.feature("pool.session_persistence.SOURCE_IP")
 def test_nothing_is_kept_without_persistence(served):
     """Without persistence, all members receive requests of one client."""
-    kept = Kept(served, "kept anew")
+    kept = StickyPool(served, "kept anew")
     kept.push("a", "b")
     assert kept.home(CLIENT) == kept.home(CLIENT)
     members = [member(kept.peers[name]) for name in "ab"]
@@ -137,7 +137,7 @@ def test_pools_with_headers_keep_their_clients(served, protocol):
     homes = {}
     for _ in range(3):
         for source in CLIENTS:
-            seen = served.visitor.fetch(address=vip_of(source), source=source).seen
+            seen = served.client.fetch(address=vip_of(source), source=source).seen
             assert seen.proxied.source[0] == source
             assert homes.setdefault(source, seen.member) == seen.member
     assert set(homes.values()) == {"a", "b"}

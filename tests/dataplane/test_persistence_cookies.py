@@ -6,8 +6,8 @@ from __future__ import annotations
 import http.cookies
 
 import pytest
-from peers import MEMBER, MEMBER6, Answer, Seen
-from visitors import VIPS, Reply, serving, trusting
+from http_clients import VIPS, Reply, serving, trusting
+from peers import MEMBER, MEMBER6, Answer, RecordedRequest
 from wanted import id_of, listener, load_balancer, member, monitor, pool
 
 pytestmark = pytest.mark.root
@@ -30,7 +30,7 @@ def cookie(value: str, name: str = "SRV"):
     return {"headers": [("Cookie", f"{name}={value}")]}
 
 
-class Kept:
+class StickyPool:
     """A pool with persistence by cookie, and its members a to d."""
 
     def __init__(self, served, kind: str, name: str | None = None, pool_name: str = "pool", watched=None) -> None:
@@ -49,7 +49,7 @@ class Kept:
         return self.served.push(tree).how
 
     def fetch(self, **more) -> Reply:
-        return self.served.visitor.fetch("/", **more)
+        return self.served.client.fetch("/", **more)
 
 
 # -- cookies of the load balancer ----------------------------------------------------------------------------------
@@ -67,7 +67,7 @@ def test_the_cookie_of_a_client(served, tenant, vip, name):
     served.push(tree, {"cert": tenant.issue("www.example.com").pem})
     name = name or "SRV"
     for port, tls in ((80, None), (443, trusting(tenant))):
-        first = served.visitor.fetch(port=port, address=vip, tls=tls)
+        first = served.client.fetch(port=port, address=vip, tls=tls)
         given = [value for value in first.values("Set-Cookie") if value != "own=1"]
         assert first.values("Set-Cookie").count("own=1") == 1
         assert len(given) == 1
@@ -81,7 +81,7 @@ def test_the_cookie_of_a_client(served, tenant, vip, name):
         assert first.values("Cache-Control") == ["max-age=60", "private"]
         # The member receives all cookies except this one.
         headers = [("Cookie", f"mine=1; {name}={value}; yours=2")]
-        again = served.visitor.fetch(port=port, address=vip, tls=tls, headers=headers)
+        again = served.client.fetch(port=port, address=vip, tls=tls, headers=headers)
         assert again.values("Set-Cookie") == ["own=1"]
         assert again.values("Cache-Control") == ["max-age=60"]
         sent = "; ".join(again.seen.values("Cookie"))
@@ -91,7 +91,7 @@ def test_the_cookie_of_a_client(served, tenant, vip, name):
 @pytest.mark.feature("pool.session_persistence.HTTP_COOKIE", "member.weight")
 def test_clients_stay_by_cookie(served):
     """Clients stay while other members are added, removed and drained, and after a reload."""
-    kept = Kept(served, "HTTP_COOKIE")
+    kept = StickyPool(served, "HTTP_COOKIE")
     kept.push("a", "b")
     cookies: dict[str, str] = {}
     while set(cookies) != {"a", "b"}:
@@ -129,7 +129,7 @@ def test_clients_stay_by_cookie(served):
 
 @pytest.mark.feature("pool.session_persistence.HTTP_COOKIE", "member.admin_state_up")
 def test_cookie_of_an_absent_member_is_ignored(served):
-    kept = Kept(served, "HTTP_COOKIE", pool_name="watched", watched=monitor("TCP"))
+    kept = StickyPool(served, "HTTP_COOKIE", pool_name="watched", watched=monitor("TCP"))
     kept.push("a", "b")
     served.until_states("watched", {"a": "UP", "b": "UP"})
     cookies = {}
@@ -154,7 +154,7 @@ def test_a_forged_cookie_is_replaced(served, value):
     """HAProxy replaces a forged cookie, and the member does not receive it."""
     peers = [served.web(name) for name in "ab"]
     served.push(load_balancer(listener(80), pool("pool", *map(member, peers), persistence=("HTTP_COOKIE", "KEPT"))))
-    replies = [served.visitor.fetch(**cookie(value, "KEPT")) for _ in range(4)]
+    replies = [served.client.fetch(**cookie(value, "KEPT")) for _ in range(4)]
     assert {reply.member for reply in replies} == {"a", "b"}
     for reply in replies:
         assert set_cookies(reply)["KEPT"].value not in ("", value)
@@ -179,13 +179,13 @@ def test_a_cookie_is_valid_for_one_pool(served, tenant):
         ),
         {"cert": certificate.pem},
     )
-    reply = served.visitor.fetch()
+    reply = served.client.fetch()
     mine = set_cookies(reply)["SRV"].value
     for port, tls in ((80, None), (443, trusting()), (81, None)):
         for _ in range(3):
-            stayed = served.visitor.fetch(port=port, tls=tls, **cookie(mine))
+            stayed = served.client.fetch(port=port, tls=tls, **cookie(mine))
             assert (stayed.member, set_cookies(stayed)) == (reply.member, {})
-    assert {served.visitor.fetch(port=82, **cookie(mine)).member for _ in range(4)} == {"a", "b"}
+    assert {served.client.fetch(port=82, **cookie(mine)).member for _ in range(4)} == {"a", "b"}
 
 
 # -- cookies of the application ------------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ class Sessions:
             for place, n in enumerate("abc")
         }
 
-    def _answer(self, seen: Seen) -> Answer:
+    def _answer(self, seen: RecordedRequest) -> Answer:
         given = [("Set-Cookie", f"{self.name}={value}; Path=/; HttpOnly") for value in seen.values("X-Begin")]
         return Answer(headers=(("Set-Cookie", "other=1"), *given))
 
@@ -222,10 +222,10 @@ class Sessions:
         return self.served.push(tree).how
 
     def begin(self, value: str, **more) -> str:
-        return self.served.visitor.fetch("/", headers=[("X-Begin", value)], **more).member
+        return self.served.client.fetch("/", headers=[("X-Begin", value)], **more).member
 
     def goes_on(self, value: str, **more) -> str:
-        return self.served.visitor.fetch("/", headers=[("Cookie", f"a=b; {self.name}={value}; c=d")], **more).member
+        return self.served.client.fetch("/", headers=[("Cookie", f"a=b; {self.name}={value}; c=d")], **more).member
 
     def stays(self, value: str, home: str) -> None:
         for vip in VIPS * 2:
@@ -245,11 +245,11 @@ def test_sessions_of_the_application(served, name, protocol):
     for value, home in homes.items():
         sessions.stays(value, home)
     # The member receives this cookie, because the member sets it.
-    reply = served.visitor.fetch("/", headers=[("Cookie", f"{name}={SPECIAL}")])
+    reply = served.client.fetch("/", headers=[("Cookie", f"{name}={SPECIAL}")])
     assert reply.seen.values("Cookie") == [f"{name}={SPECIAL}"]
     assert {sessions.goes_on("unknown") for _ in range(6)} == {"a", "b", "c"}
     assert {sessions.goes_on("x" * 199) for _ in range(6)} == {"a", "b", "c"}
-    assert {served.visitor.fetch("/").member for _ in range(6)} == {"a", "b", "c"}
+    assert {served.client.fetch("/").member for _ in range(6)} == {"a", "b", "c"}
 
 
 @pytest.mark.feature("pool.session_persistence.APP_COOKIE", "member.weight", "member.admin_state_up")

@@ -200,7 +200,7 @@ def test_connections_of_gone_clients_are_closed(network, responder):
     eventually(lambda: not client.run(open_connections), "the responder has closed the connections")
 
 
-class Impostor:
+class EchoReplies:
     """A host whose echo replies the test builds."""
 
     def __init__(self) -> None:
@@ -210,28 +210,28 @@ class Impostor:
         """Return the sender and the request after its checksum."""
         while True:
             assert select.select([self.raw], [], [], 5)[0], "the responder sent no echo request"
-            packet, (asker, _) = self.raw.recvfrom(2048)
+            packet, (pinger, _) = self.raw.recvfrom(2048)
             message = packet[4 * (packet[0] & 15) :]
             if message[0] == 8:
-                return asker, message[4:]
+                return pinger, message[4:]
 
     @staticmethod
-    def answer(asker, rest, source=MEMBER, kind=0):
+    def answer(pinger, rest, source=MEMBER, kind=0):
         message = struct.pack("!BBH", kind, 0, 0) + rest
         total = sum(struct.unpack(f"!{len(message) // 2}H", message))
         total = (total & 0xFFFF) + (total >> 16)
         with socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP) as sender:
             sender.bind((source, 0))
-            sender.sendto(struct.pack("!BBH", kind, 0, ~(total + (total >> 16)) & 0xFFFF) + rest, (asker, 0))
+            sender.sendto(struct.pack("!BBH", kind, 0, ~(total + (total >> 16)) & 0xFFFF) + rest, (pinger, 0))
 
 
 @pytest.fixture
-def impostor(network):
+def echo_replies(network):
     """Disable the echo replies of the members' host: the test sends them."""
     switch = Path("/proc/sys/net/ipv4/icmp_echo_ignore_all")
     members = network.thread("mem")
     members.run(switch.write_text, "1")
-    made = members.run(Impostor)
+    made = members.run(EchoReplies)
     yield made
     made.raw.close()
     members.run(switch.write_text, "0")
@@ -250,26 +250,26 @@ def impostor(network):
     ],
     ids=["guessed", "one bit off", "other sequence", "too short", "too long", "other sender", "unreachable"],
 )
-def test_foreign_echo_replies_do_not_count(network, responder, impostor, change, source, kind):
+def test_foreign_echo_replies_do_not_count(network, responder, echo_replies, change, source, kind):
     client, members = network.thread("cl").run, network.thread("mem").run
     connection = client(begin, f"/ping/{IDS[MEMBER]}")
-    asker, rest = members(impostor.question)
-    members(impostor.answer, asker, change(rest), source, kind)
+    pinger, rest = members(echo_replies.question)
+    members(echo_replies.answer, pinger, change(rest), source, kind)
     assert not select.select([connection], [], [], 0.2)[0]
-    members(impostor.answer, asker, rest)
+    members(echo_replies.answer, pinger, rest)
     assert end(connection) == 200
 
 
-def test_a_late_reply_does_not_count_for_the_next_request(network, responder, impostor):
+def test_a_late_reply_does_not_count_for_the_next_request(network, responder, echo_replies):
     client, members = network.thread("cl").run, network.thread("mem").run
     first = client(begin, f"/ping/{IDS[MEMBER]}")
-    asker, late = members(impostor.question)
+    pinger, late = members(echo_replies.question)
     first.close()
     second = client(begin, f"/ping/{IDS[MEMBER]}")
-    _, rest = members(impostor.question)
-    members(impostor.answer, asker, late)
+    _, rest = members(echo_replies.question)
+    members(echo_replies.answer, pinger, late)
     assert not select.select([second], [], [], 0.2)[0]
-    members(impostor.answer, asker, rest)
+    members(echo_replies.answer, pinger, rest)
     assert end(second) == 200
 
 
@@ -281,12 +281,12 @@ def test_an_overfull_queue_keeps_the_newest_requests(network, monkeypatch):
     try:
         eventually(lambda: network.thread("cl").run(connects), "the responder listens")
 
-        def crowd():
+        def ask_many():
             silent = [begin(f"/ping/{IDS[SILENT]}") for _ in range(30)]
             status = ping(MEMBER)
             return status, [end(one, 0.05) for one in silent]
 
-        status, others = network.thread("cl").run(crowd)
+        status, others = network.thread("cl").run(ask_many)
         assert status == 200
         assert others == [503] * 11 + [None] * 19
     finally:
@@ -332,10 +332,10 @@ def test_a_thousand_members_take_little_processor_time(network, responder):
 def test_many_requests_wait_in_few_threads(network, responder):
     before = threading.active_count()
 
-    def crowd():
+    def ask_many():
         return [begin(f"/ping/{IDS[SILENT]}") for _ in range(200)]
 
-    waiting_ = network.thread("cl").run(crowd)
+    waiting_ = network.thread("cl").run(ask_many)
     assert network.thread("cl").run(ping, MEMBER) == 200
     assert threading.active_count() == before
     for one in waiting_:

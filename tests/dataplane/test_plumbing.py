@@ -216,7 +216,7 @@ def test_two_interfaces_swap_names(wire):
 def test_a_kernel_that_renames_only_inactive_interfaces(wire):
     """Kernels before 6.2. The interface is up again after it is renamed."""
 
-    class Older:
+    class OlderKernel:
         def __init__(self, route):
             self._route = route
 
@@ -229,7 +229,7 @@ def test_a_kernel_that_renames_only_inactive_interfaces(wire):
     def rename() -> int:
         with IPRoute() as route:
             present = {link.mac: link for link in links.list_links(route)}
-            return links.configure_links(Older(route), present, (interface(1, "other", FIXED),))
+            return links.configure_links(OlderKernel(route), present, (interface(1, "other", FIXED),))
 
     wire.change(bundle(eth1()))
     assert wire.inner.run(rename) == 1

@@ -175,7 +175,7 @@ def test_vip_and_members_on_one_network_with_a_smaller_mtu(amphora):
     assert amphora.call("GET", "/v2/diagnostics")[1]["interfaces"][0]["mtu"] == 1400
 
 
-class Presence:
+class AddressMonitor:
     """Measures absences of an address from the kernel's notifications."""
 
     def __init__(self, amphora) -> None:
@@ -231,7 +231,7 @@ def test_an_amphora_keeps_its_vips_when_its_pair_ends(amphora):
     }
     wanted = text(listener(["m1"]))
     assert amphora.push(1, wanted, interfaces=[eth1()])[0] == 200
-    presence = Presence(amphora)
+    presence = AddressMonitor(amphora)
     try:
         with Client(amphora.network) as client:
             client.hears("m1")

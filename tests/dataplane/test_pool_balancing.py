@@ -11,8 +11,8 @@ from collections import Counter
 
 import pytest
 from amphora_lab import eventually
+from http_clients import CLIENT, CLIENT6, ask
 from peers import MEMBER, MEMBER6, Answer
-from visitors import CLIENT, CLIENT6, ask
 from wanted import VIP, VIP6, listener, load_balancer, member, monitor, pool
 
 pytestmark = pytest.mark.root
@@ -23,7 +23,7 @@ CROWD6 = tuple(f"2001:db8:1::{n}" for n in range(200, 224))
 
 
 @pytest.fixture(scope="module")
-def crowd(lab):
+def client_addresses(lab):
     """Add the addresses of 48 clients."""
     name = lab.network.name("cl")
 
@@ -70,9 +70,9 @@ def test_round_robin_follows_the_weights(served, protocol):
 
     def shares(times: int, vip: str) -> Counter[str]:
         if protocol == "HTTP":
-            connection = served.visitor.connect(80, vip)
+            connection = served.client.connect(80, vip)
             return Counter(ask(connection).member for _ in range(times))
-        return Counter(greeting(served.visitor.connect(80, vip)) for _ in range(times))
+        return Counter(greeting(served.client.connect(80, vip)) for _ in range(times))
 
     def tree(**weights: int):
         members = [member(peers[name], weight=weight) for name, weight in weights.items()]
@@ -101,7 +101,7 @@ def test_least_connections_counts_open_connections(served):
             listener(80, protocol="TCP"), pool("pool", a, b, c, protocol="TCP", algorithm="LEAST_CONNECTIONS")
         )
     )
-    opened = [served.visitor.connect(80, (VIP, VIP6)[n % 2]) for n in range(8)]
+    opened = [served.client.connect(80, (VIP, VIP6)[n % 2]) for n in range(8)]
     names = [greeting(connection) for connection in opened]
     assert Counter(names) == {"a": 2, "b": 2, "c": 4}
     # HAProxy uses the member with the fewest connections, in any order of members.
@@ -113,7 +113,7 @@ def test_least_connections_counts_open_connections(served):
     # HAProxy notices the ends of the client and of the member separately.
     rows = lambda: [row["scur"] for (_, name), row in served.statistics().items() if name == b.id]  # noqa: E731
     eventually(lambda: rows() == ["0"], "HAProxy counts no connection of member b")
-    assert [greeting(served.visitor.connect()) for _ in range(2)] == ["b", "b"]
+    assert [greeting(served.client.connect()) for _ in range(2)] == ["b", "b"]
 
 
 @pytest.mark.feature("pool.lb_algorithm.LEAST_CONNECTIONS")
@@ -128,16 +128,16 @@ def test_least_connections_avoid_busy_members(served):
 
     slow = served.web("slow", answer=slowly)
     served.push(load_balancer(listener(80), pool("pool", member(slow), member(quick), algorithm="LEAST_CONNECTIONS")))
-    while served.visitor.fetch("/").member != "quick":  # after the quick member, the slow one is next
+    while served.client.fetch("/").member != "quick":  # after the quick member, the slow one is next
         pass
-    waiting = served.visitor.connect()
+    waiting = served.client.connect()
     waiting.sendall(b"GET /slow HTTP/1.1\r\nHost: www.example.com\r\n\r\n")
     busy = "slow" if slow.until(lambda: slow.asked("/slow") or quick.asked("/slow"), "a request at a member") else ""
     try:
         for _ in range(6):
             # While HAProxy still counts an answered request, both members have one, and the slow one is next.
             eventually(lambda: _answering(served) == 1, "one request is open")
-            assert served.visitor.fetch().member == "quick", busy
+            assert served.client.fetch().member == "quick", busy
     finally:
         free.set()
 
@@ -151,11 +151,11 @@ def _answering(served) -> int:
 # -- hash of the client --------------------------------------------------------------------------------------------
 
 
-def homes(served, crowd, protocol: str = "HTTP") -> dict[str, str]:
+def homes(served, client_addresses, protocol: str = "HTTP") -> dict[str, str]:
     """Return the member of each client."""
     found = {}
-    for source in crowd:
-        connection = served.visitor.connect(80, vip_of(source), source=source)
+    for source in client_addresses:
+        connection = served.client.connect(80, vip_of(source), source=source)
         found[source] = ask(connection).member if protocol == "HTTP" else greeting(connection)
         connection.close()
     return found
@@ -163,7 +163,7 @@ def homes(served, crowd, protocol: str = "HTTP") -> dict[str, str]:
 
 @pytest.mark.feature("pool.lb_algorithm.SOURCE_IP")
 @pytest.mark.parametrize("protocol", ["HTTP", "TCP"])
-def test_source_ip_keeps_clients_on_their_member(served, crowd, protocol):
+def test_source_ip_keeps_clients_on_their_member(served, client_addresses, protocol):
     """Added and removed members move only their own clients, at run time and after a reload."""
     make = served.web if protocol == "HTTP" else served.echo
     peers = [make(name, address) for name, address in zip("abcd", (MEMBER, MEMBER6) * 2, strict=True)]
@@ -178,28 +178,28 @@ def test_source_ip_keeps_clients_on_their_member(served, crowd, protocol):
         ).how
 
     push("a", "b", "c")
-    before = homes(served, crowd, protocol)
-    assert homes(served, crowd, protocol) == before
+    before = homes(served, client_addresses, protocol)
+    assert homes(served, client_addresses, protocol) == before
     for family in (CROWD, CROWD6):
         assert {before[source] for source in family} == set("abc")
-    assert max(Counter(before.values()).values()) <= len(crowd) * 2 // 3
+    assert max(Counter(before.values()).values()) <= len(client_addresses) * 2 // 3
 
     assert push("a", "b", "c", "d") == "runtime"
-    joined = homes(served, crowd, protocol)
-    moved = {source for source in crowd if joined[source] != before[source]}
+    joined = homes(served, client_addresses, protocol)
+    moved = {source for source in client_addresses if joined[source] != before[source]}
     assert moved
     assert {joined[source] for source in moved} == {"d"}
 
     assert push("a", "c", "d") == "runtime"
-    left = homes(served, crowd, protocol)
-    assert {source for source in crowd if left[source] != joined[source]} == {
-        source for source in crowd if joined[source] == "b"
+    left = homes(served, client_addresses, protocol)
+    assert {source for source in client_addresses if left[source] != joined[source]} == {
+        source for source in client_addresses if joined[source] == "b"
     }
 
     assert push("a", "c", "d", timeout_client_data=49_000) == "reload"
-    assert homes(served, crowd, protocol) == left
+    assert homes(served, client_addresses, protocol) == left
     assert push("a", "b", "c") == "reload"  # the time-out is the default again
-    assert homes(served, crowd, protocol) == before
+    assert homes(served, client_addresses, protocol) == before
 
 
 @pytest.mark.feature("pool.lb_algorithm.SOURCE_IP_PORT")
@@ -219,7 +219,7 @@ def test_source_ip_port_distinguishes_connections(served, protocol, listening):
         ).how
 
     def chosen(source: str, port: int) -> str:
-        connection = served.visitor.connect(80, vip_of(source), source=source, source_port=port)
+        connection = served.client.connect(80, vip_of(source), source=source, source_port=port)
         if protocol == "TCP":
             name = greeting(connection)
         else:
@@ -245,7 +245,7 @@ def test_source_ip_port_distinguishes_connections(served, protocol, listening):
 
 @pytest.mark.feature("pool.lb_algorithm.SOURCE_IP", "pool.lb_algorithm.SOURCE_IP_PORT", "member.weight")
 @pytest.mark.parametrize("algorithm", ["SOURCE_IP", "SOURCE_IP_PORT"])
-def test_hash_algorithms_skip_members_that_are_down_or_have_weight_0(served, crowd, algorithm):
+def test_hash_algorithms_skip_members_that_are_down_or_have_weight_0(served, client_addresses, algorithm):
     """No request goes to a member with weight 0 or to an absent one."""
     names = ("heavy", "light", "none", "dead")
     peers = {name: served.web(name, address) for name, address in zip(names, (MEMBER, MEMBER6) * 2, strict=True)}
@@ -254,7 +254,7 @@ def test_hash_algorithms_skip_members_that_are_down_or_have_weight_0(served, cro
         members = [member(peers[name], weight=weight) for name, weight in weights.items()]
         served.push(load_balancer(listener(80), pool("pool", *members, algorithm=algorithm, monitor=monitor("TCP"))))
         served.until_states("pool", {name: "DOWN" if name == "dead" else "UP" for name in weights})
-        return Counter(homes(served, crowd).values())
+        return Counter(homes(served, client_addresses).values())
 
     peers["dead"].stop()
     found = push(heavy=200, light=20, none=0)

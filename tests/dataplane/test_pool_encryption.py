@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from haproxy_versions import HAProxy
+from http_clients import VIPS, ask, ask_h2, serving, trusting
 from peers import MEMBER, MEMBER6, Answer
 from pki import Authority
-from visitors import VIPS, ask, ask_h2, serving, trusting
 from wanted import listener, load_balancer, member, monitor, pool
 
 pytestmark = pytest.mark.root
@@ -22,37 +22,37 @@ TLS_1_2, TLS_1_3 = ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3
 
 
 @pytest.fixture(scope="module")
-def insiders():
+def member_ca():
     """The CA of the members."""
     return Authority("insiders")
 
 
 @pytest.fixture(scope="module")
-def outsiders():
+def other_ca():
     return Authority("outsiders")
 
 
 @pytest.fixture(scope="module")
-def certificates(insiders, outsiders):
+def certificates(member_ca, other_ca):
     """The certificates of members, by their description."""
     return {
-        "good": insiders.issue(NAME),
-        "renamed": insiders.issue(OTHER_NAME),
-        "wild": insiders.issue("*.internal"),
-        "revoked": insiders.issue(NAME),
-        "expired": insiders.issue(NAME, hours=-1),
-        "foreign": outsiders.issue(NAME),
+        "good": member_ca.issue(NAME),
+        "renamed": member_ca.issue(OTHER_NAME),
+        "wild": member_ca.issue("*.internal"),
+        "revoked": member_ca.issue(NAME),
+        "expired": member_ca.issue(NAME, hours=-1),
+        "foreign": other_ca.issue(NAME),
     }
 
 
 @pytest.fixture(scope="module")
-def secrets(tenant, insiders, outsiders, certificates):
+def secrets(tenant, member_ca, other_ca, certificates):
     return {
         "cert": tenant.issue("www.example.com").pem,
-        "ca": insiders.pem,
-        "other ca": outsiders.pem,
-        "crl": insiders.revoke(certificates["revoked"]),
-        "none revoked": insiders.revoke(),
+        "ca": member_ca.pem,
+        "other ca": other_ca.pem,
+        "crl": member_ca.revoke(certificates["revoked"]),
+        "none revoked": member_ca.revoke(),
     }
 
 
@@ -76,7 +76,7 @@ def answers(served, names) -> dict[str, set[int]]:
         requests += [(name, {"port": 8400 + n, "tls": trusting(), "name": asked}) for asked in ASKED]
     found: dict[str, set[int]] = {}
     with ThreadPoolExecutor(len(requests)) as threads:
-        told = threads.map(lambda request: served.visitor.fetch(**request[1]).status, requests)
+        told = threads.map(lambda request: served.client.fetch(**request[1]).status, requests)
         for (name, _), status in zip(requests, told, strict=True):
             found.setdefault(name, set()).add(status)
     return found
@@ -188,8 +188,8 @@ def test_the_server_name_that_haproxy_sends_to_members(served, certificates, sec
     served.push(load_balancer(*parts), secrets)
     found = {}
     for n, name in enumerate(wanted):
-        names = [served.visitor.fetch("/x", port=8000 + n).seen.tls.sni]
-        names += [served.visitor.fetch("/x", port=8400 + n, tls=trusting(), name=asked).seen.tls.sni for asked in ASKED]
+        names = [served.client.fetch("/x", port=8000 + n).seen.tls.sni]
+        names += [served.client.fetch("/x", port=8400 + n, tls=trusting(), name=asked).seen.tls.sni for asked in ASKED]
         found[name] = names
     if HAProxy("system").version.startswith("3."):
         # For a client without a server name, HAProxy 3 sends an earlier name: it resumes TLS sessions with
@@ -207,9 +207,9 @@ def test_the_server_name_that_haproxy_sends_to_members(served, certificates, sec
 
 @pytest.mark.feature("pool.tls_container_ref")
 @pytest.mark.parametrize("kind", [None, "HTTP", "HTTPS", "TLS-HELLO"])
-def test_members_get_the_load_balancers_certificate(served, certificates, secrets, insiders, outsiders, kind):
+def test_members_get_the_load_balancers_certificate(served, certificates, secrets, member_ca, other_ca, kind):
     """Checks and requests send the certificate of their pool, and of no other pool."""
-    web = served.web(tls=serving(certificates["good"], clients=insiders))
+    web = served.web(tls=serving(certificates["good"], clients=member_ca))
     watched = None if kind is None else checks(None, kind)
     served.push(
         load_balancer(
@@ -221,21 +221,21 @@ def test_members_get_the_load_balancers_certificate(served, certificates, secret
             pool("anonymous", member(web), tls_enabled=True),
             pool("stranger", member(web), tls_enabled=True, tls_container_ref="them"),
         ),
-        {**secrets, "us": insiders.issue("balancer").pem, "them": outsiders.issue("balancer").pem},
+        {**secrets, "us": member_ca.issue("balancer").pem, "them": other_ca.issue("balancer").pem},
     )
     if kind is not None:
         for port in (80, 443):
             served.until_states("pool", {"web": "UP"}, port=port)
     for vip in VIPS:
-        assert served.visitor.fetch("/x", address=vip).seen.tls.client == "CN=balancer"
-    assert served.visitor.fetch("/x", port=443, tls=trusting()).seen.tls.client == "CN=balancer"
-    assert [served.visitor.fetch(port=port).status // 100 for port in (81, 82)] == [5, 5]
+        assert served.client.fetch("/x", address=vip).seen.tls.client == "CN=balancer"
+    assert served.client.fetch("/x", port=443, tls=trusting()).seen.tls.client == "CN=balancer"
+    assert [served.client.fetch(port=port).status // 100 for port in (81, 82)] == [5, 5]
 
 
 @pytest.mark.feature("pool.tls_container_ref", "pool.ca_tls_container_ref", "pool.crl_container_ref")
-def test_cas_and_certificates_of_a_pool_are_replaced(served, certificates, secrets, insiders, outsiders):
+def test_cas_and_certificates_of_a_pool_are_replaced(served, certificates, secrets, member_ca, other_ca):
     """HAProxy uses new contents under the same references."""
-    web = served.web(tls=serving(certificates["good"], clients=insiders))
+    web = served.web(tls=serving(certificates["good"], clients=member_ca))
     tree = load_balancer(
         listener(80),
         pool(
@@ -247,17 +247,17 @@ def test_cas_and_certificates_of_a_pool_are_replaced(served, certificates, secre
             crl_container_ref="their list",
         ),
     )
-    first = {"us": insiders.issue("first").pem, "their ca": secrets["ca"], "their list": secrets["none revoked"]}
+    first = {"us": member_ca.issue("first").pem, "their ca": secrets["ca"], "their list": secrets["none revoked"]}
     for changed, status in (
         ({}, "first"),
-        ({"us": insiders.issue("second").pem}, "second"),
-        ({"us": outsiders.issue("third").pem}, None),
-        ({"their ca": outsiders.pem, "their list": outsiders.revoke()}, None),
-        ({"their list": insiders.revoke(certificates["good"])}, None),
+        ({"us": member_ca.issue("second").pem}, "second"),
+        ({"us": other_ca.issue("third").pem}, None),
+        ({"their ca": other_ca.pem, "their list": other_ca.revoke()}, None),
+        ({"their list": member_ca.revoke(certificates["good"])}, None),
         ({}, "first"),
     ):
         served.push(tree, {**first, **changed})
-        reply = served.visitor.fetch()
+        reply = served.client.fetch()
         if status is None:
             assert reply.status // 100 == 5
         else:
@@ -309,7 +309,7 @@ def test_versions_and_ciphers_of_members(served, certificates, secrets):
         if (choice, name) == ("one suite", "old"):
             expected = OTHER_CIPHER  # the defaults of OpenSSL include this cipher
         served.until_states(f"{choice} {name}", {name: "UP" if expected else "DOWN"}, port=port)
-        reply = served.visitor.fetch(port=port, address=VIPS[port % 2])
+        reply = served.client.fetch(port=port, address=VIPS[port % 2])
         if expected is None:
             assert reply.status == 503, (choice, name)
         else:
@@ -343,10 +343,10 @@ def test_alpn_protocols_of_members(served, certificates, secrets, kind):
         if kind is not None:
             for port in (8000 + n, 8400 + n):
                 served.until_states(name, dict.fromkeys(expected, "UP"), port=port)
-        connection = served.visitor.connect(8000 + n)
+        connection = served.client.connect(8000 + n)
         over_h1 = [ask(connection, "/x", method="POST", body=b"word").seen for _ in range(4)]
         over_h2 = [
-            served.visitor.fetch("/x", port=8400 + n, tls=trusting(alpn=("h2",)), method="POST", body=b"word").seen
+            served.client.fetch("/x", port=8400 + n, tls=trusting(alpn=("h2",)), method="POST", body=b"word").seen
             for _ in range(4)
         ]
         for group in (over_h1, over_h2):
@@ -373,7 +373,7 @@ def test_trailers_pass_in_both_directions(served, certificates, secrets, vip):
         secrets,
     )
     reply = ask_h2(
-        served.visitor.tls(443, vip, tls=trusting(alpn=("h2",))),
+        served.client.tls(443, vip, tls=trusting(alpn=("h2",))),
         "/service/method",
         method="POST",
         headers=(("content-type", "application/grpc"), ("te", "trailers")),

@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import pytest
+from http_clients import CLIENT, CLIENT6, OTHER, OTHER6, VIPS, ask, ended, serving, trusting
 from msgspec.structs import replace
 from peers import MEMBER, MEMBER6
 from pki import Authority
-from visitors import CLIENT, CLIENT6, OTHER, OTHER6, VIPS, ask, ended, serving, trusting
 from wanted import VIP, VIP6, listener, load_balancer, member, monitor, pool
 
 pytestmark = pytest.mark.root
@@ -57,9 +57,9 @@ def test_a_pool_behind_every_listener(served, tenant, protocol, address):
         for vip in VIPS:
             port = PORTS[front_protocol]
             if encrypts:
-                connection = served.visitor.tls(port, vip, tls=trusting(tenant))
+                connection = served.client.tls(port, vip, tls=trusting(tenant))
             else:
-                connection = served.visitor.connect(port, vip)
+                connection = served.client.connect(port, vip)
             seen = ask(connection, "/a?b", method="POST", body=b"word").seen
             assert (seen.member, seen.method, seen.target, seen.body) == (peer.name, "POST", "/a?b", "word")
             assert seen.tls is None if peer._tls is None else seen.tls is not None
@@ -84,7 +84,7 @@ def test_a_member_receives_the_clients_certificate_name(served, tenant):
     served.push(tree, {"cert": tenant.issue("www.example.com").pem, "clients": clients.pem})
     for certificate in (clients.issue("ada"), None):
         tls = trusting(tenant, certificate=certificate)
-        told = served.visitor.fetch(port=443, tls=tls).seen.proxied.extensions["ssl"]
+        told = served.client.fetch(port=443, tls=tls).seen.proxied.extensions["ssl"]
         # Flags and verdict come first (proxy-protocol.txt, 2.2.6): 1 is TLS, 6 a certificate.
         assert ord(told[0]) == (7 if certificate else 1)
         assert ("ada" in told) == (certificate is not None)
@@ -98,12 +98,12 @@ def test_clients_do_not_share_member_connections(served, protocol):
     web = served.web(proxied=True)
     served.push(load_balancer(listener(80), pool("pool", member(web), protocol=protocol)))
     clients = [(VIP, CLIENT), (VIP, OTHER), (VIP6, CLIENT6), (VIP6, OTHER6)] * 2
-    connections = [served.visitor.connect(80, vip, source=source) for vip, source in clients]
+    connections = [served.client.connect(80, vip, source=source) for vip, source in clients]
     for _ in range(3):
         for connection in connections:
             assert ask(connection).seen.proxied.source == list(connection.getsockname()[:2])
     for vip, source in clients:
-        assert served.visitor.fetch(address=vip, source=source).seen.proxied.source[0] == source
+        assert served.client.fetch(address=vip, source=source).seen.proxied.source[0] == source
 
 
 @pytest.mark.feature("pool.protocol.PROXY", "pool.protocol.PROXYV2", "pool.tls_enabled")
@@ -116,7 +116,7 @@ def test_the_header_goes_before_encryption(served, tenant, protocol):
         {"cert": certificate.pem},
     )
     for port, tls in ((80, None), (443, trusting(tenant))):
-        seen = served.visitor.fetch(port=port, address=VIP6, tls=tls).seen
+        seen = served.client.fetch(port=port, address=VIP6, tls=tls).seen
         assert (seen.proxied.source[0], seen.tls is None) == (CLIENT6, False)
 
 
@@ -135,20 +135,20 @@ def test_listeners_share_a_pool(served, tenant):
 
     def statuses():
         tls = trusting(tenant)
-        return [served.visitor.fetch(port=port, tls=tls if port == 443 else None).status for port in (80, 81, 443, 82)]
+        return [served.client.fetch(port=port, tls=tls if port == 443 else None).status for port in (80, 81, 443, 82)]
 
     push()
     for _ in range(2):
         assert statuses() == [200] * 4
-        assert served.visitor.fetch(port=80).seen.values("X-Forwarded-Port") == ["80"]
-        assert served.visitor.fetch(port=82).seen.values("X-Forwarded-Port") == []
+        assert served.client.fetch(port=80).seen.values("X-Forwarded-Port") == ["80"]
+        assert served.client.fetch(port=82).seen.values("X-Forwarded-Port") == []
         before = len(web.requests)
         push(admin_state_up=False)
         for port, tls in ((80, None), (443, trusting(tenant)), (82, None)):
             for vip in VIPS:
-                assert served.visitor.fetch(port=port, address=vip, tls=tls).status == 503
+                assert served.client.fetch(port=port, address=vip, tls=tls).status == 503
         for vip in VIPS:
-            assert ended(served.visitor.connect(81, vip)) < 5
+            assert ended(served.client.connect(81, vip)) < 5
         assert len(web.requests) == before
         push()
 
@@ -169,14 +169,14 @@ def test_a_disabled_tcp_pool(served):
         )
 
     push(on=True)
-    assert served.visitor.connect(80).recv(100) == b"echo\n"
+    assert served.client.connect(80).recv(100) == b"echo\n"
     push(on=False)
     for vip in VIPS:
-        connection = served.visitor.connect(80, vip)
+        connection = served.client.connect(80, vip)
         assert connection.recv(100) == b""
-        assert served.visitor.connect(81, vip).recv(100) == b"echo\n"
+        assert served.client.connect(81, vip).recv(100) == b"echo\n"
     push(on=True)
-    assert served.visitor.connect(80).recv(100) == b"echo\n"
+    assert served.client.connect(80).recv(100) == b"echo\n"
 
 
 @pytest.mark.feature(
@@ -194,4 +194,4 @@ def test_a_renamed_object_changes_no_configuration(served):
     served.push(tree())
     for name in ("new", 'a "name"\n of #{many} words', ""):
         assert served.push(tree(name=name)).how == "unchanged"
-        assert served.visitor.fetch().member == "web"
+        assert served.client.fetch().member == "web"

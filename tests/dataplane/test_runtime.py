@@ -11,7 +11,7 @@ import signal
 import pytest
 from amphora_lab import VIP, Client, eventually
 from configuration_text import LISTENER, POOL, listener, text
-from every_haproxy import Words
+from every_haproxy import RuntimeSocket
 
 from amphora_agent.haproxy import features
 from amphora_agent.haproxy.config_diff import _NOT_AT_RUNTIME
@@ -150,7 +150,7 @@ VALUES = {"namespace": "x", "init-addr": "none", "resolvers": "x", "tcp-ut": "5s
 def test_haproxy_refuses_the_other_options_at_run_time(amphora):
     """HAProxy refuses each option of the list, except options that only newer versions refuse."""
     amphora.push(1, text(listener(["m1"])))
-    taken = {"cookie"} if features.probe_features(Words(amphora)).cookies else set()
+    taken = {"cookie"} if features.probe_features(RuntimeSocket(amphora)).cookies else set()
     for number, word in enumerate(sorted(_NOT_AT_RUNTIME - {"enabled", "track"} - taken)):
         value = VALUES.get(word, "x") if not word.startswith("no") else ""
         answer = amphora.ask_haproxy(f"add server {BACKEND}/n{number} 192.0.2.1:80 {word} {value}")

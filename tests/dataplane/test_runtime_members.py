@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import pytest
-from every_haproxy import Words, on_every_haproxy, worker
+from every_haproxy import RuntimeSocket, on_every_haproxy, worker
+from http_clients import TIME_LIMIT, answer, ask
 from peers import MEMBER, MEMBER6
-from visitors import PATIENCE, answer, ask
 from wanted import id_of, listener, load_balancer, member, monitor, pool
 
 from amphora_agent.haproxy import features
@@ -31,7 +31,7 @@ def push(served):
 def test_changes_use_the_runtime_api_where_possible(served, push, lab):
     push(listener(80), pool("pool", member(served.web())), how=None)
     before = served.amphora.ask_haproxy("show servers state")
-    found = features.probe_features(Words(served.amphora))
+    found = features.probe_features(RuntimeSocket(served.amphora))
     if lab.series != "system":
         assert (found.cookies, found.wait_command) == (True, lab.series != "2.8")
     assert found.init_state == (lab.series == "3.2")
@@ -53,16 +53,16 @@ def test_a_member_changes_its_address(served, push, kept_by):
         return listener(80), pool("pool", member(a, **place), **kept_by)
 
     push(*wanted(a), how=None)
-    kept = served.visitor.connect()
+    kept = served.client.connect()
     assert ask(kept).member == "a"
-    with served.visitor.load(1) as load:
+    with served.client.load(1) as load:
         for peer in (b, a):
             push(*wanted(peer))
             load.goes_on(2)
     assert load.failures == []
     for peer in (b, a, b):
         push(*wanted(peer))
-        assert served.visitor.fetch().member == peer.name
+        assert served.client.fetch().member == peer.name
         assert ask(kept).member == peer.name
 
 
@@ -72,7 +72,7 @@ def test_a_member_disabled_during_a_request_is_removed(served, push):
     a, b = served.web("a", MEMBER), served.web("b", MEMBER6)
     both = pool("pool", member(a), member(b))
     push(listener(80), both, how=None)
-    with served.visitor.load() as load:
+    with served.client.load() as load:
         for _ in range(3):
             push(listener(80), pool("pool", member(a), member(b, admin_state_up=False)))
             load.goes_on(2)
@@ -107,7 +107,7 @@ def test_a_new_member_serves_after_its_first_check(served, push, lab):
 
     push(*wanted(member(a)), how=None)
     served.until_states("pool", {"a": "UP"})
-    with served.visitor.load() as load:
+    with served.client.load() as load:
         push(*wanted(member(a), member(b, protocol_port=1)))
         served.until_states("pool", {"a": "UP", "b": "DOWN"})
         if lab.series == "3.2":
@@ -134,10 +134,10 @@ def test_change_without_a_command_replaces_an_idle_member(served, push):
     push(*wanted(member(a), member(b)), how=None)
     served.until_states("pool", {"a": "UP", "b": "UP"})
     push(*wanted(member(a, backup=True), member(b)))
-    assert {served.visitor.fetch().member for _ in range(6)} == {"b"}
+    assert {served.client.fetch().member for _ in range(6)} == {"b"}
     push(*wanted(member(a), member(b)))
-    assert {served.visitor.fetch().member for _ in range(12)} == {"a", "b"}
-    with served.visitor.load(1) as load:
+    assert {served.client.fetch().member for _ in range(12)} == {"a", "b"}
+    with served.client.load(1) as load:
         found = push(*wanted(member(a), member(b), delay=2), how=None)
         assert found.how in ("runtime", "reload")  # HAProxy does not remove a member with an open response
         load.goes_on(2)
@@ -168,14 +168,14 @@ def test_a_listeners_connection_limit_changes(served, push, lab):
     for given, expected in ((1, 1), (3, 3), (-1, most), (1, 1)):
         push(*wanted(given), how=how)
         assert limit() == expected
-    first, second = served.visitor.connect(), served.visitor.connect()
+    first, second = served.client.connect(), served.client.connect()
     assert ask(first).status == 200
     second.sendall(b"GET / HTTP/1.1\r\nHost: www.example.com\r\n\r\n")
     second.settimeout(0.5)
     with pytest.raises(TimeoutError):  # the connection waits: no event reports that nothing happens
         second.recv(1)
     push(*wanted(2), how=how)
-    second.settimeout(PATIENCE)
+    second.settimeout(TIME_LIMIT)
     assert answer(second).status == 200
 
 
@@ -186,8 +186,8 @@ def test_a_new_member_has_its_cookie(served, push):
     push(listener(80), pool("pool", member(a), member(b), **kept))
     cookies = {}
     for _ in range(8):
-        reply = served.visitor.fetch()
+        reply = served.client.fetch()
         cookies[reply.member] = reply.header("Set-Cookie").partition(";")[0]
     assert cookies.keys() == {"a", "b"}
     for name, cookie in cookies.items():
-        assert {served.visitor.fetch(headers=[("Cookie", cookie)]).member for _ in range(4)} == {name}
+        assert {served.client.fetch(headers=[("Cookie", cookie)]).member for _ in range(4)} == {name}

@@ -9,8 +9,8 @@ import ssl
 
 import pytest
 from every_haproxy import on_every_haproxy, worker
+from http_clients import ask, serving, trusting
 from pki import Authority
-from visitors import ask, serving, trusting
 from wanted import id_of, listener, load_balancer, member, pool
 
 pytestmark = [pytest.mark.root, on_every_haproxy]
@@ -45,7 +45,7 @@ def terminated(port: int = 443, **more):
 
 
 def shown(served, name="www.example.com", port: int = 443) -> bytes:
-    return served.visitor.presented(port, name=name)[0]
+    return served.client.presented(port, name=name)[0]
 
 
 def test_certificates_are_replaced_added_and_removed(served, push, tenant):
@@ -57,8 +57,8 @@ def test_certificates_are_replaced_added_and_removed(served, push, tenant):
         return terminated(default_tls_container_ref=default, sni_container_refs=names, **more)
 
     push({"default": first}, wanted(), how=None)
-    kept = served.visitor.tls(443, tls=trust)
-    with served.visitor.load(port=443, tls=trust) as load:
+    kept = served.client.tls(443, tls=trust)
+    with served.client.load(port=443, tls=trust) as load:
         push({"default": second}, wanted())
         assert shown(served) == second.der
         push({"default": second, "one": one, "two": two}, wanted("one", "two"))
@@ -122,7 +122,7 @@ def test_certificates_that_haproxy_lost_are_detected(served, push, tenant):
 def admitted(served, tenant, certificate, version) -> bool:
     tls = trusting(tenant, certificate=certificate, versions=(version, version))
     try:
-        return served.visitor.fetch(port=443, tls=tls).status == 200
+        return served.client.fetch(port=443, tls=tls).status == 200
     except (ssl.SSLError, ConnectionError):
         return False
 
@@ -151,14 +151,14 @@ def test_permission_changes_apply_at_once(served, push, tenant):
     tls = {version: trusting(tenant, certificate=bob, versions=(version, version)) for version in (TLS12, TLS13)}
     sessions = {}
     for version, context in tls.items():
-        connection = served.visitor.tls(443, tls=context)
+        connection = served.client.tls(443, tls=context)
         assert ask(connection).status == 200
         sessions[version] = connection.session
     push(*wanted(clients.pem, clients.revoke(bob)))
     assert accepted() == [[True, False, False]] * 2
     for version, session in sessions.items():
         with pytest.raises((ssl.SSLError, ConnectionError)):
-            ask(served.visitor.tls(443, tls=tls[version], session=session))
+            ask(served.client.tls(443, tls=tls[version], session=session))
     push(*wanted(clients.pem + others.pem, clients.revoke(ada) + others.revoke()))
     assert accepted() == [[False, True, True]] * 2
     push(*wanted(others.pem, others.revoke()))
@@ -178,12 +178,12 @@ def test_tickets_survive_one_key_rotation_and_a_reload(served, push, tenant, ver
         return terminated(default_tls_container_ref="cert", **more)
 
     def resumes() -> bool:
-        connection = served.visitor.tls(443, tls=context, session=session)
+        connection = served.client.tls(443, tls=context, session=session)
         assert ask(connection).status == 200
         return connection.session_reused
 
     push(certificate, wanted(), tickets=keys(1, 2, 3), how=None)
-    connection = served.visitor.tls(443, tls=context)
+    connection = served.client.tls(443, tls=context)
     assert ask(connection).status == 200
     session = connection.session
     found = push(certificate, wanted(), tickets=keys(2, 3, 4))
@@ -212,10 +212,10 @@ def test_members_with_new_files_are_added_and_replaced_files_need_a_reload(serve
     push()
     before = worker(served)
     assert push(tls_enabled=True, **refs) == "runtime"
-    assert served.visitor.fetch().status == 200
+    assert served.client.fetch().status == 200
     assert worker(served) == before
     tree = load_balancer(listener(80), pool("pool", member(web), tls_enabled=True, **refs))
     secrets = {"ca": others.pem, "crl": others.revoke(), "own": theirs.issue("us").pem}
     found = served.push(tree, secrets)
     assert (found.how, found.reason.count("connections to members")) == ("reload", 3)
-    assert served.visitor.fetch().status == 503
+    assert served.client.fetch().status == 503

@@ -93,7 +93,7 @@ def test_sigterm_ends_all_processes(amphora):
     assert not any(alive(pid) for pid in everything)
 
 
-def test_totals_equal_the_number_of_requests_over_reloads_and_restarts(amphora, mailbox):
+def test_totals_equal_the_number_of_requests_over_reloads_and_restarts(amphora, receiver):
     amphora.push(1, text(listener(["m1"])))
     with Client(amphora.network) as client:
         for generation in range(2, 7):
@@ -105,7 +105,7 @@ def test_totals_equal_the_number_of_requests_over_reloads_and_restarts(amphora, 
     requests = client.total
 
     def total() -> int:
-        found = mailbox.next().document["listeners"].get(LISTENER)
+        found = receiver.next().document["listeners"].get(LISTENER)
         return found["total_connections"] if found else 0
 
     eventually(lambda: total() == requests, f"{requests} requests are reported")

@@ -7,7 +7,7 @@ import ssl
 
 import pytest
 from cryptography import x509
-from visitors import VIPS, ask, trusting
+from http_clients import VIPS, ask, trusting
 from wanted import id_of, listener, load_balancer, member, pool
 
 pytestmark = pytest.mark.root
@@ -19,7 +19,7 @@ def terminated(port: int = 443, **more):
 
 def shown(served, name, port: int = 443, **more) -> bytes:
     """Return the leaf certificate for a server name."""
-    return served.visitor.presented(port, name=name, **more)[0]
+    return served.client.presented(port, name=name, **more)[0]
 
 
 @pytest.fixture
@@ -46,9 +46,9 @@ def test_the_default_certificate_is_for_every_name(served, served_tls, tenant, k
     for vip in VIPS:
         for name in ("www.example.com", "other.example.org", None):
             assert shown(served, name, address=vip) == certificate.der
-    assert served.visitor.fetch(port=443, tls=trusting(tenant)).status == 200
+    assert served.client.fetch(port=443, tls=trusting(tenant)).status == 200
     with pytest.raises(ssl.SSLCertVerificationError):
-        served.visitor.fetch(port=443, tls=trusting(tenant), name="other.example.org")
+        served.client.fetch(port=443, tls=trusting(tenant), name="other.example.org")
 
 
 @pytest.mark.feature("listener.sni_container_refs", "listener.default_tls_container_ref")
@@ -83,7 +83,7 @@ def test_a_listener_without_a_default_certificate_requires_tls(served, served_tl
             (None, second),
         ):
             assert shown(served, name, address=vip) == certificate.der
-        plain = served.visitor.connect(443, vip)
+        plain = served.client.connect(443, vip)
         plain.sendall(b"GET / HTTP/1.1\r\nHost: one.example.com\r\n\r\n")
         assert not plain.recv(4096).startswith(b"HTTP/1.1 200")
     assert web.requests == []
@@ -121,9 +121,9 @@ def test_the_chain_is_delivered_in_order(served, served_tls, tenant, field):
     certificate = lower.issue("www.example.com")
     served_tls({"cert": certificate}, terminated(**{field: "cert" if field.startswith("default") else ("cert",)}))
     wanted = [each.serial_number for each in (certificate.certificate, lower.certificate, upper.certificate)]
-    found = served.visitor.presented(443)
+    found = served.client.presented(443)
     assert [serial(each) for each in found] == wanted
-    assert served.visitor.fetch(port=443, tls=trusting(tenant)).status == 200
+    assert served.client.fetch(port=443, tls=trusting(tenant)).status == 200
 
 
 def serial(der: bytes) -> int:
@@ -151,8 +151,8 @@ def test_a_replaced_certificate_is_shown_at_once(served, served_tls, tenant, kin
     sni_old, sni_new = (tenant.issue("sni.example.com", number=n) for n in (0, 1))
     tree = terminated(default_tls_container_ref="default", sni_container_refs=("sni",))
     served_tls({"default": old, "sni": sni_old}, tree)
-    kept = served.visitor.tls(443, tls=trusting(tenant))
-    with served.visitor.load(port=443, tls=trusting(tenant)) as load:
+    kept = served.client.tls(443, tls=trusting(tenant))
+    with served.client.load(port=443, tls=trusting(tenant)) as load:
         served_tls({"default": new, "sni": sni_new}, tree)
         assert (shown(served, "www.example.com"), shown(served, "sni.example.com")) == (new.der, sni_new.der)
         load.goes_on()
@@ -183,13 +183,13 @@ def test_an_unusable_certificate_does_not_change_the_configuration(served, serve
         assert pushed.answer["object_id"] == id_of("listener", 444), pushed.answer
         assert "PRIVATE" not in str(pushed.answer)
         assert [shown(served, None, port) for port in (443, 444)] == [good.der] * 2
-        assert served.visitor.fetch().member == "web"
+        assert served.client.fetch().member == "web"
     # The controller then pushes the other listeners.
     served_tls({"good": good}, *trees, failed={pushed.answer["object_id"]})
-    assert served.visitor.fetch(port=443, tls=trusting(tenant)).status == 200
-    assert served.visitor.fetch().member == "web"
+    assert served.client.fetch(port=443, tls=trusting(tenant)).status == 200
+    assert served.client.fetch().member == "web"
     with pytest.raises(ConnectionRefusedError):
-        served.visitor.connect(444)
+        served.client.connect(444)
 
 
 @pytest.mark.feature("listener.default_tls_container_ref")
@@ -199,7 +199,7 @@ def test_an_expired_certificate_is_served(served, served_tls, tenant):
     served_tls({"cert": expired}, terminated(default_tls_container_ref="cert"))
     assert shown(served, "www.example.com") == expired.der
     with pytest.raises(ssl.SSLCertVerificationError, match="expired"):
-        served.visitor.fetch(port=443, tls=trusting(tenant))
+        served.client.fetch(port=443, tls=trusting(tenant))
 
 
 @pytest.mark.feature("listener.default_tls_container_ref")
@@ -209,7 +209,7 @@ def test_sessions_are_resumed(served, served_tls, tenant):
     versions = (ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_2)
     served_tls({"cert": certificate}, terminated(default_tls_container_ref="cert"))
     tls = trusting(tenant, versions=versions)
-    first = served.visitor.tls(443, tls=tls)
-    again = served.visitor.tls(443, tls=tls, session=first.session)
+    first = served.client.tls(443, tls=tls)
+    again = served.client.tls(443, tls=tls, session=first.session)
     assert again.session_reused
     assert ask(again).status == 200

@@ -7,8 +7,8 @@ import itertools
 import ssl
 
 import pytest
+from http_clients import VIPS, ask, trusting
 from pki import Authority
-from visitors import VIPS, ask, trusting
 from wanted import listener, load_balancer, member, pool
 
 pytestmark = pytest.mark.root
@@ -25,30 +25,30 @@ def clients():
 
 
 @pytest.fixture(scope="module")
-def strangers():
-    return Authority("strangers")
+def other_authority():
+    return Authority("other")
 
 
 @pytest.fixture(scope="module")
-def people(clients, strangers):
+def certificates(clients, other_authority):
     """Return the certificates of clients by name."""
     return {
         ANONYMOUS: None,
         MEMBER: clients.issue("member"),
         REVOKED: clients.issue("revoked"),
         EXPIRED: clients.issue("expired", hours=-1),
-        STRANGER: strangers.issue("stranger"),
+        STRANGER: other_authority.issue("stranger"),
     }
 
 
 @pytest.fixture(scope="module")
-def secrets(tenant, clients, strangers, people):
+def secrets(tenant, clients, other_authority, certificates):
     return {
         "cert": tenant.issue("www.example.com").pem,
         "clients": clients.pem,
-        "both": clients.pem + strangers.pem,
-        "strangers": strangers.pem,
-        "revoked": clients.revoke(people[REVOKED]),
+        "both": clients.pem + other_authority.pem,
+        "other": other_authority.pem,
+        "revoked": clients.revoke(certificates[REVOKED]),
         "none revoked": clients.revoke(),
     }
 
@@ -68,13 +68,13 @@ def named(wanted: dict | set) -> str:
     return "-".join(sorted(wanted)) if isinstance(wanted, set) else "-".join(wanted.values()) or "unsaid"
 
 
-def admitted(served, tenant, people, version=VERSIONS[1], port: int = 443, **more) -> set[str]:
+def admitted(served, tenant, certificates, version=VERSIONS[1], port: int = 443, **more) -> set[str]:
     """Return the clients that get an answer."""
     found = set()
-    for name, certificate in people.items():
+    for name, certificate in certificates.items():
         tls = trusting(tenant, certificate=certificate, versions=(version, version))
         try:
-            reply = served.visitor.fetch(port=port, tls=tls, **more)
+            reply = served.client.fetch(port=port, tls=tls, **more)
         except (ssl.SSLError, ConnectionError):
             continue
         assert reply.status == 200
@@ -106,48 +106,48 @@ ALL = {ANONYMOUS, MEMBER, REVOKED, EXPIRED, STRANGER}
     ],
     ids=named,
 )
-def test_permitted_clients(served, tenant, people, secrets, version, wanted, expected):
+def test_permitted_clients(served, tenant, certificates, secrets, version, wanted, expected):
     served.push(load_balancer(terminated(**wanted), pool("pool", member(served.web()))), secrets)
-    assert admitted(served, tenant, people, version) == expected
+    assert admitted(served, tenant, certificates, version) == expected
 
 
 @pytest.mark.feature("listener.client_authentication")
-def test_a_refused_client_reaches_no_member(served, tenant, people, secrets):
+def test_a_refused_client_reaches_no_member(served, tenant, certificates, secrets):
     web = served.web()
     served.push(load_balancer(terminated(**asking("MANDATORY", crl="revoked")), pool("pool", member(web))), secrets)
     for vip in VIPS:
-        assert admitted(served, tenant, people, address=vip) == {MEMBER}
+        assert admitted(served, tenant, certificates, address=vip) == {MEMBER}
     assert [seen.values("X-SSL-Client-CN")[0].strip('"') for seen in web.requests] == [MEMBER] * 2
 
 
 @pytest.mark.feature("listener.client_authentication", "listener.client_ca_tls_container_ref")
-def test_headers_about_a_client_certificate(served, tenant, people, secrets):
+def test_headers_about_a_client_certificate(served, tenant, certificates, secrets):
     served.push(load_balancer(terminated(**asking("OPTIONAL")), pool("pool", member(served.web()))), secrets)
     for name, (has, common) in {MEMBER: ({"1", "true"}, MEMBER), ANONYMOUS: ({"0", "false"}, "")}.items():
-        tls = trusting(tenant, certificate=people[name])
-        seen = served.visitor.fetch(port=443, tls=tls).seen
+        tls = trusting(tenant, certificate=certificates[name])
+        seen = served.client.fetch(port=443, tls=tls).seen
         assert {*seen.values("X-SSL-Client-Has-Cert")} <= has
         assert [value.strip('"') for value in seen.values("X-SSL-Client-CN")] in ([common], [] if not common else None)
 
 
 @pytest.mark.feature("listener.client_ca_tls_container_ref", "listener.client_crl_container_ref")
-def test_listeners_use_their_own_authorities_only(served, tenant, people, secrets):
+def test_listeners_use_their_own_authorities_only(served, tenant, certificates, secrets):
     served.push(
         load_balancer(
             terminated(443, **asking("MANDATORY", crl="revoked")),
-            terminated(444, **asking("MANDATORY", "strangers")),
+            terminated(444, **asking("MANDATORY", "other")),
             terminated(445, **asking("MANDATORY")),
             terminated(446),
             pool("pool", member(served.web())),
         ),
         secrets,
     )
-    found = {port: admitted(served, tenant, people, port=port) for port in range(443, 447)}
+    found = {port: admitted(served, tenant, certificates, port=port) for port in range(443, 447)}
     assert found == {443: {MEMBER}, 444: {STRANGER}, 445: {MEMBER, REVOKED}, 446: ALL}
 
 
 @pytest.mark.feature("listener.client_authentication")
-def test_client_authentication_applies_to_each_certificate(served, tenant, people, secrets):
+def test_client_authentication_applies_to_each_certificate(served, tenant, certificates, secrets):
     """A different server name does not bypass client authentication."""
     served.push(
         load_balancer(
@@ -157,11 +157,11 @@ def test_client_authentication_applies_to_each_certificate(served, tenant, peopl
         {**secrets, "sni": tenant.issue("sni.example.com").pem},
     )
     for name in ("www.example.com", "sni.example.com"):
-        assert admitted(served, tenant, people, name=name) == {MEMBER}
+        assert admitted(served, tenant, certificates, name=name) == {MEMBER}
 
 
 @pytest.mark.feature("listener.client_ca_tls_container_ref", "listener.client_crl_container_ref")
-def test_authorities_and_lists_are_replaced(served, tenant, people, secrets):
+def test_authorities_and_lists_are_replaced(served, tenant, certificates, secrets):
     """HAProxy uses new contents under the same references."""
     tree = load_balancer(terminated(**asking("MANDATORY", "ca", "crl")), pool("pool", member(served.web())))
     for ca, crl, expected in (
@@ -170,29 +170,29 @@ def test_authorities_and_lists_are_replaced(served, tenant, people, secrets):
         ("clients", "none revoked", {MEMBER, REVOKED}),
     ):
         served.push(tree, {"cert": secrets["cert"], "ca": secrets[ca], "crl": secrets[crl]})
-        assert admitted(served, tenant, people) == expected
+        assert admitted(served, tenant, certificates) == expected
 
 
 @pytest.mark.feature("listener.client_crl_container_ref")
-def test_a_revoked_client_cannot_resume_its_session(served, tenant, people, secrets):
+def test_a_revoked_client_cannot_resume_its_session(served, tenant, certificates, secrets):
     """A revocation also applies to earlier TLS sessions."""
     versions = (ssl.TLSVersion.TLSv1_2,) * 2
     tree = load_balancer(terminated(**asking("MANDATORY", "ca", "crl")), pool("pool", member(served.web())))
     before = {"cert": secrets["cert"], "ca": secrets["clients"], "crl": secrets["none revoked"]}
     served.push(tree, before)
-    tls = trusting(tenant, certificate=people[REVOKED], versions=versions)
-    first = served.visitor.tls(443, tls=tls)
+    tls = trusting(tenant, certificate=certificates[REVOKED], versions=versions)
+    first = served.client.tls(443, tls=tls)
     assert ask(first).status == 200
     served.push(tree, {**before, "crl": secrets["revoked"]})
     with pytest.raises((ssl.SSLError, ConnectionError)):
-        ask(served.visitor.tls(443, tls=tls, session=first.session))
+        ask(served.client.tls(443, tls=tls, session=first.session))
 
 
-def test_listeners_with_different_client_authentication_modes(served, tenant, people, secrets):
+def test_listeners_with_different_client_authentication_modes(served, tenant, certificates, secrets):
     """Listeners with different modes do not influence each other."""
     modes = ("NONE", "OPTIONAL", "MANDATORY")
     listeners = [terminated(443 + n, **asking(mode)) for n, mode in enumerate(modes)]
     served.push(load_balancer(*listeners, pool("pool", member(served.web()))), secrets)
-    found = [admitted(served, tenant, people, port=443 + n) for n in range(3)]
+    found = [admitted(served, tenant, certificates, port=443 + n) for n in range(3)]
     assert found == [ALL, {ANONYMOUS, MEMBER, REVOKED}, {MEMBER, REVOKED}]
     assert all(wider > narrower for wider, narrower in itertools.pairwise(found))

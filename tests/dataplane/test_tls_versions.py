@@ -8,8 +8,8 @@ import itertools
 import ssl
 
 import pytest
+from http_clients import VIPS, ask, ask_h2, serving, trusting
 from peers import Answer
-from visitors import VIPS, ask, ask_h2, serving, trusting
 from wanted import listener, load_balancer, member, pool
 
 pytestmark = pytest.mark.root
@@ -51,7 +51,7 @@ def serve(served, web, tenant):
 def spoken(served, tenant, **more) -> ssl.SSLSocket | None:
     """Return a TLS connection with these settings, None if the handshake fails."""
     try:
-        return served.visitor.tls(443, tls=trusting(tenant, **more))
+        return served.client.tls(443, tls=trusting(tenant, **more))
     except (ssl.SSLError, ConnectionError):
         return None
 
@@ -85,7 +85,7 @@ def test_exactly_the_wanted_versions_are_accepted(served, serve, web, tenant, wa
 def test_the_newest_of_several_versions_is_negotiated(served, serve, tenant):
     serve(tls_versions=("TLSv1.2", "TLSv1.3"))
     for vip in VIPS:
-        assert served.visitor.tls(443, vip, tls=trusting(tenant)).version() == "TLSv1.3"
+        assert served.client.tls(443, vip, tls=trusting(tenant)).version() == "TLSv1.3"
     serve(tls_versions=("TLSv1.3", "TLSv1.2"))
     assert spoken(served, tenant).version() == "TLSv1.3"
 
@@ -212,7 +212,7 @@ def test_http2_is_served_on_every_address(served, serve, tenant):
     serve(alpn_protocols=("h2",))
     for vip in VIPS:
         tls = trusting(tenant, alpn=("h2",))
-        assert served.visitor.fetch("/x", port=443, address=vip, tls=tls).version == "HTTP/2"
+        assert served.client.fetch("/x", port=443, address=vip, tls=tls).version == "HTTP/2"
 
 
 @pytest.mark.feature("listener.alpn_protocol", "pool.alpn_protocol")
@@ -234,7 +234,7 @@ def test_grpc_over_http2(served, tenant, vip):
         ),
         {"cert": tenant.issue("www.example.com").pem},
     )
-    reply = served.visitor.fetch(
+    reply = served.client.fetch(
         "/echo.Echo/Say",
         port=443,
         address=vip,

@@ -16,7 +16,7 @@ import pytest
 from amphora_lab import MEMBERS, VIP, Client, alive, descendants, eventually, get
 from configuration_text import LISTENER, MEMBER_IDS, POOL, SECOND, listener, text
 from counted import metrics, total
-from mishaps import answered, end_agent, haproxy_pids
+from faults import answered, end_agent, haproxy_pids
 
 pytestmark = pytest.mark.root
 ECHO = str(uuid.uuid5(uuid.NAMESPACE_DNS, "echo"))
@@ -60,7 +60,7 @@ class Echo:
             thread.join(10)
 
 
-class Long:
+class LongConnection:
     """A long connection that counts sent and received bytes."""
 
     def __init__(self, network):
@@ -99,10 +99,10 @@ def echo(network):
 
 @pytest.fixture
 def opened(network):
-    made: list[Long] = []
+    made: list[LongConnection] = []
 
     def new():
-        made.append(Long(network))
+        made.append(LongConnection(network))
         return made[-1]
 
     yield new
@@ -110,11 +110,11 @@ def opened(network):
         one.close()
 
 
-class Books:
+class TotalsReader:
     """Reads the totals from heartbeats and from metrics."""
 
-    def __init__(self, amphora, mailbox):
-        self._amphora, self._mailbox = amphora, mailbox
+    def __init__(self, amphora, receiver):
+        self._amphora, self._receiver = amphora, receiver
         self.fallen: list[str] = []
         self.scrapes = 0
         self._last: dict[str, float] = {}
@@ -122,7 +122,7 @@ class Books:
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def told(self, listener_id):
-        return self._mailbox.next().document["listeners"].get(listener_id, {})
+        return self._receiver.next().document["listeners"].get(listener_id, {})
 
     def scrape(self) -> dict[str, float]:
         return metrics(self._amphora)
@@ -146,11 +146,11 @@ class Books:
             self._last.update(found)
 
 
-def test_totals_are_exact_over_reloads_and_restarts_of_everything(amphora, mailbox, echo, opened):
+def test_totals_are_exact_over_reloads_and_restarts_of_everything(amphora, receiver, echo, opened):
     assert amphora.push(1, wanted(1))[0] == 200
     eternal, number = opened(), 1
     longs = [eternal]
-    with Books(amphora, mailbox) as books:
+    with TotalsReader(amphora, receiver) as totals:
         with Client(amphora.network) as client:
             for step in range(10):
                 number += 1
@@ -178,23 +178,23 @@ def test_totals_are_exact_over_reloads_and_restarts_of_everything(amphora, mailb
         requests = client.total + 10
 
         def complete():
-            return books.told(LISTENER).get("total_connections") == requests
+            return totals.told(LISTENER).get("total_connections") == requests
 
         eventually(complete, f"{requests} requests are reported", 20)
-        found = eventually(books.scrape, "metrics are available")
-    assert books.scrapes > 10
-    assert books.fallen == []
+        found = eventually(totals.scrape, "metrics are available")
+    assert totals.scrapes > 10
+    assert totals.fallen == []
     assert total(found, "listener_sessions_total", LISTENER) == requests
     assert total(found, "member_http_responses_total", 'code="2xx"') == requests
     for name in ("m1", "m2"):
         assert total(found, "member_sessions_total", MEMBER_IDS[name]) == client.answers[name] + 5
-    assert books.told(SECOND)["total_connections"] == 11
-    assert books.told(LISTENER)["request_errors"] == 0
+    assert totals.told(SECOND)["total_connections"] == 11
+    assert totals.told(LISTENER)["request_errors"] == 0
 
 
-def test_bytes_are_exact_however_a_connection_ends(amphora, mailbox, echo, opened):
+def test_bytes_are_exact_however_a_connection_ends(amphora, receiver, echo, opened):
     """Connections end by themselves, at the end of a drain, or with a worker over the limit."""
-    books = Books(amphora, mailbox)
+    totals = TotalsReader(amphora, receiver)
     limits = {"connections": None, "threads": None, "drain": None, "workers": 2}
     assert amphora.push(1, wanted(1), limits=limits)[0] == 200
     longs = []
@@ -210,14 +210,16 @@ def test_bytes_are_exact_however_a_connection_ends(amphora, mailbox, echo, opene
     ended = amphora.call("GET", "/v2/info")[1]["changes"]["workers_ended"]
     assert ended == {"count": 2, "connections": 2}
     expected = sum(one.bytes for one in longs[:2])
-    eventually(lambda: books.told(SECOND).get("bytes_in") == expected, "the bytes of ended workers are reported")
+    eventually(lambda: totals.told(SECOND).get("bytes_in") == expected, "the bytes of ended workers are reported")
     for number in (signal.SIGKILL, signal.SIGTERM):
         longs[2].say(11)
         end_agent(amphora, number)
         longs[2].say(13)
     longs[2].close()
     expected += longs[2].bytes
-    eventually(lambda: books.told(SECOND).get("bytes_out") == expected, "the bytes of a closed connection are reported")
+    eventually(
+        lambda: totals.told(SECOND).get("bytes_out") == expected, "the bytes of a closed connection are reported"
+    )
     longs[3].close()
     expected += longs[3].bytes
     # The drain limit applies to workers that start with it.
@@ -232,33 +234,35 @@ def test_bytes_are_exact_however_a_connection_ends(amphora, mailbox, echo, opene
     # The connection lasts for the drain limit, less the time to count it, and longer on a busy machine.
     assert time.monotonic() - began > 1
     expected += drained.bytes
-    eventually(lambda: books.told(SECOND).get("bytes_in") == expected, "the bytes of a drained connection are reported")
-    assert books.told(SECOND)["total_connections"] == 5
+    eventually(
+        lambda: totals.told(SECOND).get("bytes_in") == expected, "the bytes of a drained connection are reported"
+    )
+    assert totals.told(SECOND)["total_connections"] == 5
     # The agent applies the limit of workers; HAProxy's configuration does not contain it.
     assert amphora.push(8, wanted(7), limits={**limits, "workers": 3})[1]["how"] == "unchanged"
 
 
-def test_counters_of_a_killed_haproxy_are_kept(amphora, mailbox):
+def test_counters_of_a_killed_haproxy_are_kept(amphora, receiver):
     assert amphora.push(1, wanted(1))[0] == 200
-    books = Books(amphora, mailbox)
+    totals = TotalsReader(amphora, receiver)
     for _ in range(20):
         assert answered(amphora) is not None
-    eventually(lambda: books.told(LISTENER).get("total_connections") == 20, "20 requests are reported")
-    before = eventually(books.scrape, "metrics are available")
+    eventually(lambda: totals.told(LISTENER).get("total_connections") == 20, "20 requests are reported")
+    before = eventually(totals.scrape, "metrics are available")
     for victim in (0, 1):
         pids = haproxy_pids(amphora)
         os.kill(pids[victim], signal.SIGKILL)
         eventually(lambda pids=pids: not any(alive(pid) for pid in pids), "both processes are dead")
-        told = books.told(LISTENER).get("total_connections", 0)
+        told = totals.told(LISTENER).get("total_connections", 0)
         eventually(lambda: answered(amphora) is not None, "HAProxy answers again")
-        eventually(lambda told=told: books.told(LISTENER).get("total_connections", 0) > told, "the counter increases")
-    after = eventually(books.scrape, "metrics are available")
+        eventually(lambda told=told: totals.told(LISTENER).get("total_connections", 0) > told, "the counter increases")
+    after = eventually(totals.scrape, "metrics are available")
     assert {name for name, value in before.items() if after.get(name, 0) < value} == set()
 
 
-def test_counters_continue_for_a_member_removed_and_added_at_runtime(amphora, mailbox):
+def test_counters_continue_for_a_member_removed_and_added_at_runtime(amphora, receiver):
     assert amphora.push(1, text(listener(["m1", "m2"])))[0] == 200
-    books, served = Books(amphora, mailbox), 0
+    totals, served = TotalsReader(amphora, receiver), 0
     for generation in range(2, 8):
         served += sum(answered(amphora) == "m2" for _ in range(6))
         members = ["m1"] if generation % 2 == 0 else ["m1", "m2"]
@@ -266,7 +270,7 @@ def test_counters_continue_for_a_member_removed_and_added_at_runtime(amphora, ma
         assert (status, said["how"]) == (200, "runtime"), said
     assert served >= 6
     name = f'octavia_member_sessions_total{{pool="{POOL}:{LISTENER}",member="{MEMBER_IDS["m2"]}"}}'
-    eventually(lambda: books.scrape().get(name) == served, f"{served} sessions are reported")
+    eventually(lambda: totals.scrape().get(name) == served, f"{served} sessions are reported")
 
 
 def processor_time(pids) -> float:
@@ -278,7 +282,7 @@ def processor_time(pids) -> float:
 
 
 @pytest.mark.quiet
-def test_counters_of_a_thousand_members_take_little_processor_time(amphora, mailbox):
+def test_counters_of_a_thousand_members_take_little_processor_time(amphora, receiver):
     servers = "".join(
         f"    server {uuid.uuid5(uuid.NAMESPACE_DNS, str(n))} {MEMBERS['m1']}:80 weight 1\n" for n in range(1000)
     )
@@ -287,9 +291,9 @@ def test_counters_of_a_thousand_members_take_little_processor_time(amphora, mail
         assert amphora.push(generation, text(listener([], extra=extra)))[0] == 200
         for _ in range(200):
             amphora.network.thread("cl").run(get)
-    books = Books(amphora, mailbox)
+    totals = TotalsReader(amphora, receiver)
     name = f'octavia_listener_sessions_total{{listener="{LISTENER}"}}'
-    eventually(lambda: books.scrape().get(name) == 400, "all sessions are reported")
+    eventually(lambda: totals.scrape().get(name) == 400, "all sessions are reported")
     everything = descendants(amphora.init())
     began, at, scrapes = processor_time(everything), time.monotonic(), 5
     while time.monotonic() - at < 4:
@@ -297,7 +301,7 @@ def test_counters_of_a_thousand_members_take_little_processor_time(amphora, mail
     a_second = (processor_time(everything) - began) / (time.monotonic() - at)
     began = processor_time(everything)
     for _ in range(scrapes):
-        assert len(books.scrape()) > 15_000
+        assert len(totals.scrape()) > 15_000
     a_scrape = (processor_time(everything) - began) / scrapes - a_second
     # Processor time of HAProxy and of the agent: 0.05 and 0.09 s on a busy machine.
     assert a_second < 0.2, f"{a_second * 1000:.0f} ms each second"

@@ -57,12 +57,12 @@ def test_only_controllers_get_an_answer(amphora):
         ask(amphora, amphora.tls(amphora.client_certificate, trust=stranger.pem))
 
 
-def test_heartbeats_report_a_stopped_member(amphora, mailbox, network):
+def test_heartbeats_report_a_stopped_member(amphora, receiver, network):
     amphora.push(1, text(listener(["m1", "m2"])))
     pool = f"{POOL}:{LISTENER}"
 
     def report():
-        heartbeat = mailbox.next()
+        heartbeat = receiver.next()
         seen.append((heartbeat.epoch, heartbeat.sequence))
         assert str(heartbeat.amphora_id) == amphora.id
         return heartbeat.document
@@ -86,13 +86,13 @@ def test_heartbeats_report_a_stopped_member(amphora, mailbox, network):
     assert len(seen) > 3
     assert seen == sorted(set(seen))
     with pytest.raises(ValueError, match="another key"):
-        decode(mailbox._socket.recv(65536), bytes(32))
+        decode(receiver._socket.recv(65536), bytes(32))
     # The second target has no receiver: diagnostics show the error, and the first target gets heartbeats.
     errors = amphora.call("GET", "/v2/diagnostics")[1]["heartbeat errors"]
     assert all(str(HEARTBEATS + 1) in target for target in errors)
 
 
-class Told:
+class MemoryCertificates:
     """The certificates that a controller uses instead of its files."""
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ class Told:
 
 @pytest.fixture
 def told():
-    return Told()
+    return MemoryCertificates()
 
 
 @pytest.fixture

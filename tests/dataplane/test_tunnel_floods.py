@@ -27,7 +27,7 @@ VIPS = {4: ip_interface(VIP), 6: ip_interface(VIP6)}
 
 
 @pytest.fixture(params=[4, 6])
-def few(request, wire, monkeypatch):
+def small_table(request, wire, monkeypatch):
     """An amphora after a hand-over, with a small table of half-open connections."""
     monkeypatch.setattr(connection_tunnel, "_MOST_BEGUN", ROOM)
     monkeypatch.setattr(connection_tunnel, "_BEGUN_SECONDS", 1)
@@ -35,7 +35,7 @@ def few(request, wire, monkeypatch):
 
 
 @pytest.fixture(params=[4, 6])
-def full(request, wire, monkeypatch):
+def full_table(request, wire, monkeypatch):
     """An amphora after a hand-over, with space for one established connection."""
     monkeypatch.setattr(connection_tunnel, "MOST_CONNECTIONS", 1)
     monkeypatch.setattr(connection_tunnel, "_BEGUN_SECONDS", 60)
@@ -52,12 +52,12 @@ def begun(version, wire):
         f"link set {connection_tunnel.NAME} up",
     )
     wire.inner.run(connection_tunnel.start_redirect, VrrpInstance(PAIR, tuple(VIPS.values()), 1500))
-    made = Led(wire, version)
+    made = RedirectedPackets(wire, version)
     yield made
     made.close()
 
 
-class Led:
+class RedirectedPackets:
     """The amphora's kernel, and raw packets of a client."""
 
     def __init__(self, wire, version):
@@ -69,15 +69,15 @@ class Led:
     def close(self):
         self._socket.close()
 
-    def led(self, *packets):
+    def redirected(self, *packets):
         """Send packets (flags, client's port) at once, and return the number of redirected ones."""
-        before, mark, one = self._led(), self._frame(ACK, 1, bytes(1000)), len(self._frame(ACK, 1))
+        before, mark, one = self._redirected(), self._frame(ACK, 1, bytes(1000)), len(self._frame(ACK, 1))
         for flags, port in packets:
             self._socket.send(self._frame(flags, port))
         # The mark is sent last, is longer than all others, and is always redirected.
         self._socket.send(mark)
-        eventually(lambda: self._led() - before >= len(mark), "the mark is redirected")
-        return (self._led() - before - len(mark)) // one
+        eventually(lambda: self._redirected() - before >= len(mark), "the mark is redirected")
+        return (self._redirected() - before - len(mark)) // one
 
     def known(self, name):
         """Return the clients' ports in a set of nftables."""
@@ -95,7 +95,7 @@ class Led:
         said = subprocess.run([*command, f"{name}{self.version}"], check=True, capture_output=True, text=True).stdout
         return {int(port) for port in re.findall(r" \. (\d+) \. \S+ \. 80\b", said)}
 
-    def _led(self):
+    def _redirected(self):
         command = ["ip", "-n", f"{self.wire.prefix}-inner", "-j", "-s", "link", "show", connection_tunnel.NAME]
         said = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
         return said[0]["stats64"]["tx"]["bytes"]
@@ -111,16 +111,16 @@ class Led:
         return ethernet + header + client + vip + segment
 
 
-def test_a_syn_flood_fills_the_table_for_a_short_time_only(few):
+def test_a_syn_flood_fills_the_table_for_a_short_time_only(small_table):
     begins = ((SYN, 11), (ACK, 11), (SYN, 12), (SYN, 13))
     without_room = ((SYN, 14), (ACK, 14))
-    assert few.led(*begins, *without_room) == 2, "both packets over the limit are redirected"
-    eventually(lambda: few.led((SYN, 14), (ACK, 14)) == 0, "half-open connections expire")
-    assert few.led((ACK, 12)) == 1
-    assert few.led((ACK, 11)) == 0, "the connection of a silent client stays"
-    assert few.known("own") == {11, 14}
+    assert small_table.redirected(*begins, *without_room) == 2, "both packets over the limit are redirected"
+    eventually(lambda: small_table.redirected((SYN, 14), (ACK, 14)) == 0, "half-open connections expire")
+    assert small_table.redirected((ACK, 12)) == 1
+    assert small_table.redirected((ACK, 11)) == 0, "the connection of a silent client stays"
+    assert small_table.known("own") == {11, 14}
 
 
-def test_an_active_connection_stays_when_the_table_is_full(full):
-    assert full.led((SYN, 11), (ACK, 11), (SYN, 12), (ACK, 12), (ACK, 12)) == 0
-    assert (full.known("own"), full.known("begun")) == ({11}, {11, 12})
+def test_an_active_connection_stays_when_the_table_is_full(full_table):
+    assert full_table.redirected((SYN, 11), (ACK, 11), (SYN, 12), (ACK, 12), (ACK, 12)) == 0
+    assert (full_table.known("own"), full_table.known("begun")) == ({11}, {11, 12})

@@ -129,7 +129,7 @@ def test_flows_of_each_member_are_reported(lab, clients):
 
 
 def test_the_checker_polls_flows_of_least_connections_pools_only(tmp_path):
-    place = checked_members.Place(f"lst{os.getpid()}", addresses=1)
+    place = checked_members.CheckedNetwork(f"lst{os.getpid()}", addresses=1)
     try:
         process = checked_members.Process(place, tmp_path)
         process.start()

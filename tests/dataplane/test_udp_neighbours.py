@@ -11,7 +11,7 @@ import subprocess
 
 import pytest
 from amphora_lab import eventually, ip
-from checked_members import Place, Process, address, member, monitor, server, udp
+from checked_members import CheckedNetwork, Process, address, member, monitor, server, udp
 
 from amphora_agent.l4_checks.neighbor_probe import NeighborProbe
 
@@ -21,7 +21,7 @@ FAR, GATEWAY = "203.0.113.7", address(0)
 
 @pytest.fixture(scope="module")
 def place():
-    made = Place(f"ngh{os.getpid()}")
+    made = CheckedNetwork(f"ngh{os.getpid()}")
     try:
         # With this setting, the kernel considers a host reachable for hours, unless it is probed.
         for family in ("ipv4", "ipv6"):

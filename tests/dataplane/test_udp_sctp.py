@@ -20,7 +20,7 @@ PORT, MEMBER_PORT = 5400, 5454
 PLACES = {4: ("198.51.100.114", "198.51.100.115"), 6: ("2001:db8:1::114", "2001:db8:1::115")}
 
 
-class _Room:
+class _Namespaces:
     """The lab's namespaces, as `checked_members` expects them."""
 
     members = "mem"
@@ -37,7 +37,7 @@ def sctp_members(lab):
     with contextlib.ExitStack() as closing:
         made = {}
         for place in (*PLACES[4], *PLACES[6]):
-            made[place] = sctp(_Room(lab), place, port=MEMBER_PORT)
+            made[place] = sctp(_Namespaces(lab), place, port=MEMBER_PORT)
             closing.callback(made[place].close)
         yield made
     lab.amphora.push(next(lab.generations), None)

@@ -11,7 +11,7 @@ import pytest
 from amphora_lab import VIP, VIP6, alive, children, eventually, ip
 from configuration_text import listener, text
 from datagrams import PORT, Clients, Stream, UdpMember, member, members_of, persistence, virtual_server
-from mishaps import arm, held_at, push_quietly
+from faults import arm, held_at, push_quietly
 from pair_lab import FAST, Pair
 from test_drift import INTERVAL, Audited
 

@@ -145,7 +145,7 @@ class Traffic:
     def __init__(self, served) -> None:
         network = served.lab.network
         self.members = Program(network.name("mem"), HERE / "quick_members.py")
-        self.visitors = Program(network.name("cl"), HERE / "load.py")
+        self.clients = Program(network.name("cl"), HERE / "load.py")
 
     def listen(self, members: Iterable[QuickMember]) -> None:
         for each in members:
@@ -153,13 +153,13 @@ class Traffic:
 
     def start(self, name: str, kind: str, count: int, **more) -> None:
         """Start clients of a kind (see `load`); further calls with a name add clients."""
-        self.visitors.ask("start", name=name, kind=kind, count=count, **more)
+        self.clients.ask("start", name=name, kind=kind, count=count, **more)
 
     def report(self) -> dict[str, dict]:
-        return self.visitors.ask("report")
+        return self.clients.ask("report")
 
     def stop(self, *names: str) -> dict[str, dict]:
-        return self.visitors.ask("stop", names=list(names))
+        return self.clients.ask("stop", names=list(names))
 
     def finish_downloads(self) -> int:
         return self.members.ask("finish")
@@ -180,16 +180,16 @@ class Traffic:
         return self.members.ask("heard", port=member.port)
 
     def close(self) -> None:
-        self.visitors.close()
+        self.clients.close()
         self.members.close()
 
 
 def assert_nothing_failed(report: dict[str, dict], doing: str) -> None:
     """Assert that no request failed, was repeated, or lost its connection without notice."""
     wrong = {
-        name: {key: tally[key] for key in ("failures", "resets", "cuts", "retried", "idle_closes", "reasons")}
-        for name, tally in report.items()
-        if any(tally[key] for key in ("failures", "resets", "cuts", "retried", "idle_closes"))
+        name: {key: counts[key] for key in ("failures", "resets", "cuts", "retried", "idle_closes", "reasons")}
+        for name, counts in report.items()
+        if any(counts[key] for key in ("failures", "resets", "cuts", "retried", "idle_closes"))
     }
     assert not wrong, f"{doing}: {json.dumps(wrong, indent=1)}"
 

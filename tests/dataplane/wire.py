@@ -41,7 +41,7 @@ def interface(number, name, *addresses, vips=(), routes=(), mtu=1500):
         mtu=mtu,
         addresses=tuple(map(ipaddress.ip_interface, addresses)),
         vips=tuple(map(ipaddress.ip_interface, vips)),
-        routes=tuple(Route(ipaddress.ip_network(to), ipaddress.ip_address(via)) for to, via in routes),
+        routes=tuple(Route(ipaddress.ip_network(to), via and ipaddress.ip_address(via)) for to, via in routes),
     )
 
 

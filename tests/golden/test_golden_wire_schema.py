@@ -14,6 +14,7 @@ from jsonschema import Draft202012Validator
 from test_golden_udp import CASE
 
 from amphora_agent import bundle as agent
+from amphora_agent import log_settings as agent_logs
 from amphora_agent import runtime_settings as agent_settings
 from amphora_agent.l4 import model as agent_l4
 from amphora_driver.agent import responses
@@ -43,6 +44,8 @@ SHARED = {
     "monitor": (udp.VirtualMonitor, agent_l4.Monitor),
     "member": (udp.VirtualMember, agent_l4.Member),
     "settings": (driver_settings.AgentSettings, agent_settings.RuntimeSettings),
+    "log_settings": (driver_settings.LogSettings, agent_logs.LogSettings),
+    "log_target": (driver_settings.LogTarget, agent_logs.LogTarget),
     "heartbeat_settings": (driver_settings.HeartbeatSettings, agent_settings.HeartbeatSettings),
 }
 ANSWERS = {
@@ -52,6 +55,7 @@ ANSWERS = {
     "vrrp_state": responses.Vrrp,
     "renewed": responses.Renewed,
     "settings_state": responses.SettingsState,
+    "log_lines": responses.LogLines,
 }
 
 
@@ -111,6 +115,27 @@ def test_controller_and_agent_compute_the_same_digest_of_valid_settings(targets,
     schema = {"$ref": "#/$defs/settings", "$defs": DEFINITIONS}
     Draft202012Validator(schema).validate(json.loads(made.encode()))
     assert agent_settings.parse(made.encode()).digest == made.digest
+
+
+TARGETS = [driver_settings.LogTarget(f"{kind}://192.0.2.9:601") for kind in ("udp", "tcp", "tls")]
+HTTPS = driver_settings.LogTarget("https://[2001:DB8:0::9]:8443/a?b=c", Secret(b"Bearer secret"))
+
+
+@pytest.mark.parametrize(
+    ("admin", "tenant", "ids"),
+    [
+        (TARGETS, [], {}),
+        ([], [HTTPS], {"project_id": "p", "load_balancer_id": "0b9d7a52-0000-4000-8000-000000000001"}),
+        (TARGETS, [HTTPS, *TARGETS], {"project_id": "p 100% \"'"}),
+    ],
+)
+def test_controller_and_agent_compute_the_same_digest_of_log_targets(admin, tenant, ids):
+    logs = driver_settings.render_log_settings(admin, tenant, "pem", 65536, **ids)
+    made = driver_settings.render_agent_settings(["192.0.2.10:9879"], 3, 30, logs)
+    schema = {"$ref": "#/$defs/settings", "$defs": DEFINITIONS}
+    Draft202012Validator(schema).validate(json.loads(made.encode()))
+    assert agent_settings.parse(made.encode()).digest == made.digest
+    assert made.digest != driver_settings.render_agent_settings(["192.0.2.10:9879"], 3, 30).digest
 
 
 def test_all_definitions_are_compared():

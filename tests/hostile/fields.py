@@ -264,6 +264,8 @@ PLAIN: tuple[Field, ...] = (
     _field("profile", "tls_minimum_version", "TLSv1.2"),
     _field("profile", "tls_ciphers", "ECDHE-RSA-AES256-GCM-SHA384"),
     _field("profile", "log_format", "good", alone=False),
+    _field("profile", "admin_log_targets", "good", many=True),
+    _field("profile", "tenant_log_targets", "good", many=True),
 )
 
 KEYED = {L7RuleType.HEADER: "X-Good", L7RuleType.COOKIE: "biscuit", L7RuleType.SSL_DN_FIELD: "CN"}

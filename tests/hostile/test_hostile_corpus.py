@@ -53,7 +53,7 @@ def test_the_corpus_contains_the_strings_of_other_tests():
     assert wrong == []
 
 
-class Taken(NamedTuple):
+class AcceptedTree(NamedTuple):
     """A load balancer without a refusal, with its own number."""
 
     field: Field
@@ -62,12 +62,12 @@ class Taken(NamedTuple):
 
 
 @lru_cache
-def taken() -> tuple[Taken, ...]:
+def taken() -> tuple[AcceptedTree, ...]:
     """Return one load balancer for each value that changes the configuration, without its neighbour.
 
     Of the variants of a field that share a corpus, the first has all values and the others have a part.
     """
-    found: list[Taken] = []
+    found: list[AcceptedTree] = []
     seen: set[str] = set()
     for field in FIELDS:
         cases = [case for case in corpus.cases(field.corpus) if case.outcome in ("as written", "reads")]
@@ -75,13 +75,13 @@ def taken() -> tuple[Taken, ...]:
             n = len(found)
             tree = field.make(n, case.value)
             tree = change(tree, listeners=tree.listeners[:1], pools=tree.pools[:1])
-            found.append(Taken(field, case.value, render(tree)))
+            found.append(AcceptedTree(field, case.value, render(tree)))
         seen.add(field.corpus)
     assert len(found) > 1000
     return tuple(found)
 
 
-def complaints(haproxy: HAProxy, found: tuple[Taken, ...], folder: Path) -> list[str]:
+def complaints(haproxy: HAProxy, found: tuple[AcceptedTree, ...], folder: Path) -> list[str]:
     """Bisect until each complaint belongs to one value, or to values that HAProxy refuses only together."""
     file = folder / "lb.cfg"
     file.write_text("\n".join(each.rendered.text for each in found))
@@ -141,7 +141,7 @@ def test_every_corpus_belongs_to_a_field():
 def test_joint_refusals_are_reported(tmp_path):
     """Two load balancers with the same names: HAProxy accepts each of them alone."""
     machine(tmp_path)
-    one = Taken(FIELDS[0], "", render(FIELDS[0].make(0, FIELDS[0].harmless(0))))
+    one = AcceptedTree(FIELDS[0], "", render(FIELDS[0].make(0, FIELDS[0].harmless(0))))
     assert complaints(HAProxy("system"), (one,), tmp_path) == []
     (said,) = complaints(HAProxy("system"), (one, one), tmp_path)
     assert said.startswith("2 together")

@@ -14,7 +14,7 @@ from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 from outcomes import CHECKS, nodes, shown
 from reading import placed
-from test_hostile_corpus import Taken, complaints
+from test_hostile_corpus import AcceptedTree, complaints
 from wholes import counted, expected, wholes
 
 from amphora_agent.haproxy.config_parser import parse
@@ -69,10 +69,10 @@ one run, 50 to 93 were served. The share in all runs is practically never below 
 
 
 @lru_cache
-def generated() -> tuple[Taken, ...]:
+def generated() -> tuple[AcceptedTree, ...]:
     """Return trees with at least one served object, from as many runs as necessary."""
     wanted = max(SERVED, settings.default.max_examples)
-    found: list[Taken] = []
+    found: list[AcceptedTree] = []
 
     def collect(data):
         tree = data.draw(wholes(str(len(found))))
@@ -81,7 +81,7 @@ def generated() -> tuple[Taken, ...]:
         tree = trees.change(tree, listeners=tuple(ported))
         rendered = render(tree)
         if rendered.text is not None:
-            found.append(Taken("a whole load balancer", rendered.text, rendered))
+            found.append(AcceptedTree("a whole load balancer", rendered.text, rendered))
 
     for number in range(ROUNDS):
         run = settings(max_examples=wanted * 3 // 4)(given(st.data())(collect))

@@ -16,10 +16,10 @@ import time
 from contextlib import suppress
 
 from amphora_lab import eventually
-from estate import PATIENCE
+from guest_lab import TIME_LIMIT
+from http_clients import HttpClient
 from peers import WebServer
 from served import _content
-from visitors import Visitor
 from wanted import VIP, VIP6, listener, load_balancer, member, monitor, pool
 
 from amphora_driver.render.bundle import BundleFile, BundlePartner, BundleVrrp, bundle
@@ -36,14 +36,14 @@ PRIORITIES = (254, 253)
 class Balanced:
     """The load balancer, its guests, its members and a client."""
 
-    def __init__(self, estate, *guests) -> None:
-        self.estate = estate
+    def __init__(self, guest_lab, *guests) -> None:
+        self.guest_lab = guest_lab
         self.guests = list(guests)
         self.generations = itertools.count(int(time.time()))
-        self.members = estate.room("members")
-        self.visitor = Visitor(estate.room("client"))
+        self.members = guest_lab.socket_factory("members")
+        self.client = HttpClient(guest_lab.socket_factory("client"))
         self._closing = contextlib.ExitStack()
-        self._closing.callback(self.visitor.close)
+        self._closing.callback(self.client.close)
 
     def close(self) -> None:
         self._closing.close()
@@ -94,7 +94,7 @@ class Balanced:
     def fetch(self, **more):
         """Return an HTTP answer, or None without one."""
         with suppress(OSError, EOFError):
-            return self.visitor.fetch(**{"timeout": 5.0, **more})
+            return self.client.fetch(**{"timeout": 5.0, **more})
         return None
 
     def serves(self, **more) -> bool:
@@ -108,7 +108,7 @@ class Balanced:
 
     def datagram(self, address: str = VIP, port: int = 53, seconds: float = 3.0) -> str:
         """Return the member that answers a datagram of a new client; empty without an answer."""
-        with self.estate.room("client").socket(address, socket.SOCK_DGRAM) as sending:
+        with self.guest_lab.socket_factory("client").socket(address, socket.SOCK_DGRAM) as sending:
             sending.settimeout(seconds)
             with suppress(OSError):
                 sending.connect((address, port))
@@ -116,16 +116,16 @@ class Balanced:
                 return sending.recv(100).decode()
         return ""
 
-    def until(self, condition, what: str, seconds: float = PATIENCE):
+    def until(self, condition, what: str, seconds: float = TIME_LIMIT):
         return eventually(condition, what, seconds)
 
 
 class UdpEcho:
     """A member that answers every datagram with its name."""
 
-    def __init__(self, room, name: str, address: str, port: int) -> None:
+    def __init__(self, socket_factory, name: str, address: str, port: int) -> None:
         self.name, self.address, self.port = name, address, port
-        self._socket = room.socket(address, socket.SOCK_DGRAM)
+        self._socket = socket_factory.socket(address, socket.SOCK_DGRAM)
         self._socket.bind((address, port))
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()

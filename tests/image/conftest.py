@@ -14,12 +14,12 @@ import pytest
 # The tests use members, clients, builders of the model and certificates of the data plane's tests.
 sys.path.insert(0, str(Path(__file__).parents[1] / "dataplane"))
 
-import frozen
 import image
 import pki
+import saved_guest
 import two_parts
 from balanced import Balanced
-from estate import Estate
+from guest_lab import GuestLab
 
 from amphora_driver.host import namespaces
 
@@ -53,15 +53,15 @@ def images():
 @pytest.fixture(scope="session")
 def why_cold(images):
     """Return the reason for cold boots of all guests; empty if they resume from a saved one."""
-    return frozen.ensure(images)
+    return saved_guest.ensure(images)
 
 
 @pytest.fixture(scope="session")
-def estate(images):
+def guest_lab(images):
     folder = Path(tempfile.mkdtemp(prefix="adi-"))
     free = lambda number: not namespaces.names(f"i{number}-")  # noqa: E731
     with claimed.number(free) as number:
-        made = Estate(folder, number, images)
+        made = GuestLab(folder, number, images)
         try:
             made.build()
             yield made
@@ -71,9 +71,9 @@ def estate(images):
 
 
 @pytest.fixture(scope="session")
-def first(estate):
+def first(guest_lab):
     """The guest of most tests, after a cold boot."""
-    guest = estate.boot()
+    guest = guest_lab.boot()
     # The port is plugged before the kernel runs, because the controller does not wait for the kernel.
     guest.plug()
     guest.booted_after = guest.await_agent()
@@ -81,11 +81,11 @@ def first(estate):
 
 
 @pytest.fixture(scope="session")
-def another(estate, why_cold):
+def another(guest_lab, why_cold):
     """Makes another guest, resumed from a saved one if possible."""
 
     def boot():
-        guest = estate.boot(None if why_cold else frozen.TAG)
+        guest = guest_lab.boot(None if why_cold else saved_guest.TAG)
         guest.plug()
         guest.booted_after = guest.await_agent()
         return guest
@@ -100,15 +100,15 @@ def second(first, another):
 
 
 @pytest.fixture
-def balanced(estate, first):
-    made = Balanced(estate, first)
+def balanced(guest_lab, first):
+    made = Balanced(guest_lab, first)
     yield made
     made.close()
 
 
 @pytest.fixture
-def pair(estate, first, second):
-    made = Balanced(estate, first, second)
+def pair(guest_lab, first, second):
+    made = Balanced(guest_lab, first, second)
     yield made
     made.close()
 

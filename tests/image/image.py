@@ -6,7 +6,7 @@ It is the default image, of the newest available release.
 Invariant: a kept image is complete and named after a digest of all its inputs; it gets its name as the last step.
 An interrupted build unmounts its file systems.
 
-    python tests/image/image.py     builds the image and saves a guest of it (`frozen`), unless both exist
+    python tests/image/image.py     builds the image and saves a guest of it (`saved_guest`), unless both exist
 
 AMPHORA_TEST_IMAGES names a folder that `disk.make` has filled, to be used instead; AMPHORA_TEST_TREE a tree.
 """
@@ -23,7 +23,7 @@ import sys
 from pathlib import Path
 
 import disk
-import frozen
+import saved_guest
 
 ROOT = Path(__file__).parents[2]
 HOME = ROOT / ".sandbox/image"
@@ -103,7 +103,7 @@ def _tree(place: Path) -> Path:
 def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     place = images()
-    why = frozen.ensure(place)
+    why = saved_guest.ensure(place)
     sys.stdout.write(f"{place}: {why or 'with a saved guest'}\n")
 
 

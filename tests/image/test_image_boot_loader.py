@@ -35,13 +35,13 @@ def finished(tmp_path_factory):
     return Path(place)
 
 
-def test_the_finished_disk_boots_and_its_agent_answers(finished, images, estate, record_property):
+def test_the_finished_disk_boots_and_its_agent_answers(finished, images, guest_lab, record_property):
     shutil.copyfile(finished / "finished.qcow2", images / "finished.qcow2")
     try:
-        guest = estate.boot("finished")
+        guest = guest_lab.boot("finished")
         record_property("power-on to agent through the boot loader, seconds", guest.await_agent(900))
         guest.disconnect()
-        estate.compute.destroy(guest.id)
-        assert estate.compute.get(guest.id) is None
+        guest_lab.compute.destroy(guest.id)
+        assert guest_lab.compute.get(guest.id) is None
     finally:
         (images / "finished.qcow2").unlink()

@@ -55,9 +55,9 @@ def booted(tmp_path):
 
 
 def test_the_agent_of_the_image_answers_and_has_its_requirements(booted, record_property):
-    patience = ["--max-time", "30", "--retry-max-time", str(_BOOT_SECONDS), "--retry", "10000", "--retry-delay", "2"]
+    time_limit = ["--max-time", "30", "--retry-max-time", str(_BOOT_SECONDS), "--retry", "10000", "--retry-delay", "2"]
     done = subprocess.run(
-        [*booted, "--silent", "--fail", "--retry-all-errors", *patience],
+        [*booted, "--silent", "--fail", "--retry-all-errors", *time_limit],
         capture_output=True,
         check=False,
     )

@@ -10,8 +10,8 @@ import time
 import pytest
 from agent_heartbeats import decode
 from balanced import VIP, VIP6, listener, load_balancer, member, monitor, pool
-from estate import CONTROLLER, HEARTBEATS, PATIENCE
-from visitors import trusting
+from guest_lab import CONTROLLER, HEARTBEATS, TIME_LIMIT
+from http_clients import trusting
 from wanted import id_of
 
 pytestmark = [pytest.mark.root, pytest.mark.extended, pytest.mark.quiet, pytest.mark.lasts(1200)]
@@ -21,7 +21,7 @@ ONE, TWO, TWO6 = "198.51.100.111", "198.51.100.112", "2001:db8:1::112"
 # --- the boot ----------------------------------------------------------------------------------------------
 
 
-def test_a_booted_guest_answers_with_its_own_certificate(first, estate, record_property):
+def test_a_booted_guest_answers_with_its_own_certificate(first, guest_lab, record_property):
     """`answers` is mutual TLS: the agent has its certificate, key and settings from the config drive."""
     assert first.answers()
     record_property("power-on to agent, seconds", round(first.booted_after, 1))
@@ -29,19 +29,19 @@ def test_a_booted_guest_answers_with_its_own_certificate(first, estate, record_p
     assert told["amphora_id"] == first.id
 
 
-def test_the_agent_refuses_clients_without_a_controller_certificate(first, estate):
-    context = ssl.create_default_context(cadata=estate.authority.pem)
+def test_the_agent_refuses_clients_without_a_controller_certificate(first, guest_lab):
+    context = ssl.create_default_context(cadata=guest_lab.authority.pem)
 
     def ask():
         with (
-            socket.create_connection((first.address, 9443), PATIENCE) as raw,
+            socket.create_connection((first.address, 9443), TIME_LIMIT) as raw,
             context.wrap_socket(raw, server_hostname=first.id) as secure,
         ):
             secure.sendall(b"GET /v2/info HTTP/1.1\r\nHost: x\r\n\r\n")
             return secure.recv(100)
 
     with pytest.raises(OSError, match=r"(?i)certificate|alert|reset|eof"):
-        estate.thread("control").run(ask)
+        guest_lab.thread("control").run(ask)
 
 
 def test_config_drive_sets_the_identity(first):
@@ -58,14 +58,14 @@ def test_config_drive_sets_the_identity(first):
     }
 
 
-def test_the_amphora_sends_heartbeats(first, estate):
+def test_the_amphora_sends_heartbeats(first, guest_lab):
     def hear():
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as opened:
             opened.bind((CONTROLLER, HEARTBEATS))
-            opened.settimeout(PATIENCE)
+            opened.settimeout(TIME_LIMIT)
             return opened.recv(65536)
 
-    beat = decode(estate.thread("control").run(hear), first.key)
+    beat = decode(guest_lab.thread("control").run(hear), first.key)
     assert str(beat.amphora_id) == first.id
 
 
@@ -169,15 +169,15 @@ def test_a_push_of_all_protocols_serves_both_families(first, balanced, certifica
     balanced.until(lambda: balanced.answers_of(6) == {"one", "two"}, "both web members answer")
 
 
-def test_heartbeats_report_the_served_objects(first, estate, balanced):
+def test_heartbeats_report_the_served_objects(first, guest_lab, balanced):
     def hear():
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as opened:
             opened.bind((CONTROLLER, HEARTBEATS))
-            opened.settimeout(PATIENCE)
+            opened.settimeout(TIME_LIMIT)
             return opened.recv(65536)
 
     def told():
-        beat = decode(estate.thread("control").run(hear), first.key)
+        beat = decode(guest_lab.thread("control").run(hear), first.key)
         return {id_of("listener", port) for port in (80, 443, 53)} <= set(beat.document["listeners"])
 
     balanced.until(told, "heartbeats name the listeners")

@@ -3,7 +3,7 @@
 
 import pytest
 from balanced import listener, load_balancer, member, monitor, pool
-from estate import BOOT_SECONDS
+from guest_lab import BOOT_SECONDS
 
 pytestmark = [
     pytest.mark.root,
@@ -88,11 +88,11 @@ def test_a_rebooted_guest_serves_again(first, serving, record_property):
     assert first.process() == process
 
 
-def test_a_guest_serves_again_after_a_power_cut(first, serving, estate):
+def test_a_guest_serves_again_after_a_power_cut(first, serving, guest_lab):
     first.disconnect()
-    estate.compute.power_off(first.id)
-    assert estate.compute.power_on(first.id)
-    assert not estate.compute.power_on(first.id)
+    guest_lab.compute.power_off(first.id)
+    assert guest_lab.compute.power_on(first.id)
+    assert not guest_lab.compute.power_on(first.id)
     first.rebooting()
     first.await_agent(BOOT_SECONDS)
     serving.until(lambda: serves_all(serving), "both protocols serve")

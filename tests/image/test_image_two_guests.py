@@ -50,7 +50,7 @@ def test_resumed_guest_has_its_own_identity(second, why_cold, record_property):
 
 
 @pytest.mark.everything
-def test_two_guests_resumed_from_one_state_share_no_secret(estate, second, another):
+def test_two_guests_resumed_from_one_state_share_no_secret(guest_lab, second, another):
     third = another()
     try:
         drawn = [guest.run("head", "-c", "16", "/dev/urandom") for guest in (second, third)]
@@ -58,8 +58,8 @@ def test_two_guests_resumed_from_one_state_share_no_secret(estate, second, anoth
         assert third.run("hostname").strip() == f"amphora-{third.id}"
     finally:
         third.disconnect()
-        estate.guests.remove(third)
-        estate.compute.destroy(third.id)
+        guest_lab.guests.remove(third)
+        guest_lab.compute.destroy(third.id)
 
 
 # --- SCTP --------------------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ def holders(pair) -> list:
     return [guest for guest in pair.guests if VIP in guest.inner("ip", "-j", "addr", "show", check=False)]
 
 
-def test_the_partner_of_a_powered_off_guest_takes_the_vips(pair, estate, record_property):
+def test_the_partner_of_a_powered_off_guest_takes_the_vips(pair, guest_lab, record_property):
     web, udp = pair.web("web", WEB, 8080), pair.udp("udp", UDP)
     tree = load_balancer(
         listener(80, pool="web"),
@@ -150,7 +150,7 @@ def test_the_partner_of_a_powered_off_guest_takes_the_vips(pair, estate, record_
     assert holders(pair) == [master]
 
     master.disconnect()
-    estate.compute.power_off(master.id)
+    guest_lab.compute.power_off(master.id)
     since = master.rebooting()
     pair.until(lambda: pair.serves() and pair.datagram() == "udp", "the partner serves")
     taken = since()
@@ -162,11 +162,11 @@ def test_the_partner_of_a_powered_off_guest_takes_the_vips(pair, estate, record_
 
 
 @pytest.mark.everything
-def test_a_restarted_guest_rejoins_the_pair(first, second, pair, estate):
+def test_a_restarted_guest_rejoins_the_pair(first, second, pair, guest_lab):
     """The powered-off guest boots cold from its own disk and rejoins the pair without a push."""
     gone = [guest for guest in pair.guests if guest.process() is None]
     for guest in gone:
-        assert estate.compute.power_on(guest.id)
+        assert guest_lab.compute.power_on(guest.id)
         guest.rebooting()
         guest.await_agent()
         pair.until(lambda one=guest: one.pids("amphora-keepalived"), "keepalived runs")

@@ -7,7 +7,7 @@ import os
 import uuid
 from collections import Counter
 
-import cloud_lab
+import prepared_cloud
 import pytest
 from cloud_user import CloudUser
 from provider_stack import ProviderStack
@@ -25,7 +25,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def cloud():
-    with cloud_lab.cloud() as started:
+    with prepared_cloud.cloud() as started:
         yield started
 
 
@@ -42,25 +42,37 @@ def user(cloud):
 
 
 @pytest.fixture
-def make_backend(cloud, tmp_path):
-    """Creates backends, each with its own connection and cache, as in separate processes."""
-    backends = []
+def write_options(cloud, tmp_path):
+    """Writes configuration files with these options of the network backend, and these groups of options."""
 
-    def make(deployment="one", account="octavia", openstack=None, **options):
+    def write(deployment="one", account="octavia", openstack=None, groups=None, **options):
         file = tmp_path / f"{uuid.uuid4()}.conf"
-        groups = {
+        found = {
             "amp_openstack": {
                 **({"deployment_id": deployment} if deployment else {}),
                 **(openstack or cloud.auth(account)),
             },
             # On a busy machine, an answer must not become a delayed allocation.
             "amp_network_neutron": {"allocation_timeout": 300, **options},
+            **(groups or {}),
         }
         lines = [
             f"[{name}]\n" + "".join(f"{key} = {value}\n" for key, value in group.items())
-            for name, group in groups.items()
+            for name, group in found.items()
         ]
         file.write_text("".join(lines))
+        return file
+
+    return write
+
+
+@pytest.fixture
+def make_backend(write_options):
+    """Creates backends, each with its own connection and cache, as in separate processes."""
+    backends = []
+
+    def make(*words, **options):
+        file = write_options(*words, **options)
         backends.append(NeutronNetwork(config.load([str(file)]), None))
         return backends[-1]
 
@@ -81,6 +93,12 @@ def deployment():
 @pytest.fixture
 def backend(make_backend, deployment):
     return make_backend(deployment)
+
+
+@pytest.fixture
+def shared_backend(make_backend):
+    """A backend of a deployment that several tests share, so that its groups are created once."""
+    return make_backend("shared")
 
 
 class Tenant:

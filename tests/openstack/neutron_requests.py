@@ -2,7 +2,6 @@
 """Requests to the network backend `neutron`, and the objects that they create."""
 
 import uuid
-from concurrent.futures import ThreadPoolExecutor
 
 from amphora_driver.model.network import VipRequest
 from amphora_driver.network.interface import PortPurpose, PortRequest
@@ -38,6 +37,14 @@ def groups_of(admin, deployment):
     return list(admin.security_groups(description=f"octavia-amphora-driver deployment {deployment}"))
 
 
-def race(call, backends):
-    with ThreadPoolExecutor(len(backends)) as threads:
-        return list(threads.map(call, backends))
+def group_named(admin, deployment, name):
+    (found,) = [one for one in groups_of(admin, deployment) if one.name == name]
+    return found
+
+
+def rules_of_groups(admin, deployment):
+    """The numbers of rules of the groups with a name."""
+    found = {}
+    for one in groups_of(admin, deployment):
+        found.setdefault(one.name, []).append(len(one.security_group_rules))
+    return found

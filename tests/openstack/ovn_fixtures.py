@@ -18,7 +18,7 @@ from ovn_pair import OvnPair
 # ovn_lab has made the modules of the data plane's tests importable.
 from amphora_lab import eventually  # isort: skip
 from pair_lab import USUAL  # isort: skip
-from stalls import Stalls, story  # isort: skip
+from stalls import Stalls, event_report  # isort: skip
 from throwaway_authority import Authority  # isort: skip
 
 _KIND = "ov"
@@ -66,6 +66,7 @@ def pytest_runtest_makereport(item):
     report = yield
     pair = getattr(item, "funcargs", {}).get("ovn_booted")
     if report.failed and pair is not None:
-        found = f"{story(pair.nodes, pair.stalls.found)}\novs-vswitchd: {pair.ovn.switches()}\n{pair.ovn.complaints()}"
+        events = event_report(pair.nodes, pair.stalls.found)
+        found = f"{events}\novs-vswitchd: {pair.ovn.switches()}\n{pair.ovn.complaints()}"
         report.sections.append(("VRRP and OVN", found))
     return report

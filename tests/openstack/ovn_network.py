@@ -19,7 +19,7 @@ from ovn_lab import MTU, Ovn
 
 # ovn_lab has made the modules of the data plane's tests importable.
 from amphora_lab import MEMBERS, ip  # isort: skip
-from pair_lab import PLACES, PairNetwork, Place  # isort: skip
+from pair_lab import PLACES, PairNetwork, NodeAddresses  # isort: skip
 from served import CLIENT_ADDRESSES, MEMBER_ADDRESSES  # isort: skip
 from wanted import VIP, VIP6  # isort: skip
 
@@ -163,19 +163,19 @@ class OvnNetwork(PairNetwork):
         ip(f"-n {self.name('far')} link set lo up")
         self._plug_machine("far", _FAR)
 
-    def plug_in(self, place: Place) -> None:
+    def plug_in(self, place: NodeAddresses) -> None:
         self.ovn.plug(chassis_of(place), self.name(place.namespace), "new0", place.cable, place.mac)
 
-    def pull_out(self, place: Place) -> None:
+    def pull_out(self, place: NodeAddresses) -> None:
         self.ovn.unplug(chassis_of(place), place.cable)
 
-    def cut(self, place: Place) -> None:
+    def cut(self, place: NodeAddresses) -> None:
         ip(f"-n {self.ovn.namespace(chassis_of(place))} link set {place.cable} down")
 
-    def mend(self, place: Place) -> None:
+    def mend(self, place: NodeAddresses) -> None:
         ip(f"-n {self.ovn.namespace(chassis_of(place))} link set {place.cable} up")
 
-    def part(self, *places: Place, apart: bool = True) -> None:
+    def part(self, *places: NodeAddresses, apart: bool = True) -> None:
         assert not apart, "a port of OVN cannot be isolated from one other port"
 
     def close(self) -> None:
@@ -184,6 +184,6 @@ class OvnNetwork(PairNetwork):
             self.ovn.close()
 
 
-def chassis_of(place: Place) -> int:
+def chassis_of(place: NodeAddresses) -> int:
     """Return the chassis of an amphora."""
     return _CHASSIS[place.namespace]

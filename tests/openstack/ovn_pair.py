@@ -15,7 +15,7 @@ from ovn_streams import KINDS, Stream, StreamServer
 # ovn_lab has made the modules of the data plane's tests importable.
 from amphora_lab import eventually  # isort: skip
 from pair_lab import Node, Pair  # isort: skip
-from peers import Room  # isort: skip
+from peers import SocketFactory  # isort: skip
 from wanted import listener, load_balancer, member, pool  # isort: skip
 
 _KIND = "ov"
@@ -68,8 +68,8 @@ class OvnPair(Pair):
 
     def open(self, *vips: str, place: str = "cl", kinds: Sequence[type[Stream]] = KINDS) -> list[Stream]:
         """Open connections of each kind to each VIP, and wait until data flow on each."""
-        room = Room(self.network.thread(place))
-        made = [kind(room, vip, STREAM_PORT, self.streams) for kind in kinds for vip in vips]
+        sockets = SocketFactory(self.network.thread(place))
+        made = [kind(sockets, vip, STREAM_PORT, self.streams) for kind in kinds for vip in vips]
         self.opened += made
         for each in made:
             each.await_flow()

@@ -153,13 +153,13 @@ class Stream:
     flowing = 4 * _CHUNK
     _numbers = itertools.count()
 
-    def __init__(self, room, address: str, port: int, server: StreamServer) -> None:
+    def __init__(self, sockets, address: str, port: int, server: StreamServer) -> None:
         self.which = next(self._numbers)
         self.server = server
         self.address = address
         self.progress = self._make_progress()
         self.ending = threading.Event()
-        self.socket = room.socket(address)
+        self.socket = sockets.socket(address)
         self.socket.settimeout(_SECONDS)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket.connect((address, port))

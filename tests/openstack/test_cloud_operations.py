@@ -37,7 +37,7 @@ def user(cloud_user):
 
 @pytest.fixture(scope="module")
 def dual(cloud_user):
-    """A network with two IPv4 subnets and an IPv6 subnet, and the client `visitor`; return the subnets."""
+    """A network with two IPv4 subnets and an IPv6 subnet, and the client `client`; return the subnets."""
     network, *subnets = cloud_user.add_network("dual", "198.51.102.0/24", "198.51.103.0/24", "2001:db8:102::/64")
     cloud_user.cloud.host("visitor", network, *subnets)
     return subnets

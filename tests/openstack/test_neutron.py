@@ -2,18 +2,16 @@
 """The network backend `neutron` with a real Keystone and a real Neutron: each call of the interface."""
 
 import time
-import uuid
 
 import msgspec
 import pytest
-from neutron_requests import groups_of, new_id, ports_on, race, take, vip_port_request
+from neutron_requests import group_named, groups_of, new_id, ports_on, rules_of_groups, take, vip_port_request
+from openstack.exceptions import ConflictException
 
 from amphora_driver.deadline import limit_wait
 from amphora_driver.errors import ConfigurationError, Conflict, NetworkError, UnsupportedOption
 from amphora_driver.model.network import ListenerRule, Route, VipOptions, VipRequest
 from amphora_driver.network.interface import NotYet, PortPurpose, management_port
-
-MOST_RACERS = 4
 
 
 class TestVips:
@@ -26,6 +24,49 @@ class TestVips:
         assert (port.is_admin_state_up, port.project_id) == (False, tenant.project_id)
         assert port.description == f"octavia-amphora-driver deployment {deployment}"
         assert set(port.tags) == {f"octavia-deployment={deployment}", f"octavia-load-balancer={one}"}
+
+    def test_a_users_port_is_used_once_and_released(self, backend, tenant, user):
+        port = user.create_port(network_id=tenant.network.id, name="mine", fixed_ips=[{"subnet_id": tenant.v4.id}])
+        one = new_id()
+        (vip,) = take(backend, tenant, {"port_id": port.id}, load_balancer_id=one)
+        assert (vip.port_id, vip.address) == (port.id, port.fixed_ips[0]["ip_address"])
+        assert take(backend, tenant, {"port_id": port.id}, load_balancer_id=one) == (vip,)
+        with pytest.raises(Conflict, match="in use"):
+            take(backend, tenant, {"port_id": port.id})
+        assert backend.owners().load_balancers == set()
+        backend.release_load_balancer(one)
+        after = user.get_port(port.id)
+        assert (after.device_id, after.device_owner, after.name, after.tags) == ("", "", "mine", [])
+
+    def test_release_is_idempotent_also_after_a_deletion_by_octavia(self, backend, tenant, admin):
+        for octavia_was_first in (False, True):
+            one = new_id()
+            (vip,) = take(backend, tenant, load_balancer_id=one)
+            assert backend.owners().load_balancers == {one}
+            if octavia_was_first:
+                admin.delete_port(vip.port_id)
+            backend.release_load_balancer(one)
+            backend.release_load_balancer(one)
+            assert (ports_on(admin, tenant), backend.owners().load_balancers) == ([], set())
+
+    def test_neutron_does_not_answer_in_time(self, make_backend, tenant, deployment, cloud):
+        backend = make_backend(deployment, allocation_timeout=0.1)
+        backend._neutron._service.request = lambda *_, **__: cloud_is_slow()
+        answer = take(backend, tenant)
+        assert isinstance(answer, NotYet)
+        assert "did not answer in 0.1 s" in answer.reason
+
+
+def cloud_is_slow():
+    """Wait until the deadline of the operation."""
+    while limit_wait(1.0):
+        time.sleep(0.02)
+
+
+class TestAddresses:
+    @pytest.fixture
+    def backend(self, shared_backend):
+        return shared_backend
 
     def test_additional_vips_keep_their_order_over_repeated_calls(self, backend, tenant, admin):
         one = new_id()
@@ -70,46 +111,13 @@ class TestVips:
             with pytest.raises(UnsupportedOption, match="does not exist"):
                 take(backend, tenant, {kind: new_id()})
 
-    def test_a_users_port_is_used_once_and_released(self, backend, tenant, user):
-        port = user.create_port(network_id=tenant.network.id, name="mine", fixed_ips=[{"subnet_id": tenant.v4.id}])
-        one = new_id()
-        (vip,) = take(backend, tenant, {"port_id": port.id}, load_balancer_id=one)
-        assert (vip.port_id, vip.address) == (port.id, port.fixed_ips[0]["ip_address"])
-        assert take(backend, tenant, {"port_id": port.id}, load_balancer_id=one) == (vip,)
-        with pytest.raises(Conflict, match="in use"):
-            take(backend, tenant, {"port_id": port.id})
-        assert backend.owners().load_balancers == set()
-        backend.release_load_balancer(one)
-        after = user.get_port(port.id)
-        assert (after.device_id, after.device_owner, after.name, after.tags) == ("", "", "mine", [])
-
-    def test_release_is_idempotent_also_after_a_deletion_by_octavia(self, backend, tenant, admin):
-        for octavia_was_first in (False, True):
-            one = new_id()
-            (vip,) = take(backend, tenant, load_balancer_id=one)
-            assert backend.owners().load_balancers == {one}
-            if octavia_was_first:
-                admin.delete_port(vip.port_id)
-            backend.release_load_balancer(one)
-            backend.release_load_balancer(one)
-            assert (ports_on(admin, tenant), backend.owners().load_balancers) == ([], set())
-
-    def test_neutron_does_not_answer_in_time(self, make_backend, tenant, deployment, cloud):
-        backend = make_backend(deployment, allocation_timeout=0.1)
-        backend._neutron._service.request = lambda *_, **__: cloud_is_slow()
-        answer = take(backend, tenant)
-        assert isinstance(answer, NotYet)
-        assert "did not answer in 0.1 s" in answer.reason
-
-
-def cloud_is_slow():
-    """Wait until the deadline of the operation."""
-    while limit_wait(1.0):
-        time.sleep(0.02)
-
 
 class TestProjects:
     """A reference of a user is checked with the project of the load balancer."""
+
+    @pytest.fixture
+    def backend(self, shared_backend):
+        return shared_backend
 
     @pytest.fixture
     def foreign(self, cloud, admin):
@@ -138,7 +146,8 @@ class TestProjects:
                 action="access_as_shared",
                 target_project_id=target,
             )
-            (vip,) = allocate(make_backend(uuid.uuid4().hex))
+            # A new backend has read no RBAC policy yet.
+            (vip,) = allocate(make_backend("shared"))
             admin.delete_port(vip.port_id)
             admin.delete_rbac_policy(policy)
         admin.delete_rbac_policy(service)
@@ -186,8 +195,7 @@ class TestPorts:
         assert made.name == f"amphora-vip-{request.amphora_id}"
         assert {one["ip_address"] for one in made.allowed_address_pairs} == set(request.vips)
         assert (made.qos_policy_id, made.binding_vnic_type, made.is_admin_state_up) == (policy.id, "normal", True)
-        (group,) = groups_of(admin, deployment)
-        assert made.security_group_ids == [group.id]
+        assert made.security_group_ids == [group_named(admin, deployment, "octavia-amphora-traffic").id]
         assert made.project_id == backend._neutron.project_id()
         assert (port.mac, port.mtu) == (made.mac_address, admin.get_network(tenant.network.id).mtu)
         assert [one.address for one in port.addresses] == [one["ip_address"] for one in made.fixed_ips]
@@ -243,6 +251,19 @@ class TestPorts:
             ("tcp", 9443), ("icmp", None), ("ipv6-icmp", None),
         }  # fmt: skip
 
+    def test_a_subnet_with_routes(self, backend, tenant):
+        subnet = backend.subnet(tenant.v4.id, tenant.project_id)
+        assert (subnet.cidr, subnet.gateway) == ("198.51.100.0/24", "198.51.100.1")
+        assert subnet.routes == (Route(destination="192.0.2.0/24", gateway="198.51.100.9"),)
+        with pytest.raises(UnsupportedOption, match="does not exist"):
+            backend.subnet(new_id())
+
+
+class TestSrIov:
+    @pytest.fixture
+    def backend(self, shared_backend):
+        return shared_backend
+
     def test_sr_iov_ports_have_no_port_security(self, backend, tenant, admin):
         port = backend.ensure_port(vip_port_request(tenant, vnic_type="direct"))
         made = admin.get_port(port.id)
@@ -255,12 +276,24 @@ class TestPorts:
                 new_id(), tenant.project_id, VipOptions(security_group_ids=(group.id,)), [port.id]
             )
 
-    def test_a_subnet_with_routes(self, backend, tenant):
-        subnet = backend.subnet(tenant.v4.id, tenant.project_id)
-        assert (subnet.cidr, subnet.gateway) == ("198.51.100.0/24", "198.51.100.1")
-        assert subnet.routes == (Route(destination="192.0.2.0/24", gateway="198.51.100.9"),)
-        with pytest.raises(UnsupportedOption, match="does not exist"):
-            backend.subnet(new_id())
+    def test_members_of_both_types_have_a_port_each_on_one_network(self, backend, tenant, admin):
+        asked = vip_port_request(tenant, purpose=PortPurpose.MEMBER, vips=())
+        ordinary = backend.ensure_port(asked)
+        admin.update_port(ordinary.id, device_id=new_id(), device_owner="compute:nova", binding_host_id="host")
+        # A bound port keeps its type.
+        with pytest.raises(ConflictException, match="already has an attached device"):
+            admin.update_port(ordinary.id, binding_vnic_type="direct")
+        direct = backend.ensure_port(msgspec.structs.replace(asked, vnic_type="direct"))
+        admin.update_port(direct.id, device_id=new_id(), device_owner="compute:nova", binding_host_id="host")
+        assert {port.id: (port.binding_vnic_type, port.status) for port in ports_on(admin, tenant)} == {
+            ordinary.id: ("normal", "ACTIVE"),
+            direct.id: ("direct", "ACTIVE"),
+        }
+        assert backend.ensure_port(asked) == ordinary
+        assert backend.ensure_port(msgspec.structs.replace(asked, vnic_type="direct")) == direct
+        assert {port.id for port in backend.ports(asked.amphora_id)} == {ordinary.id, direct.id}
+        backend.delete_port(ordinary.id)
+        assert backend.ports(asked.amphora_id) == (direct,)
 
 
 class TestOptions:
@@ -322,94 +355,6 @@ class TestOptions:
         assert groups_of(admin, deployment) == []
 
 
-class TestRaces:
-    def test_racing_processes_create_each_object_once(self, make_backend, tenant, admin, deployment):
-        backends = [make_backend(deployment) for _ in range(MOST_RACERS)]
-        for backend in backends:
-            backend._neutron.project_id()
-        one = new_id()
-        assert len(set(race(lambda network: take(network, tenant, load_balancer_id=one), backends))) == 1
-        request = vip_port_request(tenant)
-        assert len(set(race(lambda network: network.ensure_port(request), backends))) == 1
-        assert len(ports_on(admin, tenant)) == 2
-        (group,) = groups_of(admin, deployment)
-        assert len(group.security_group_rules) == 4
-
-    def test_racing_load_balancers_do_not_share_a_port(self, make_backend, tenant, user, deployment):
-        port = user.create_port(network_id=tenant.network.id)
-        wanted = {"subnet_id": None, "port_id": port.id}
-
-        def use(network):
-            try:
-                return take(network, tenant, wanted)
-            except Conflict:
-                return None
-
-        backends = [make_backend(deployment) for _ in range(MOST_RACERS)]
-        for backend in backends:
-            backend._neutron.project_id()
-        # All of them may get a conflict; then the user repeats the request.
-        answers = race(use, backends)
-        assert len([one for one in answers if one is not None]) <= 1
-        if not any(answers):
-            assert use(backends[0])
-        assert len(user.get_port(port.id).tags) == 1
-
-
-class TestForeignObjects:
-    @pytest.fixture
-    def incumbent(self, admin, tenant):
-        """A load balancer of Octavia's own provider with its usual objects."""
-        one, amphora = new_id(), new_id()
-        group = admin.create_security_group(name=f"lb-{one}")
-        vip = admin.create_port(
-            network_id=tenant.network.id,
-            project_id=tenant.project_id,
-            name=f"octavia-lb-{one}",
-            device_id=f"lb-{one}",
-            device_owner="Octavia",
-            admin_state_up=False,
-        )
-        base = [
-            admin.create_port(network_id=tenant.network.id, name=name, security_group_ids=[group.id])
-            for name in (f"octavia-lb-vrrp-{amphora}", f"octavia-lb-member-{amphora}")
-        ]
-        return one, amphora, [vip, *base]
-
-    def test_objects_of_others_are_neither_listed_nor_changed(self, make_backend, tenant, admin, incumbent):
-        ours, theirs = make_backend(uuid.uuid4().hex), make_backend(uuid.uuid4().hex)
-        their_lb, their_amphora = new_id(), new_id()
-        their_vips = take(theirs, tenant, load_balancer_id=their_lb)
-        theirs.ensure_port(management_port(their_amphora, tenant.network.id, [tenant.v4.id]))
-        one, amphora, ports = incumbent
-        before = {port.id: port.to_dict() for port in ports_on(admin, tenant)}
-        groups = {found.id for found in admin.security_groups()}
-        owners = ours.owners()
-        assert (owners.amphorae, owners.load_balancers) == (set(), set())
-        for load_balancer in (one, their_lb):
-            ours.release_load_balancer(load_balancer)
-        for machine in (amphora, their_amphora):
-            assert ours.ports(machine) == ()
-        for port_id in before:
-            ours.delete_port(port_id)
-            ours.apply_vip_options(one, tenant.project_id, VipOptions(), [port_id])
-        assert not ours.direct_answers_allowed([port.id for port in ports])
-        after = {port.id: port.to_dict() for port in ports_on(admin, tenant)}
-        assert after == before
-        assert groups <= {found.id for found in admin.security_groups()}
-        # Each deployment still finds its own objects.
-        assert theirs.owners().load_balancers == {their_lb}
-        assert take(theirs, tenant, load_balancer_id=their_lb) == their_vips
-
-    def test_the_same_load_balancer_id_in_two_deployments(self, make_backend, tenant, admin):
-        ours, theirs = make_backend(uuid.uuid4().hex), make_backend(uuid.uuid4().hex)
-        one = new_id()
-        for backend in (ours, theirs):
-            take(backend, tenant, load_balancer_id=one)
-        ours.release_load_balancer(one)
-        assert (ours.owners().load_balancers, theirs.owners().load_balancers) == (set(), {one})
-
-
 class TestCrashes:
     """The process ends after each request in turn; the repeated call finds the existing objects."""
 
@@ -438,8 +383,7 @@ class TestCrashes:
 
         backend = self.crashed(make_backend, deployment, watch, crash, create)
         assert len(ports_on(admin, tenant)) == 2
-        (group,) = groups_of(admin, deployment)
-        assert len(group.security_group_rules) == 4
+        assert rules_of_groups(admin, deployment) == {"octavia-amphora-traffic": [4], "octavia-amphora-vips": [2]}
         owners = backend.owners()
         assert (owners.amphorae, owners.load_balancers) == ({request.amphora_id}, {one})
 

@@ -93,7 +93,7 @@ NUMBERS = {
     "create ACTIVE_STANDBY": (15, 10),
     "first member on a network, pair": (8, 4),
     "fail-over of an amphora": (11, 6),
-    "delete SINGLE": (9, 3),
+    "delete SINGLE": (10, 3),
 }
 
 

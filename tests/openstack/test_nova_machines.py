@@ -147,6 +147,26 @@ class TestRemoval:
             for one in others:
                 nova_admin.compute.delete_server(one)
 
+    def test_a_user_cannot_forge_the_tags(self, nova, nova_cloud, deployment, make_image):
+        """Nova lists the servers of the project of the service account only."""
+        amphora_id, user = new_id(), nova_cloud.connect("demo", "demo")
+        body = {
+            "name": f"octavia-amphora-{amphora_id}",
+            "flavorRef": user.compute.find_flavor(FLAVOR).id,
+            "imageRef": make_image("forged", user),
+            "networks": "none",
+            "tags": [f"amphora:{amphora_id}", f"amphora-deployment:{deployment}"],
+        }
+        forged = user.compute.post("/servers", json={"server": body}, microversion="2.67").json()["server"]["id"]
+        try:
+            until(lambda: user.compute.get_server(forged).status == "ACTIVE", "the user's server runs")
+            assert (nova.get(amphora_id), nova.machines(), nova.locations()) == (None, set(), {})
+            nova.destroy(amphora_id)
+            found = user.compute.get_server(forged)
+            assert (found.status, found.task_state) == ("ACTIVE", None)
+        finally:
+            user.compute.delete_server(forged)
+
 
 class TestProfiles:
     def test_existing_objects(self, nova, nova_admin, management):

@@ -19,7 +19,7 @@ from ovn_pair import tunnelled
 from ovn_streams import Download, Upload
 
 from amphora_lab import eventually  # isort: skip
-from pair_lab import PATIENT, USUAL  # isort: skip
+from pair_lab import MEDIUM, USUAL  # isort: skip
 from wanted import VIP, VIP6  # isort: skip
 
 pytestmark = [pytest.mark.root, pytest.mark.quiet]
@@ -62,7 +62,7 @@ def _hand_over(pair, streams, record_property):
     for each in streams:
         each.finish()
     for vip in VIRTUAL:
-        assert pair.visitor.fetch(address=vip).status == 200
+        assert pair.client.fetch(address=vip).status == 200
 
 
 # Stateless first: Open vSwitch 3.1.0 aborts sometimes after a group has become stateful again (conn_update_state()).
@@ -106,7 +106,7 @@ def test_open_connections_lose_nothing_with_a_tunnel_over_ipv6(ovn_pair, record_
     pair = ovn_pair
     pair.network.set_group(stateful=True)
     pair.speak_ipv6(alone=False)
-    pair.advert = PATIENT
+    pair.advert = MEDIUM
     try:
         pair.push(pair.tree)
         pair.steady()
@@ -125,7 +125,7 @@ def test_an_ordinary_move_with_a_stateful_group_resets_at_once(ovn_pair, record_
     pair = ovn_pair
     pair.network.set_group(stateful=True)
     streams = pair.open(VIP, VIP6)
-    with pair.asking() as asker:
+    with pair.poll() as polling:
         began = time.monotonic()
         pair.move(drain=0)
         for each in streams:
@@ -133,8 +133,8 @@ def test_an_ordinary_move_with_a_stateful_group_resets_at_once(ovn_pair, record_
             record_property(f"seconds until the end: {each}", round(after, 3))
             assert isinstance(each.progress.error, ConnectionError), f"{each}: {each.progress.error!r}"
         pair.open(VIP, VIP6)
-    record_property("seconds in which new connections failed", round(asker.outage, 3))
-    assert asker.outage < 1.0, asker.failed
+    record_property("seconds in which new connections failed", round(polling.outage, 3))
+    assert polling.outage < 1.0, polling.failed
 
 
 @pytest.mark.extended

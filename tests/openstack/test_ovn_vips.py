@@ -11,8 +11,8 @@ from ovn_network import VIRTUAL
 
 from amphora_lab import eventually  # isort: skip
 from pair_lab import FAST, USUAL  # isort: skip
-from peers import Room  # isort: skip
-from visitors import Visitor  # isort: skip
+from peers import SocketFactory  # isort: skip
+from http_clients import HttpClient  # isort: skip
 
 pytestmark = [pytest.mark.root, pytest.mark.quiet]
 pytest_plugins = ("ovn_fixtures",)
@@ -31,9 +31,9 @@ def test_announcements_claim_the_virtual_ports(ovn_pair, record_property):
         claimed = pair.ovn.claims.await_parent(port, holder.where.cable, began, _CLAIM_SECONDS)
         record_property(f"seconds until {vip} is claimed", round(claimed, 3))
     for place in ("cl", "far"):
-        visitor = Visitor(Room(pair.network.thread(place)))
+        client = HttpClient(SocketFactory(pair.network.thread(place)))
         for vip in VIRTUAL:
-            assert visitor.fetch(address=vip).status == 200, f"{vip} from {place}"
+            assert client.fetch(address=vip).status == 200, f"{vip} from {place}"
     assert pair.holder is holder
 
 
@@ -47,7 +47,7 @@ def test_time_of_an_unplanned_failover(ovn_pair, record_property, advert, bound)
     pair.steady()
     holder, standby = pair.holder, pair.standby
     askers = []
-    with pair.asking() as near, pair.asking(place="far") as far:
+    with pair.poll() as near, pair.poll(place="far") as far:
         askers = [near, far]
         began = time.monotonic()
         holder.everything(signal.SIGKILL)

@@ -92,7 +92,9 @@ class ServiceOptions(Cloud):
                 "ServerGroupAntiAffinityFilter,ServerGroupAffinityFilter,DifferentHostFilter"
             },
             "conductor": {"workers": 1},
-            "oslo_messaging_notifications": {"driver": "noop"},
+            # Cluster membership receives them.
+            "oslo_messaging_notifications": {"driver": "messagingv2"},
+            "notifications": {"notification_format": "versioned"},
         }
 
     def _barbican(self):

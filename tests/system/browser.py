@@ -14,7 +14,7 @@ import tempfile
 import threading
 from contextlib import contextmanager, suppress
 
-PATIENCE = 60.0
+TIME_LIMIT = 60.0
 _FLAGS = (
     *("--headless", "--no-sandbox", "--no-zygote", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-extensions"),
@@ -93,7 +93,7 @@ class Page:
         told = self._ask("Page.navigate", url=address)
         # Without a password the browser shows the body of the authentication request.
         assert told.get("errorText") in {None, "net::ERR_INVALID_AUTH_CREDENTIALS"}, told
-        assert self._loaded.wait(PATIENCE), f"the browser did not load {address} in {PATIENCE:.0f} s"
+        assert self._loaded.wait(TIME_LIMIT), f"the browser did not load {address} in {TIME_LIMIT:.0f} s"
 
     def says(self, expression):
         """Return the value of a JavaScript expression in the page."""
@@ -121,7 +121,7 @@ class Page:
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        self._listening.join(PATIENCE)
+        self._listening.join(TIME_LIMIT)
         self._write.close()
         self._read.close()
 
@@ -129,7 +129,7 @@ class Page:
         number = next(self._numbers)
         answer = self._answers[number] = queue.SimpleQueue()
         self._send(number, method, parameters)
-        told = answer.get(timeout=PATIENCE)
+        told = answer.get(timeout=TIME_LIMIT)
         assert "error" not in told, (method, told["error"])
         return told["result"]
 

@@ -15,7 +15,7 @@ from amphora_driver.host import namespaces
 from amphora_driver.store import amphorae, circuit_breaker, status_outbox
 from sandbox import demo, topology
 
-PATIENCE = 60.0
+TIME_LIMIT = 60.0
 
 
 class Cloud:
@@ -121,7 +121,7 @@ class Cloud:
     # --- waiting ------------------------------------------------------------------------------------------------------
 
     @staticmethod
-    def until(question, what, seconds=PATIENCE):
+    def until(question, what, seconds=TIME_LIMIT):
         """Poll until the result is true; return it.
 
         The interval grows: an answer of Octavia's API takes ten milliseconds or more of processor time.
@@ -152,7 +152,7 @@ class Cloud:
                 one.load_balancer_id == load_balancer_id for one in status_outbox.list_due_reports(connection, 100)
             )
 
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + TIME_LIMIT
         while time.monotonic() < deadline:
             try:
                 if self.database.read(reported):

@@ -22,7 +22,7 @@ _LARGEST = 2048
 # flow, so each new flow gets the next port below the ephemeral range.
 _SOURCE_PORTS = itertools.cycle(range(20_000, 32_000))
 # Seconds a client waits for an answer.
-PATIENCE = 2.0
+TIME_LIMIT = 2.0
 
 
 @contextmanager
@@ -86,7 +86,7 @@ def said(settings, address, number=1, port=53, *, source=None):
 
 def _ask(address, port, source):
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as client:
-        client.settimeout(PATIENCE)
+        client.settimeout(TIME_LIMIT)
         client.bind(("", source))
         client.connect((address, port))
         try:

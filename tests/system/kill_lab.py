@@ -39,7 +39,7 @@ FAILED = (
     openstack.exceptions.SDKException,
 )
 # Seconds for a user's request after any kill.
-PATIENCE = 60.0
+TIME_LIMIT = 60.0
 # Seconds for each killed process.
 LIFE = 15.0
 # Short intervals, because the kill matrix would otherwise take an hour.
@@ -118,7 +118,7 @@ class Lab:
         (self._points / f"{point}.here").unlink(missing_ok=True)
         (self._points / point).write_text("wait", encoding="ascii")
 
-    def held(self, point, seconds=PATIENCE):
+    def held(self, point, seconds=TIME_LIMIT):
         """Wait until a process is suspended at this point."""
         Cloud.until((self._points / f"{point}.here").exists, f"a process waits at {point}", seconds)
 
@@ -145,7 +145,7 @@ class Lab:
         thread.start()
 
         def end():
-            thread.join(PATIENCE)
+            thread.join(TIME_LIMIT)
             assert outcome, "the API answers the request"
             return outcome[0]
 
@@ -157,13 +157,13 @@ class Lab:
 
     def reached(self):
         """Wait until a process was killed at every armed point; held processes stay held."""
-        seconds = PATIENCE + LIFE * len(self._deaths())
+        seconds = TIME_LIMIT + LIFE * len(self._armed_kills())
         deadline = time.monotonic() + seconds
-        while left := self._deaths():
+        while left := self._armed_kills():
             assert time.monotonic() < deadline, f"points that no process reached in {seconds:.0f} s: {sorted(left)}"
             time.sleep(0.02)
 
-    def _deaths(self):
+    def _armed_kills(self):
         found = set()
         for name in self.armed():
             with suppress(FileNotFoundError):
@@ -219,7 +219,7 @@ class Lab:
 
     # --- remaining state ----------------------------------------------------------------------------------------------
 
-    def settled(self, seconds=PATIENCE):
+    def settled(self, seconds=TIME_LIMIT):
         """Wait until no object is PENDING, no job is left, and no orphan exists."""
         deadline = time.monotonic() + seconds
         # The cheapest check is first: the check with Octavia's API takes 0.1 s.
@@ -336,7 +336,7 @@ class Lab:
         return self.connection.load_balancer.get(self.cloud.url("loadbalancers")).json()["loadbalancers"]
 
 
-class Witness:
+class ContinuousClient:
     """A client that sends requests to one load balancer continuously.
 
     No part of the control plane is in the path of a request, so no request may fail.

@@ -117,9 +117,9 @@ class Fleet:
                     name=f"rotated-{one}", vip_subnet_id=topology.VIP_SUBNET, listeners=[listener], **more
                 )
             )
-        patience = 60.0 + 10.0 * number
+        time_limit = 60.0 + 10.0 * number
         for one in made:
-            Cloud.until(lambda one=one: self.status(one) == ("ACTIVE", "ONLINE"), f"{one.name} is ONLINE", patience)
+            Cloud.until(lambda one=one: self.status(one) == ("ACTIVE", "ONLINE"), f"{one.name} is ONLINE", time_limit)
         return [self.cloud.balancers.get_load_balancer(one.id) for one in made]
 
     def status(self, balancer):

@@ -20,6 +20,10 @@ from sandbox.stack import Stack
 AGENT_PYTHON = os.environ.get("AMPHORA_AGENT_PYTHON", sys.executable)
 # Below the ephemeral ports of the kernel (ip(7), ip_local_port_range).
 _FIRST_PORT = 20000
+# A second provider of the common sandbox, which accepts each request and does nothing. tests/cluster/other_provider.py
+# reports its statuses.
+_PROVIDERS = "haproxy: HAProxy and keepalived, noop_driver: a driver that does nothing"
+SECOND_PROVIDER = {"api_settings": {"enabled_provider_drivers": _PROVIDERS}}
 
 
 def _sessions(stack):
@@ -76,7 +80,7 @@ class _Common:
     def used(self):
         """Return stack and settings for one module; start the sandbox if necessary."""
         if self._running is None:
-            self._running = self._closing.enter_context(_started({}))
+            self._running = self._closing.enter_context(_started({"octavia_options": SECOND_PROVIDER}))
         self._used = True
         try:
             yield self._running

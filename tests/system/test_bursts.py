@@ -23,8 +23,8 @@ CHANGES = int(os.environ.get("AMPHORA_CHANGES", "0")) or (20 if NUMBER >= 100 el
 # Concurrent users.
 USERS = 8
 # Seconds. The boot of an amphora takes one or two seconds of processor time, and the machine has two processors.
-PATIENCE = 60.0 + 10.0 * NUMBER
-pytestmark = [pytest.mark.root, pytest.mark.extended, pytest.mark.lasts(3 * PATIENCE)]
+TIME_LIMIT = 60.0 + 10.0 * NUMBER
+pytestmark = [pytest.mark.root, pytest.mark.extended, pytest.mark.lasts(3 * TIME_LIMIT)]
 
 
 def create(cloud, number):
@@ -39,7 +39,7 @@ def create(cloud, number):
 def add_members(cloud, balancer):
     """Add members one by one, with retries; return the number of refusals."""
     pool, refused = cloud.pool_of(balancer), 0
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + TIME_LIMIT
     for number in range(CHANGES):
         # Disabled members get no requests, so the expected answers stay the same.
         member = cloud.member("member3", protocol_port=9000 + number, admin_state_up=False)
@@ -62,7 +62,7 @@ def settled(cloud):
         found = [one.provisioning_status for one in cloud.balancers.load_balancers()]
         return None if any(one.startswith("PENDING") for one in found) else found
 
-    return cloud.until(ask, "no load balancer is PENDING", PATIENCE)
+    return cloud.until(ask, "no load balancer is PENDING", TIME_LIMIT)
 
 
 def rows(cloud, *columns, where=()):

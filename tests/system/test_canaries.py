@@ -55,7 +55,7 @@ LOUD = {
 _USERS = ("tls/*",)
 
 
-class Patient(Cloud):
+class SlowCloud(Cloud):
     """Waits longer, because DEBUG logs of all services take time."""
 
     @staticmethod
@@ -96,7 +96,7 @@ def store():
 
 
 @pytest.fixture
-def loud(store, monkeypatch):
+def debug_cloud(store, monkeypatch):
     """A sandbox at DEBUG with all kinds of secrets; yields a user's view of it."""
     url, statements = store
     quiet = config_files._octavia_options
@@ -118,7 +118,7 @@ def loud(store, monkeypatch):
     }
     with running(store_url=url, options=options) as (_stack, settings), demo.connect(settings) as connection:
         database = Database(url)
-        yield Patient(settings, connection, database), statements
+        yield SlowCloud(settings, connection, database), statements
         database.dispose()
 
 
@@ -299,8 +299,8 @@ def pushed_in_vain(cloud, balancer, amphora_id):
 
 
 @pytest.mark.root
-def test_secrets_are_in_their_permitted_places_only(loud):
-    cloud, statements = loud
+def test_secrets_are_in_their_permitted_places_only(debug_cloud):
+    cloud, statements = debug_cloud
     balancer, listener = serve(cloud)
     (amphora_id,) = cloud.amphorae(balancer)
     told = [refused_by_the_driver(cloud, listener), refused_by_the_agent(cloud, amphora_id)]

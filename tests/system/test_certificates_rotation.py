@@ -17,7 +17,7 @@ from pathlib import Path
 import kill_lab
 import pytest
 import sqlalchemy as sa
-from kill_lab import Witness, in_step
+from kill_lab import ContinuousClient, in_step
 
 from amphora_driver import config
 from amphora_driver.agent.client import AgentClient
@@ -43,13 +43,13 @@ def lab():
 
 
 @pytest.fixture(scope="module")
-def witness(lab):
-    balancer = lab.cloud.served("witness", ("member1", "member2"))
-    with Witness(lab.cloud, balancer.vip_address) as witness:
-        witness.balancer = balancer
-        yield witness
-    assert witness.failed == []
-    assert witness.answered > 100
+def client(lab):
+    balancer = lab.cloud.served("steady", ("member1", "member2"))
+    with ContinuousClient(lab.cloud, balancer.vip_address) as client:
+        client.balancer = balancer
+        yield client
+    assert client.failed == []
+    assert client.answered > 100
 
 
 def amphoractl(lab, *words):
@@ -113,8 +113,8 @@ def renewed(lab, amphora_id, before):
     return lab.cloud.until(new, "the certificate is renewed")
 
 
-def test_a_certificate_is_renewed_in_time_despite_controller_crashes(lab, witness):
-    amphora_id, issued_at = only(lab, witness.balancer), lab.database.now() - 6 * DAY
+def test_a_certificate_is_renewed_in_time_despite_controller_crashes(lab, client):
+    amphora_id, issued_at = only(lab, client.balancer), lab.database.now() - 6 * DAY
     first = row_of(lab, amphora_id)
     assert first.trusts.startswith("files-")
     assert first.certificate_expires_at - first.certificate_issued_at == pytest.approx(7 * DAY, abs=60)
@@ -123,17 +123,17 @@ def test_a_certificate_is_renewed_in_time_despite_controller_crashes(lab, witnes
     lab.reached()
     row = renewed(lab, amphora_id, issued_at)
     lab.settled()
-    assert only(lab, witness.balancer) == amphora_id, "no amphora is replaced"
+    assert only(lab, client.balancer) == amphora_id, "no amphora is replaced"
     said = ask(lab, amphora_id, by_files=True).certificate_expires_at.timestamp()
     assert said == pytest.approx(row.certificate_expires_at, abs=1)
     (found,) = [one for one in amphoractl(lab, "certificate", "list") if one["Amphora"] == amphora_id]
     assert (found["State"], found["Days left"]) == ("fine", 7.0)
-    changed(lab, witness.balancer, 5)
+    changed(lab, client.balancer, 5)
 
 
-def test_an_amphora_with_an_expired_certificate_is_enrolled_again(lab, witness):
+def test_an_amphora_with_an_expired_certificate_is_enrolled_again(lab, client):
     """The expired certificate (after a long power-off, for example) is refused and replaced."""
-    amphora_id, etc = only(lab, witness.balancer), lab.settings.etc
+    amphora_id, etc = only(lab, client.balancer), lab.settings.etc
     ago = lab.database.now() - 30 * DAY
     authority = Authority((etc / "amphora_ca.pem").read_bytes(), Secret((etc / "amphora_ca.key").read_bytes()))
     soon = authority.issue_server(amphora_id, 2 / DAY)
@@ -147,8 +147,8 @@ def test_an_amphora_with_an_expired_certificate_is_enrolled_again(lab, witness):
     change(lab, amphora_id, certificate_issued_at=ago, certificate_expires_at=soon.expires_at)
     renewed(lab, amphora_id, ago)
     assert ask(lab, amphora_id, by_files=True).certificate_expires_at > dt.datetime.now(dt.timezone.utc)
-    changed(lab, witness.balancer, 6)
-    assert only(lab, witness.balancer) == amphora_id
+    changed(lab, client.balancer, 6)
+    assert only(lab, client.balancer) == amphora_id
 
 
 def phase_of(lab, kind):
@@ -158,8 +158,8 @@ def phase_of(lab, kind):
 
 
 @pytest.mark.parametrize("kind", [CaKind.CONTROLLER, CaKind.AMPHORA])
-def test_a_ca_is_rotated_despite_controller_crashes(lab, witness, kind):
-    cloud, balancer = lab.cloud, witness.balancer
+def test_a_ca_is_rotated_despite_controller_crashes(lab, client, kind):
+    cloud, balancer = lab.cloud, client.balancer
     amphora_id = only(lab, balancer)
     ask(lab, amphora_id, by_files=kind is CaKind.CONTROLLER)
     looks, moved = f"Authority-{kind.value}-before", f"Authority-{kind.value}-marked"
@@ -202,7 +202,7 @@ def test_a_ca_is_rotated_despite_controller_crashes(lab, witness, kind):
     changed(lab, balancer, 3)
 
 
-def test_a_rotation_after_both_cas_were_rotated_needs_no_files(lab, witness):
+def test_a_rotation_after_both_cas_were_rotated_needs_no_files(lab, client):
     """After the rotation of both authorities, no process needs the remaining files."""
     etc, cloud = lab.settings.etc, lab.cloud
     if len([one for one in lab.database.read(ca_records.list_cas) if one.state is CaState.CURRENT]) < 2:
@@ -217,13 +217,13 @@ def test_a_rotation_after_both_cas_were_rotated_needs_no_files(lab, witness):
         one.signal(signal.SIGKILL)
     assert process.wait(10)
     lab.stack.supervision.start(next(one for one in lab.stack.programs() if one.name == "amphora-controller"))
-    changed(lab, witness.balancer, 4)
+    changed(lab, client.balancer, 4)
     made = cloud.served("without-files", ("member1",))
     assert cloud.answers(made.vip_address, 2) == {"member1": 2}
     first = amphoractl(lab, "ca", "list", "--all")
     assert amphoractl(lab, "ca", "rotate", "--kind", "amphora")["ID"] == max(one["ID"] for one in first) + 1
     cloud.until(lambda: phase_of(lab, CaKind.AMPHORA) is None, "the next rotation has ended")
-    changed(lab, witness.balancer, 7)
+    changed(lab, client.balancer, 7)
     keys = lab.database.read(lambda c: ca_records.list_cas(c, gone=True))
     assert [one.sealed_key is None for one in keys] == [one.state is CaState.GONE for one in keys], (
         "keys of former CAs are erased"

@@ -51,8 +51,8 @@ OPTIONS = {
         "silent_after": str(SILENT_AFTER),
         "probe_timeout": "1",
         "breaker_window": "30",
-        "breaker_calm": "2",
-        "pause_first": "1",
+        "breaker_close_after": "2",
+        "backoff_first": "1",
     },
 }
 FLEET = 50
@@ -89,7 +89,7 @@ def balancer(cloud):
 
 
 @pytest.fixture
-def calm(cloud, balancer):
+def no_failover(cloud, balancer):
     """Assert that all heartbeats arrive, no amphora was replaced, and no object is in ERROR."""
     seeing(cloud)
     before, known = cloud.amphorae(balancer), len(rows(cloud))
@@ -227,20 +227,20 @@ def change(cloud, balancer, record_property):
     record_property("seconds until the change was applied", round(time.monotonic() - begun, 1))
 
 
-@pytest.mark.usefixtures("calm")
+@pytest.mark.usefixtures("no_failover")
 def test_a_stopped_controller_replaces_no_amphora_afterwards(cloud, stack, change):
     with stopped(stack, "amphora-controller"), change():
         time.sleep(OUTAGE)
     sees_for(cloud, 1)
 
 
-@pytest.mark.usefixtures("calm")
+@pytest.mark.usefixtures("no_failover")
 def test_a_restarted_controller_replaces_no_amphora(stack, change):
     with gone(stack, "amphora-controller"), change():
         time.sleep(OUTAGE)
 
 
-@pytest.mark.usefixtures("calm")
+@pytest.mark.usefixtures("no_failover")
 def test_a_stopped_health_manager_causes_no_failover(cloud, stack):
     with stopped(stack, "amphora-health-manager"):
         blind(cloud)
@@ -248,27 +248,27 @@ def test_a_stopped_health_manager_causes_no_failover(cloud, stack):
         assert not silent(cloud)
 
 
-@pytest.mark.usefixtures("calm")
+@pytest.mark.usefixtures("no_failover")
 def test_a_stopped_control_plane_causes_no_failover(stack, change):
     """The whole host is suspended: no clock shows it, and all heartbeats of that time are lost."""
     with stopped(stack, "amphora-controller"), stopped(stack, "amphora-health-manager"), change():
         time.sleep(OUTAGE)
 
 
-@pytest.mark.usefixtures("calm")
+@pytest.mark.usefixtures("no_failover")
 def test_a_restarted_control_plane_causes_no_failover(stack, change):
     with gone(stack, "amphora-controller", "amphora-health-manager"), change():
         time.sleep(OUTAGE)
 
 
-@pytest.mark.usefixtures("calm")
+@pytest.mark.usefixtures("no_failover")
 def test_a_locked_database_causes_no_failover(cloud):
     with Path(f"{cloud.settings.data}/amphora-driver.sqlite.lock").open("wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         time.sleep(BLIND_FOR)
 
 
-@pytest.mark.usefixtures("calm")
+@pytest.mark.usefixtures("no_failover")
 def test_a_request_is_refused_while_the_database_is_locked(cloud, balancer):
     """A stopped process holds the write lock: a request is refused in time and leaves no trace."""
     change = functools.partial(cloud.balancers.update_load_balancer, balancer.id, description="changed")
@@ -289,7 +289,7 @@ def test_a_request_is_refused_while_the_database_is_locked(cloud, balancer):
     assert cloud.active(balancer.id).description == "changed"
 
 
-@pytest.mark.usefixtures("calm")
+@pytest.mark.usefixtures("no_failover")
 def test_an_unreachable_management_network_causes_no_failover(cloud):
     """The control plane's interface is down: no heartbeat arrives, and no agent can be reached."""
     inside = ("nsenter", f"--net={namespaces.path(cloud.settings.control)}", "--", "ip", "link", "set", "eth0")
@@ -302,7 +302,7 @@ def test_an_unreachable_management_network_causes_no_failover(cloud):
         subprocess.run([*inside, "up"], check=True)
 
 
-@pytest.mark.usefixtures("calm")
+@pytest.mark.usefixtures("no_failover")
 def test_a_mute_amphora_is_not_replaced(cloud, balancer):
     """The agent answers probes, so the amphora is mute and not dead."""
     (one,) = cloud.amphorae(balancer)
@@ -385,7 +385,7 @@ class Fleet:
                         sender.sendto(content + hmac.digest(key, content, hashlib.sha256), target)
 
 
-@pytest.mark.usefixtures("calm")
+@pytest.mark.usefixtures("no_failover")
 def test_fifty_silent_amphorae_open_the_breaker_until_they_return(cloud):
     with Fleet(cloud) as fleet:
         cloud.until(

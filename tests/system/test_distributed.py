@@ -15,8 +15,8 @@ import mariadb
 import pytest
 import rabbitmq
 import sqlalchemy as sa
-from bad_line import BadLine
 from cloud import Cloud
+from faulty_proxy import FaultyProxy
 from sandbox_of_a_test import running
 
 from amphora_driver.database import tables
@@ -47,7 +47,7 @@ def sandbox(broker):
     with (
         mariadb.server("octavia", "provider") as (octavia, provider),
         running(store_url=provider, octavia_url=octavia, broker_url=broker.url) as (stack, settings),
-        BadLine(sa.make_url(provider).query["unix_socket"]) as line,
+        FaultyProxy(sa.make_url(provider).query["unix_socket"]) as line,
     ):
         stack.line = line
         yield stack, settings

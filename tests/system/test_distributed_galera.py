@@ -27,7 +27,7 @@ VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1"
 BALANCERS = [f"lb{number}" for number in range(6)]
 CALLS = 60
 # Time-out for a busy machine, in seconds; an idle one takes about two.
-PATIENCE = 120.0
+TIME_LIMIT = 120.0
 # Changed rows of a table without a key: the second node scans the whole table for each.
 LONG_ROWS = 3000
 
@@ -85,10 +85,10 @@ class Workers:
 
 def accept(database, name, failed):
     """Change load balancers as the API of one host; the other hosts change the same ones."""
-    intents = RequestRecorder(database, lambda node: None)
+    recorder = RequestRecorder(database, lambda node: None)
     try:
         for number in range(CALLS):
-            intents.update_object(Kind.LOAD_BALANCER, BALANCERS[number % len(BALANCERS)], {"name": f"{name}-{number}"})
+            recorder.update_object(Kind.LOAD_BALANCER, BALANCERS[number % len(BALANCERS)], {"name": f"{name}-{number}"})
     except Exception as error:
         failed.append(error)
         raise
@@ -96,8 +96,8 @@ def accept(database, name, failed):
 
 def test_two_nodes_lose_no_call_and_repeat_no_work(nodes):
     for number, one in enumerate(BALANCERS):
-        intents = RequestRecorder(nodes[number % 2], lambda node: None)
-        intents.create_load_balancer(LoadBalancer(id=one, project_id="demo", vip=VIP), read_back=False)
+        recorder = RequestRecorder(nodes[number % 2], lambda node: None)
+        recorder.create_load_balancer(LoadBalancer(id=one, project_id="demo", vip=VIP), read_back=False)
     workers, failed = Workers(), []
     controllers = [
         threading.Thread(target=workers.run, args=(database, f"controller-{number}"))
@@ -111,8 +111,8 @@ def test_two_nodes_lose_no_call_and_repeat_no_work(nodes):
         thread.start()
     try:
         for thread in hosts:
-            thread.join(PATIENCE)
-        until = time.monotonic() + PATIENCE
+            thread.join(TIME_LIMIT)
+        until = time.monotonic() + TIME_LIMIT
         unfinished = sa.select(sa.func.count()).where(job.c.applied < job.c.generation)
         while any(node.read(lambda c: c.scalar(unfinished)) for node in nodes):
             assert time.monotonic() < until, "every accepted call is applied"
@@ -120,7 +120,7 @@ def test_two_nodes_lose_no_call_and_repeat_no_work(nodes):
     finally:
         workers.ending.set()
         for thread in controllers:
-            thread.join(PATIENCE)
+            thread.join(TIME_LIMIT)
     assert failed == []
     assert workers.doubled == []
     assert {name.split("-")[1] for name in workers.done} >= {"0", "1"}, "controllers of both nodes have done work"
@@ -143,7 +143,7 @@ def waiting_write_sets(database):
 
 
 def until(condition):
-    end = time.monotonic() + PATIENCE
+    end = time.monotonic() + TIME_LIMIT
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)
@@ -170,8 +170,8 @@ def lagging(here, there):
 def test_a_late_write_of_a_former_owner_is_refused_while_its_node_lags(nodes):
     """The node has received the other controller's claim but not applied it, so the old lease looks valid."""
     here, there = nodes
-    intents = RequestRecorder(here, lambda node: None)
-    intents.create_load_balancer(LoadBalancer(id="late", project_id="demo", vip=VIP), read_back=False)
+    recorder = RequestRecorder(here, lambda node: None)
+    recorder.create_load_balancer(LoadBalancer(id="late", project_id="demo", vip=VIP), read_back=False)
     here.write(lambda c: amphorae.insert_amphora(c, "late-amphora", "late", "SINGLE", b"key"))
     # A lease of length zero has expired when the next controller reads it.
     former = Jobs(here, "former", 0.0).claim("late")

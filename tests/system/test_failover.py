@@ -148,7 +148,7 @@ def _lab(folder):
         "amp_compute_netns": {"agent_python": str(agent)},
         "amp_controller": {"lease": "3", "boot_timeout": "20", "retry_most": "5", "drain_timeout": "2"},
         # The breaker stays closed: no test here is about many dead amphorae.
-        "amp_failover": {"breaker_percent": "100", "breaker_floor": "50", "pause_first": "0"},
+        "amp_failover": {"breaker_percent": "100", "breaker_min": "50", "backoff_first": "0"},
     }
     with running(options=options) as (_stack, settings):
         connection, database = demo.connect(settings), Database(settings.database_url)

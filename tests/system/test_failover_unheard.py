@@ -6,7 +6,7 @@ The VIPs move to the standby while no health manager runs, so the database still
 
 from contextlib import closing
 
-import lasting
+import long_connections
 import pytest
 from amphoractl import Amphoractl
 
@@ -63,7 +63,7 @@ def agents(settings, database):
 
 
 @pytest.fixture
-def deaf(stack):
+def no_health_manager(stack):
     """Stop the health manager."""
     stack.supervision.stop("amphora-health-manager")
     yield
@@ -76,8 +76,8 @@ def test_failover_after_an_unrecorded_vip_takeover(cloud, settings, balancer, ag
     def says(one):
         return agents(lambda client: client.vrrp(one.id, one.management_address))
 
-    with lasting.Member(cloud.settings, "member3", 9000) as member:
-        request.getfixturevalue("deaf")
+    with long_connections.Member(cloud.settings, "member3", 9000) as member:
+        request.getfixturevalue("no_health_manager")
         agents(lambda client: client.release_vips(stays.id, stays.management_address, 0.0))
         cloud.until(lambda: says(goes).holds_vip, "the standby takes the VIPs")
         assert says(stays).holds_vip is False

@@ -7,7 +7,7 @@
 
 import kill_lab
 import pytest
-from kill_lab import Witness, in_step
+from kill_lab import ContinuousClient, in_step
 
 from sandbox import topology
 
@@ -31,10 +31,10 @@ def balancer(lab):
     made = lab.survive(lambda: create(lab, "survivor"), *CONTROLLER, *PROVIDER_AGENT, *HEALTH_MANAGER)
     balancer = lab.cloud.active(made.id)
     assert len(lab.cloud.amphorae(balancer)) == 1, "the load balancer has one amphora"
-    with Witness(lab.cloud, balancer.vip_address) as witness:
+    with ContinuousClient(lab.cloud, balancer.vip_address) as client:
         yield balancer
-    assert witness.failed == []
-    assert witness.answered > 10
+    assert client.failed == []
+    assert client.answered > 10
 
 
 def create(lab, name):

@@ -9,9 +9,9 @@ import json
 import subprocess
 
 import kill_lab
-import lasting
+import long_connections
 import pytest
-from kill_lab import Witness
+from kill_lab import ContinuousClient
 from sqlalchemy import select
 
 from amphora_driver.database.tables import job
@@ -35,31 +35,33 @@ def steps(*kinds):
 
 @pytest.fixture(scope="module")
 def lab():
-    haste = {"amp_failover": {"silent_after": "4", "pause_first": "0"}, "amp_rotation": {"settle": "1"}}
+    haste = {"amp_failover": {"silent_after": "4", "backoff_first": "0"}, "amp_rotation": {"settle": "1"}}
     with kill_lab.lab(haste=haste) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
-def witness(lab):
-    balancer = lab.cloud.served("witness", ("member1", "member2"))
-    with Witness(lab.cloud, balancer.vip_address) as witness:
-        yield witness
-    assert witness.failed == []
-    assert witness.answered > 100
-    assert lab.replacements(balancer.id) == [], "the witness's amphora is not replaced"
+def client(lab):
+    balancer = lab.cloud.served("steady", ("member1", "member2"))
+    with ContinuousClient(lab.cloud, balancer.vip_address) as client:
+        yield client
+    assert client.failed == []
+    assert client.answered > 100
+    assert lab.replacements(balancer.id) == [], "the amphora of the other load balancer is not replaced"
 
 
 @pytest.fixture
-def cloud(lab, witness):
+def cloud(lab, client):
     lab.settled()
     yield lab.cloud
     lab.disarm()
     for balancer in lab.cloud.balancers.load_balancers():
-        if balancer.name != "witness":
+        if balancer.name != "steady":
             lab.cloud.until(lambda one=balancer: deletable(lab.cloud, one), f"{balancer.name} can be deleted")
             lab.cloud.balancers.delete_load_balancer(balancer.id, cascade=True)
-    lab.cloud.until(lambda: len(list(lab.cloud.balancers.load_balancers())) == 1, "only the witness is left")
+    lab.cloud.until(
+        lambda: len(list(lab.cloud.balancers.load_balancers())) == 1, "only the other load balancer is left"
+    )
 
 
 def deletable(cloud, balancer):
@@ -67,7 +69,7 @@ def deletable(cloud, balancer):
 
 
 @pytest.fixture(scope="module")
-def flavored(lab, witness):
+def flavored(lab, client):
     """Creates flavors, and deletes unused ones."""
     made, cloud = [], lab.cloud
 
@@ -146,7 +148,7 @@ def test_the_vip_holder_of_a_pair_is_replaced_once(lab, cloud, flavored):
     balancer = cloud.load_balancer("pair", flavor_id=flavor, listeners=listeners)
     serves(cloud, balancer)
     first = holder(cloud, balancer)
-    with lasting.Member(cloud.settings, "member3", 9000) as member:
+    with long_connections.Member(cloud.settings, "member3", 9000) as member:
         visits = member.visits(cloud.settings, balancer.vip_address, 81)
         lab.arm(*steps("Record", "Boot", "Plug", "Push"), "HandOver-done", "LookAfter-before")
         operator_replaces(lab, balancer, first)

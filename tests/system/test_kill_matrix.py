@@ -10,7 +10,7 @@ import json
 import kill_lab
 import pytest
 import sqlalchemy as sa
-from kill_lab import Witness, in_step
+from kill_lab import ContinuousClient, in_step
 
 from amphora_driver.database import tables
 from amphora_driver.model.enums import Kind
@@ -36,26 +36,26 @@ def lab():
 
 
 @pytest.fixture(scope="module")
-def witness(lab):
-    balancer = lab.cloud.served("witness", ("member1", "member2"))
-    with Witness(lab.cloud, balancer.vip_address) as witness:
-        yield witness
-    assert witness.failed == []
-    assert witness.answered > 100
+def client(lab):
+    balancer = lab.cloud.served("steady", ("member1", "member2"))
+    with ContinuousClient(lab.cloud, balancer.vip_address) as client:
+        yield client
+    assert client.failed == []
+    assert client.answered > 100
 
 
 @pytest.fixture
-def cloud(lab, witness):
+def cloud(lab, client):
     yield lab.cloud
     lab.disarm()
 
 
-def wish(name):
+def creation_values(name):
     return {"name": name, "vip_subnet_id": topology.VIP_SUBNET}
 
 
 def test_create(lab, cloud):
-    create = lambda: cloud.balancers.create_load_balancer(**wish("alone"))  # noqa: E731 - sent repeatedly
+    create = lambda: cloud.balancers.create_load_balancer(**creation_values("alone"))  # noqa: E731 - sent repeatedly
     before = {one.id for one in cloud.balancers.load_balancers()}
     lab.refused(create, (*VIPS, *API))
     assert {one.id for one in cloud.balancers.load_balancers()} == before, "failed requests create no load balancer"
@@ -70,11 +70,11 @@ def populated(cloud, name, **more):
     pool = {"name": name, "protocol": "HTTP", "lb_algorithm": "ROUND_ROBIN", "members": [member]}
     policy = {"action": "REJECT", "rules": [{"type": "PATH", "compare_type": "EQUAL_TO", "value": "/secret"}]}
     listener = {"name": name, "protocol": "HTTP", "protocol_port": 80, "default_pool": pool, "l7policies": [policy]}
-    return cloud.balancers.create_load_balancer(**wish(name), listeners=[listener], **more)
+    return cloud.balancers.create_load_balancer(**creation_values(name), listeners=[listener], **more)
 
 
 @pytest.fixture(scope="module")
-def victim(lab, witness):
+def changed(lab, client):
     """A load balancer that is changed while processes are killed."""
     cloud = lab.cloud
     lab.refused(lambda: populated(cloud, "victim"), API)
@@ -89,30 +89,30 @@ def weight(cloud, balancer):
     return next(iter(cloud.balancers.members(cloud.pool_of(balancer)))).weight
 
 
-def test_update(lab, cloud, victim):
-    pool = cloud.pool_of(victim)
+def test_update(lab, cloud, changed):
+    pool = cloud.pool_of(changed)
     member = next(iter(cloud.balancers.members(pool)))
     lab.refused(lambda: cloud.balancers.update_member(member, pool, weight=7), API)
-    assert weight(cloud, victim) == 1
+    assert weight(cloud, changed) == 1
     cloud.until(lambda: recorded_weight(lab, member.id) == 1, "the provider records the weight that Octavia has")
     lab.survive(lambda: cloud.balancers.update_member(member, pool, weight=3), *LEASE, *in_step("Push"), *TELLING)
-    assert (weight(cloud, victim), recorded_weight(lab, member.id)) == (3, 3)
+    assert (weight(cloud, changed), recorded_weight(lab, member.id)) == (3, 3)
 
 
 def recorded_weight(lab, member_id):
     return lab.database.read(lambda c: desired_objects.load_object(c, Kind.MEMBER, member_id)).weight
 
 
-def test_batch(lab, cloud, victim):
-    pool = cloud.pool_of(victim)
+def test_batch(lab, cloud, changed):
+    pool = cloud.pool_of(changed)
 
     def batch():
         return lab.set_members(pool.id, ("member2", "member3"))
 
     lab.refused(batch, API)
-    cloud.until(lambda: cloud.answers(victim.vip_address, 6) == {"member1": 6}, "member1 serves alone")
+    cloud.until(lambda: cloud.answers(changed.vip_address, 6) == {"member1": 6}, "member1 serves alone")
     lab.survive(batch, *LEASE, *in_step("Push"), *TELLING, *HEARING)
-    cloud.balanced(victim.vip_address, {"member2": 1, "member3": 1})
+    cloud.balanced(changed.vip_address, {"member2": 1, "member3": 1})
 
 
 @pytest.mark.parametrize("cascade", [False, True], ids=["alone", "cascade"])
@@ -131,24 +131,26 @@ def state(cloud, balancer):
     return cloud.balancers.get_load_balancer(balancer.id).provisioning_status
 
 
-def test_a_job_that_crashes_every_controller(lab, cloud, victim):
+def test_a_job_that_crashes_every_controller(lab, cloud, changed):
     """The load balancer gets ERROR with the reason; others continue; it recovers after the repair."""
     other = cloud.served("beside", ("member1",))
     lab.deadly("ApplyVipOptions-before")
     policy = topology.derive_id("ten-megabit")
-    cloud.put(f"loadbalancers/{victim.id}", {"loadbalancer": {"vip_qos_policy_id": policy}})
+    cloud.put(f"loadbalancers/{changed.id}", {"loadbalancer": {"vip_qos_policy_id": policy}})
     changes = 0
-    while state(cloud, victim) != "ERROR":
+    while state(cloud, changed) != "ERROR":
         cloud.balancers.update_load_balancer(other.id, description=str(changes))
         cloud.active(other.id)
         changes += 1
     assert changes, "another load balancer changes meanwhile"
-    mine = tables.job.c.load_balancer_id == victim.id
+    mine = tables.job.c.load_balancer_id == changed.id
     reason = lab.database.read(lambda c: c.execute(sa.select(tables.job.c.error).where(mine)).scalar())
     assert "controllers in a row crashed or stalled" in reason
-    assert all(one.startswith("member") for one in cloud.answers(victim.vip_address, 4)), "the members answer meanwhile"
+    assert all(one.startswith("member") for one in cloud.answers(changed.vip_address, 4)), (
+        "the members answer meanwhile"
+    )
     lab.disarm()
-    cloud.until(lambda: state(cloud, victim) == "ACTIVE", "the controller retries")
+    cloud.until(lambda: state(cloud, changed) == "ACTIVE", "the controller retries")
     lab.settled()
 
 

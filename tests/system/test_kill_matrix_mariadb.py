@@ -4,7 +4,7 @@
 import kill_lab
 import mariadb
 import pytest
-from kill_lab import Witness, in_step
+from kill_lab import ContinuousClient, in_step
 
 from sandbox import topology
 
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.root, pytest.mark.extended]
 
 @pytest.fixture(scope="module")
 def server():
-    with mariadb.mortal("octavia", "provider") as made:
+    with mariadb.killable("octavia", "provider") as made:
         yield made
 
 
@@ -34,10 +34,10 @@ def balancer(lab):
     lab.reached()
     lab.settled()
     balancer = lab.cloud.active(made.id)
-    with Witness(lab.cloud, balancer.vip_address) as witness:
+    with ContinuousClient(lab.cloud, balancer.vip_address) as client:
         yield balancer
-    assert witness.failed == []
-    assert witness.answered > 20
+    assert client.failed == []
+    assert client.answered > 20
 
 
 def listener(cloud):

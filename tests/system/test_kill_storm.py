@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 import kill_lab
 import msgspec
 import pytest
-from kill_lab import FAILED, Witness
+from kill_lab import FAILED, ContinuousClient
 from sandbox_of_a_test import provider_agents, title
 
 from amphora_driver.host.detached_process import Process
@@ -33,13 +33,13 @@ MORTAL = (CONTROLLER, HEALTH_MANAGER, DRIVER_AGENT, AGENT)
 # Seconds between two kills: a controller takes about one to begin its work.
 PAUSES = (0.05, 1.5)
 # Time-out of a user's operation during the kills, in seconds.
-PATIENCE = 180.0
+TIME_LIMIT = 180.0
 pytestmark = [pytest.mark.root, pytest.mark.extended, pytest.mark.quiet, pytest.mark.lasts(SECONDS + 600)]
 
 
 @pytest.fixture(scope="module")
 def lab():
-    with kill_lab.lab(haste={"amp_failover": {"pause_first": "0"}}) as made:
+    with kill_lab.lab(haste={"amp_failover": {"backoff_first": "0"}}) as made:
         yield made
 
 
@@ -92,7 +92,7 @@ class RandomKills:
 
 def asked(request):
     """Send a request until Octavia accepts it: an object in PENDING is immutable."""
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + TIME_LIMIT
     while True:
         try:
             return request()
@@ -105,7 +105,7 @@ def asked(request):
 def life(lab, kills, **more):
     """Create, change and delete one load balancer, with kills of its machines."""
     cloud = lab.cloud
-    until = lambda question, what: cloud.until(question, what, PATIENCE)  # noqa: E731 - a longer time-out
+    until = lambda question, what: cloud.until(question, what, TIME_LIMIT)  # noqa: E731 - a longer time-out
     state = lambda: cloud.balancers.get_load_balancer(made.id).provisioning_status  # noqa: E731
     with kills.running():
         pool = {"name": "pool", "protocol": "HTTP", "lb_algorithm": "ROUND_ROBIN", "members": [cloud.member("member1")]}
@@ -119,7 +119,7 @@ def life(lab, kills, **more):
         second = asked(lambda: cloud.balancers.create_member(served, **cloud.member("member2")))
         asked(lambda: cloud.balancers.delete_member(first, served))
         until(lambda: state() == "ACTIVE", "the load balancer is ACTIVE")
-    lab.settled(PATIENCE)
+    lab.settled(TIME_LIMIT)
     until(lambda: cloud.answers(made.vip_address, 2) == {"member2": 2}, "member2 serves")
     former = cloud.amphorae(made)
     for one in former:
@@ -128,7 +128,7 @@ def life(lab, kills, **more):
     until(lambda: len(lab.replacements(made.id)) == len(former), "the detector finds the silent amphorae")
     with kills.running():
         until(lambda: len(now := cloud.amphorae(made)) == len(former) and not now & former, "all amphorae are replaced")
-    lab.settled(PATIENCE)
+    lab.settled(TIME_LIMIT)
     until(lambda: cloud.answers(made.vip_address, 2) == {"member2": 2}, "member2 serves")
     replaced = lab.replacements(made.id)
     assert sorted(one.amphora_id for one in replaced) == sorted(former), "each amphora is replaced once"
@@ -139,7 +139,7 @@ def life(lab, kills, **more):
         until(
             lambda: made.id not in {one.id for one in cloud.balancers.load_balancers()}, "the load balancer is deleted"
         )
-    lab.settled(PATIENCE)
+    lab.settled(TIME_LIMIT)
 
 
 def test_processes_killed_at_random_moments(lab, record_property):
@@ -149,14 +149,14 @@ def test_processes_killed_at_random_moments(lab, record_property):
         profile = cloud.balancers.create_flavor_profile(name=name, provider_name="haproxy", flavor_data=data)
         made = cloud.balancers.create_flavor(name=name, flavor_profile_id=profile.id, is_enabled=True)
         kinds.append({"flavor_id": made.id})
-    balancer = cloud.served("witness", ("member1",))
+    balancer = cloud.served("steady", ("member1",))
     until = time.monotonic() + SECONDS
     lives = 0
-    with Witness(cloud, balancer.vip_address) as witness:
+    with ContinuousClient(cloud, balancer.vip_address) as client:
         while time.monotonic() < until or set(kills.deaths) != set(MORTAL):
             life(lab, kills, **kinds[lives % len(kinds)])
             lives += 1
-    assert witness.failed == []
-    assert lab.replacements(balancer.id) == [], "the witness's amphora is not replaced"
-    for name, value in (("lives", lives), ("deaths", dict(kills.deaths)), ("answers", witness.answered)):
+    assert client.failed == []
+    assert lab.replacements(balancer.id) == [], "the amphora of the other load balancer is not replaced"
+    for name, value in (("lives", lives), ("deaths", dict(kills.deaths)), ("answers", client.answered)):
         record_property(name, value)

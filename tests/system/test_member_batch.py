@@ -14,7 +14,7 @@ from agreement import assert_agreed
 
 pytestmark = [pytest.mark.root, pytest.mark.extended]
 NUMBER = int(os.environ.get("AMPHORA_MEMBERS", "300"))
-PATIENCE = 100 + 0.3 * NUMBER
+TIME_LIMIT = 100 + 0.3 * NUMBER
 
 
 def far(number, **more):
@@ -35,7 +35,7 @@ def test_hundreds_of_members(cloud, capsys):
         accepted = time.monotonic()
         assert answer.status_code == 202, answer.text
         cloud.until(
-            lambda: cloud.balancers.get_load_balancer(balancer.id).provisioning_status == "ACTIVE", what, PATIENCE
+            lambda: cloud.balancers.get_load_balancer(balancer.id).provisioning_status == "ACTIVE", what, TIME_LIMIT
         )
         took = f"accepted in {accepted - begin:.1f} s, ACTIVE {time.monotonic() - accepted:.1f} s later"
         with capsys.disabled():
@@ -54,4 +54,4 @@ def test_hundreds_of_members(cloud, capsys):
     assert cloud.answers(balancer.vip_address, 3) == {"member1": 3}
     # The test deletes the load balancer, because the fixture's time-out is too short.
     cloud.balancers.delete_load_balancer(balancer.id, cascade=True)
-    cloud.until(lambda: not list(cloud.balancers.load_balancers()), "the load balancer is deleted", PATIENCE)
+    cloud.until(lambda: not list(cloud.balancers.load_balancers()), "the load balancer is deleted", TIME_LIMIT)

@@ -11,7 +11,7 @@ import time
 import kill_lab
 import mariadb
 import pytest
-from kill_lab import Witness
+from kill_lab import ContinuousClient
 
 from amphora_driver.store import circuit_breaker
 from sandbox import topology
@@ -21,14 +21,14 @@ SILENT_AFTER = 4.0
 SECONDS = max(float(os.environ.get("AMPHORA_OUTAGE_SECONDS", "8")), 2 * SILENT_AFTER)
 HASTE = {
     "amp_health": {"interval": "0.5", "flush_interval": "0.2"},
-    "amp_failover": {"silent_after": str(SILENT_AFTER), "pause_first": "0"},
+    "amp_failover": {"silent_after": str(SILENT_AFTER), "backoff_first": "0"},
 }
 pytestmark = [pytest.mark.root, pytest.mark.lasts(300 + 3 * SECONDS)]
 
 
 @pytest.fixture(scope="module")
 def server():
-    with mariadb.mortal("provider") as made:
+    with mariadb.killable("provider") as made:
         yield made
 
 
@@ -46,15 +46,15 @@ def balancer(lab):
     balancer = cloud.served("steady", ("member1", "member2"), monitor=monitor)
     cloud.online(balancer.id)
     before = cloud.amphorae(balancer)
-    with Witness(cloud, balancer.vip_address) as witness:
+    with ContinuousClient(cloud, balancer.vip_address) as client:
         yield balancer
-    assert witness.failed == []
-    assert witness.answered > 100
+    assert client.failed == []
+    assert client.answered > 100
     assert cloud.amphorae(balancer) == before, "no amphora is replaced"
 
 
 @pytest.fixture
-def calm(lab, balancer):
+def no_failover(lab, balancer):
     """Assert after a test that the statuses are right, and no fail-over has begun."""
     yield
     lab.settled()
@@ -83,7 +83,7 @@ def names(lab):
     return {one.name for one in lab.cloud.balancers.load_balancers()}
 
 
-@pytest.mark.usefixtures("calm")
+@pytest.mark.usefixtures("no_failover")
 def test_the_database_hangs(lab, balancer, server):
     """Connections stay open without answers: callers wait, and continue afterwards."""
     changing = lab.beside(lambda: accepted(change(lab, balancer)))
@@ -104,7 +104,7 @@ def accepted(answer):
     assert status < 300, text
 
 
-@pytest.mark.usefixtures("calm")
+@pytest.mark.usefixtures("no_failover")
 def test_the_database_is_gone(lab, balancer, server):
     server.kill()
     before = next(iter(lab.cloud.balancers.members(lab.cloud.pool_of(balancer)))).weight
@@ -140,7 +140,7 @@ def sees_for(lab, seconds):
 
 
 @pytest.mark.extended
-@pytest.mark.usefixtures("calm")
+@pytest.mark.usefixtures("no_failover")
 def test_database_outage_causes_no_failover(lab, server):
     """The outage exceeds the limit for silent amphorae; a later failure is still detected."""
     cloud = lab.cloud
@@ -170,7 +170,7 @@ def test_database_outage_causes_no_failover(lab, server):
     cloud.gone(other.id)
 
 
-@pytest.mark.usefixtures("calm")
+@pytest.mark.usefixtures("no_failover")
 def test_a_creation_is_completed_after_a_database_outage(lab, balancer, server):
     lab.hold("Plug-done")
     accepted(create(lab, "interrupted"))
@@ -185,7 +185,7 @@ def test_a_creation_is_completed_after_a_database_outage(lab, balancer, server):
 
 
 @pytest.mark.extended
-@pytest.mark.usefixtures("calm")
+@pytest.mark.usefixtures("no_failover")
 def test_an_outage_of_octavias_agent_delays_reports_only(lab, balancer):
     """Changes are applied and recorded meanwhile; Octavia then gets current statuses, not outdated ones."""
     cloud = lab.cloud
@@ -217,7 +217,7 @@ def begin_again(lab):
     lab.stack.supervision.wait_ready(program, 60)
 
 
-@pytest.mark.usefixtures("calm")
+@pytest.mark.usefixtures("no_failover")
 def test_an_outage_of_the_health_manager_sets_no_error(lab, balancer):
     """Without heartbeats the operating status is unknown, and changes continue."""
     cloud = lab.cloud

@@ -7,7 +7,7 @@ import ssl
 import time
 
 import authorities
-import lasting
+import long_connections
 import pytest
 import sqlalchemy as sa
 from client_traffic import Traffic, holder, of
@@ -114,7 +114,7 @@ def test_a_killed_vip_holder_returns_or_is_replaced(cloud, pairs, compute):
     settled(cloud, balancer)
 
 
-def shake(cloud, context, address, session=None):
+def handshake(cloud, context, address, session=None):
     """Connect and send a request; return the new session, and whether `session` was resumed."""
 
     def go():
@@ -144,7 +144,7 @@ def test_a_tls_session_resumes_after_a_takeover_and_a_key_rotation(cloud, pairs,
     # A TLS 1.2 session is complete after the handshake; TLS 1.3 sends tickets later.
     context.maximum_version = ssl.TLSVersion.TLSv1_2
     address = balancer.vip_address
-    session, reused = shake(cloud, context, address)
+    session, reused = handshake(cloud, context, address)
     assert not reused
 
     # Housekeeping rotates the ticket keys: amphorae are pushed, and no status changes.
@@ -164,16 +164,16 @@ def test_a_tls_session_resumes_after_a_takeover_and_a_key_rotation(cloud, pairs,
     provisioned = [row for row in heard if row.object_id == balancer.id]
     now = database.read(lambda c: c.execute(sa.select(object_status.c.object_id, object_status.c.version)).all())
     assert [row for row in now if row.object_id == balancer.id] == provisioned
-    assert shake(cloud, context, address, session)[1], "the amphora still accepts the former key"
+    assert handshake(cloud, context, address, session)[1], "the amphora still accepts the former key"
 
     compute.power_off(served_by.id)
     holder(cloud, balancer, but=(served_by.id,))
-    assert cloud.until(lambda: shaken(cloud, context, address, session), "the standby serves", 10)[1]
+    assert cloud.until(lambda: handshake_result(cloud, context, address, session), "the standby serves", 10)[1]
 
 
-def shaken(cloud, context, address, session):
+def handshake_result(cloud, context, address, session):
     try:
-        return shake(cloud, context, address, session)
+        return handshake(cloud, context, address, session)
     except OSError:
         return None
 
@@ -196,7 +196,10 @@ def test_fail_over_on_request_replaces_both(cloud, pairs, compute):
     served(cloud, balancer.vip_address, ("member1", "member2"))
     before = cloud.amphorae(balancer)
     old = holder(cloud, balancer)
-    with lasting.Member(cloud.settings, "member3", 9000) as member, Traffic(cloud, balancer.vip_address) as traffic:
+    with (
+        long_connections.Member(cloud.settings, "member3", 9000) as member,
+        Traffic(cloud, balancer.vip_address) as traffic,
+    ):
         download, *sockets = member.visits(cloud.settings, balancer.vip_address, 81)
         cloud.balancers.failover_load_balancer(balancer.id)
         cloud.active(balancer.id)

@@ -168,7 +168,7 @@ def one_by_one(*lists):
     return [pytest.param(*case, id=json.dumps(case[0])[:60]) for cases in lists for case in cases]
 
 
-class Place:
+class InvalidRequests:
     """An unchanged load balancer, and the API for invalid requests."""
 
     def __init__(self, cloud):
@@ -222,7 +222,7 @@ class Place:
 def place(settings, connection, database):
     keep_all(settings)
     cloud = Cloud(settings, connection, database)
-    made = Place(cloud)
+    made = InvalidRequests(cloud)
     yield made
     made.close()
     cloud.clean()

@@ -5,7 +5,7 @@ import json
 from contextlib import ExitStack, contextmanager
 
 import datagram_members as datagrams
-import lasting
+import long_connections
 import pytest
 import sqlalchemy as sa
 from amphoractl import Amphoractl
@@ -90,7 +90,7 @@ def test_a_load_balancer_grows_and_shrinks_under_traffic(cloud):
         "resized",
         listeners=[
             listener(cloud, "usual", 80, cloud.member("member1"), cloud.member("member2")),
-            listener(cloud, "lasting", 81, cloud.member("member3", protocol_port=9000)),
+            listener(cloud, "long_connections", 81, cloud.member("member3", protocol_port=9000)),
         ],
     )
     cloud.online(balancer.id)
@@ -108,7 +108,7 @@ def test_a_load_balancer_grows_and_shrinks_under_traffic(cloud):
         resized.gone(resized.to(LARGE, ("MASTER", "BACKUP")))
 
     old = holder(cloud, balancer)
-    with lasting.Member(cloud.settings, "member3", 9000) as member, traffic_without_failures(cloud, balancer):
+    with long_connections.Member(cloud.settings, "member3", 9000) as member, traffic_without_failures(cloud, balancer):
         download, *sockets = member.visits(cloud.settings, balancer.vip_address, 81)
         before = resized.to(SINGLE, ("STANDALONE",))
         for visit in (download, *sockets):
@@ -160,12 +160,12 @@ def test_udp_flows_continue_in_each_resize(cloud):
     """Also while the former VIP holder drains a TCP connection of the same load balancer."""
     listeners = [
         udp_listener(cloud),
-        listener(cloud, "lasting", 81, cloud.member("member3", protocol_port=9000)),
+        listener(cloud, "long_connections", 81, cloud.member("member3", protocol_port=9000)),
     ]
     with ExitStack() as members:
         for name in ("member1", "member2"):
             members.enter_context(answering(cloud.settings, name))
-        lasting_member = members.enter_context(lasting.Member(cloud.settings, "member3", 9000))
+        lasting_member = members.enter_context(long_connections.Member(cloud.settings, "member3", 9000))
         balancer = cloud.load_balancer("resized-udp", listeners=listeners)
         resized = Resized(cloud, balancer)
 

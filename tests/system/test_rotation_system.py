@@ -30,7 +30,7 @@ NUMBER = int(os.environ.get("AMPHORA_ROTATION", "6"))
 # One load balancer in five is a pair.
 PAIRS = max(1, NUMBER // 5)
 # Time-out of a rotation on a busy machine, in seconds.
-PATIENCE = 60.0 + 30.0 * NUMBER
+TIME_LIMIT = 60.0 + 30.0 * NUMBER
 # The VIPs do not answer until the new amphora has announced them: milliseconds on an idle machine. Eight sandboxes may
 # run at the same time.
 MOST_OUTAGE = 8.0
@@ -120,7 +120,7 @@ def no_active_rotation(fleet):
     left = fleet.database.read(rotations.get_active_rotation)
     if left is not None and left.state is not RotationState.ABORTED:
         fleet.database.write(lambda c: rotations.abort_rotation(c, left.id))
-    Cloud.until(lambda: fleet.database.read(rotations.get_active_rotation) is None, "no rotation is active", PATIENCE)
+    Cloud.until(lambda: fleet.database.read(rotations.get_active_rotation) is None, "no rotation is active", TIME_LIMIT)
 
 
 @pytest.fixture
@@ -181,10 +181,10 @@ def test_a_rotation_under_load_is_paused_resumed_aborted_and_repeated(fleet, bal
     before = fleet.serving(balancers)
     with Clients(fleet.cloud, balancers) as clients, Counting(fleet.database) as counting:
         first = fleet.ctl("rotate", "--all", "--max-unavailable", "2")["ID"]
-        Cloud.until(lambda: fleet.counts(first).get("running") == 2, "two replacements run", PATIENCE)
+        Cloud.until(lambda: fleet.counts(first).get("running") == 2, "two replacements run", TIME_LIMIT)
         # The test writes the row itself, because a command takes many seconds to start on a busy machine.
         fleet.database.write(lambda c: rotations.pause_rotation(c, first, "a test paused it"))
-        Cloud.until(lambda: "running" not in fleet.counts(first), "the replacements have ended", PATIENCE)
+        Cloud.until(lambda: "running" not in fleet.counts(first), "the replacements have ended", TIME_LIMIT)
         paused = fleet.counts(first)
         assert paused == {"done": 2, "waiting": NUMBER - 2}
         shown = fleet.ctl("rotation", "show", str(first))
@@ -195,11 +195,11 @@ def test_a_rotation_under_load_is_paused_resumed_aborted_and_repeated(fleet, bal
         fleet.database.write(lambda c: rotations.resume_rotation(c, first))
         Cloud.until(lambda: fleet.counts(first).get("running") == 2, "the rotation continues", 30)
         fleet.database.write(lambda c: rotations.abort_rotation(c, first))
-        assert fleet.ended(first, PATIENCE).state.value == "aborted"
+        assert fleet.ended(first, TIME_LIMIT).state.value == "aborted"
         assert fleet.counts(first) == {"done": 4, "skipped": NUMBER - 4}
 
         second = fleet.rotate(2, left_of=first)
-        assert fleet.ended(second, PATIENCE).state.value == "done"
+        assert fleet.ended(second, TIME_LIMIT).state.value == "done"
         settled(fleet, balancers)
     now = fleet.serving(balancers)
     assert all(now[one].isdisjoint(before[one]) for one in before)
@@ -223,13 +223,13 @@ def test_a_failed_replacement_pauses_the_rotation(fleet, balancers, python):
             found = Cloud.until(
                 lambda: (now := fleet.rotation(number)).state.value == "paused" and now,
                 "the rotation is paused",
-                PATIENCE,
+                TIME_LIMIT,
             )
             assert one.id in found.reason
             assert fleet.counts(number) == {"failed": 1, "waiting": 1}
         assert fleet.failovers(number) == {one.id: 1}, "no other load balancer is replaced"
         fleet.database.write(lambda c: rotations.resume_rotation(c, number))
-        fleet.ended(number, PATIENCE)
+        fleet.ended(number, TIME_LIMIT)
     assert fleet.counts(number) == {"done": 2}
     now = fleet.serving([one, other])
     assert all(now[name].isdisjoint(before[name]) for name in before)
@@ -247,12 +247,12 @@ def test_another_controller_continues_the_rotation_of_a_killed_one(
         Cloud.until(
             lambda: (now := fleet.counts(number)).get("done") and now.get("running"),
             "the second replacement runs",
-            PATIENCE,
+            TIME_LIMIT,
         )
         name = rotating(fleet)
         killed = kill(stack, int(name.split(":")[1]))
         Cloud.until(lambda: name not in controllers(fleet), "the killed controller's row is deleted", 30)
-        fleet.ended(number, PATIENCE)
+        fleet.ended(number, TIME_LIMIT)
         settled(fleet, balancers)
     assert killed in ("amphora-controller", second_controller.name)
     now = fleet.serving(balancers)
@@ -279,7 +279,7 @@ def test_a_draining_controller_leaves_the_rotation_to_the_other(fleet, balancers
     other = Cloud.until(
         lambda: (now := rotating(fleet)) not in (None, drained) and now, "the other controller has the duty", 60
     )
-    fleet.ended(number, PATIENCE)
+    fleet.ended(number, TIME_LIMIT)
     query = sa.select(job.c.owner).where(job.c.owner == drained)
     Cloud.until(lambda: fleet.database.read(lambda c: c.scalar(query)) is None, "the drained controller has no job", 60)
     Cloud.until(
@@ -301,5 +301,5 @@ def test_a_draining_controller_leaves_the_rotation_to_the_other(fleet, balancers
     Cloud.until(lambda: rotating(fleet) is None, "no controller has the duty", 30)
     assert fleet.counts(again) == {"waiting": 1}
     fleet.database.write(lambda c: process_registry.set_host_draining(c, host, "a test", draining=False))
-    fleet.ended(again, PATIENCE)
+    fleet.ended(again, TIME_LIMIT)
     assert fleet.counts(again) == {"done": 1}

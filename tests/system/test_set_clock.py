@@ -12,14 +12,14 @@ import time
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import lasting
+import long_connections
 import mariadb
 import moved_clock
 import msgspec
 import pytest
 import sqlalchemy as sa
 from cloud import Cloud
-from kill_lab import Witness
+from kill_lab import ContinuousClient
 from sandbox_of_a_test import AGENT_PYTHON, running
 
 from amphora_driver import config
@@ -40,7 +40,7 @@ SILENT_AFTER = 4.0
 GRACE = 25.0
 OPTIONS = {
     "amp_health": {"interval": "0.5", "flush_interval": "0.2"},
-    "amp_failover": {"silent_after": str(SILENT_AFTER), "pause_first": "0"},
+    "amp_failover": {"silent_after": str(SILENT_AFTER), "backoff_first": "0"},
     "amp_controller": {
         "housekeeping_interval": "0.5",
         "forget_vip_after": str(GRACE),
@@ -140,7 +140,7 @@ def lab(request, tmp_path_factory):
         store = {}
         if whose != "everything":
             environment = clock.environment() if whose == "database" else None
-            server = closing.enter_context(mariadb.mortal("provider", environment=environment))
+            server = closing.enter_context(mariadb.killable("provider", environment=environment))
             store = {"store_url": server.urls[0]}
         if whose == "everything":
             clock.interpreter(python, AGENT_PYTHON)
@@ -167,10 +167,10 @@ def balancer(lab):
     balancer = lab.cloud.served("steady", ("member1", "member2"), monitor=monitor)
     lab.cloud.online(balancer.id)
     before = lab.cloud.amphorae(balancer)
-    with Witness(lab.cloud, balancer.vip_address) as witness:
+    with ContinuousClient(lab.cloud, balancer.vip_address) as client:
         yield balancer
-    assert witness.failed == []
-    assert witness.answered > 100
+    assert client.failed == []
+    assert client.answered > 100
     assert lab.cloud.amphorae(balancer) == before
 
 
@@ -268,7 +268,7 @@ def test_draining_connections_continue(lab, pair):
     """A clock that is an hour ahead does not end the drain time."""
     cloud = lab.cloud
     former = cloud.amphorae(pair)
-    with lasting.Member(cloud.settings, "member3", 9000) as member:
+    with long_connections.Member(cloud.settings, "member3", 9000) as member:
         visits = member.visits(cloud.settings, pair.vip_address, 81)
         cloud.balancers.failover_load_balancer(pair.id)
         cloud.active(pair.id)

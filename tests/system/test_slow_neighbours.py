@@ -65,7 +65,7 @@ def connection(settings):
 
 
 @pytest.fixture
-def intents(cloud, settings, database):
+def recorder(cloud, settings, database):
     """Call the driver directly, because Octavia refuses requests while the load balancer is PENDING."""
     sockets = str(settings.run / "sockets")
     made = RequestRecorder(database, lambda node: None)
@@ -79,14 +79,14 @@ def intents(cloud, settings, database):
 
 
 @pytest.fixture
-def holes(cloud, settings):
+def unreachable(cloud, settings):
     """Makes amphorae unreachable until the test ends."""
-    made = BlackHoles(settings)
+    made = UnreachableAmphorae(settings)
     yield made
     made.undo()
 
 
-class BlackHoles:
+class UnreachableAmphorae:
     """Makes amphorae unreachable in two ways: a stopped machine, and a disabled interface."""
 
     def __init__(self, settings):
@@ -133,27 +133,27 @@ def owners(database):
     return [one for one in database.read(lambda c: c.execute(sa.select(job.c.owner)).scalars().all()) if one]
 
 
-def swallowed(cloud, holes, name, kind="freeze"):
+def make_unreachable(cloud, unreachable, name, kind="freeze"):
     """Start a change of a load balancer whose amphora does not answer."""
     balancer = cloud.served(name, ("member1",))
     pool = cloud.pool_of(balancer)
     (amphora_id,) = cloud.amphorae(balancer)
-    getattr(holes, kind)(amphora_id)
+    getattr(unreachable, kind)(amphora_id)
     cloud.balancers.create_member(pool, **cloud.member("member2"))
     return balancer, amphora_id
 
 
 @pytest.mark.extended
-def test_black_holes_delay_no_other_load_balancer(cloud, stack, holes, database):
+def test_black_holes_delay_no_other_load_balancer(cloud, stack, unreachable, database):
     log = stack.supervision.log("amphora-controller")
     well = cloud.served("well", ("member1",))
     pool = cloud.pool_of(well)
-    swallowed(cloud, holes, "cut off", "cut")
+    make_unreachable(cloud, unreachable, "cut off", "cut")
     pools = {}
     for number in range(HOLES):
         hole = cloud.served(f"hole-{number}", ("member1",))
         pools[hole.id] = cloud.pool_of(hole)
-        holes.freeze(*cloud.amphorae(hole))
+        unreachable.freeze(*cloud.amphorae(hole))
     begin, asked = log.stat().st_size, time.monotonic()
     for one in pools.values():
         cloud.balancers.create_member(one, **cloud.member("member2"))
@@ -171,21 +171,21 @@ def test_black_holes_delay_no_other_load_balancer(cloud, stack, holes, database)
     cloud.balanced(well.vip_address, {"member1": 1, "member2": 1})
 
 
-def test_a_deletion_does_not_wait_for_unreachable_amphorae(cloud, holes, database, intents):
-    balancer, amphora_id = swallowed(cloud, holes, "hangs")
+def test_a_deletion_does_not_wait_for_unreachable_amphorae(cloud, unreachable, database, recorder):
+    balancer, amphora_id = make_unreachable(cloud, unreachable, "hangs")
     cloud.until(lambda: owners(database), "a controller works on the load balancer")
     begin = time.monotonic()
-    intents("delete_load_balancer", balancer.id)
+    recorder("delete_load_balancer", balancer.id)
     cloud.until(lambda: not (cloud.settings.amphorae / amphora_id).exists(), "the amphora is deleted")
     assert time.monotonic() - begin < SOON
     cloud.gone(balancer.id)
 
 
-def test_a_fail_over_does_not_wait_for_unreachable_amphorae(cloud, holes, database, intents):
-    balancer, amphora_id = swallowed(cloud, holes, "replaced")
+def test_a_fail_over_does_not_wait_for_unreachable_amphorae(cloud, unreachable, database, recorder):
+    balancer, amphora_id = make_unreachable(cloud, unreachable, "replaced")
     cloud.until(lambda: owners(database), "a controller works on the load balancer")
     begin = time.monotonic()
-    intents("fail_over", balancer.id)
+    recorder("fail_over", balancer.id)
     cloud.until(lambda: cloud.amphorae(balancer) - {amphora_id}, "another amphora is recorded")
     assert time.monotonic() - begin < SOON
     cloud.active(balancer.id)
@@ -193,11 +193,11 @@ def test_a_fail_over_does_not_wait_for_unreachable_amphorae(cloud, holes, databa
     cloud.balanced(balancer.vip_address, {"member1": 1, "member2": 1})
 
 
-def test_booting_machines_hold_neither_worker_nor_lease(cloud, holes, database, intents):
+def test_booting_machines_hold_neither_worker_nor_lease(cloud, unreachable, database, recorder):
     frozen = []
     for number in range(WORKERS + 1):
         made, amphora_id = booting(cloud, f"slow-boot-{number}")
-        holes.freeze(amphora_id)
+        unreachable.freeze(amphora_id)
         frozen.append(made)
     begin = time.monotonic()
     cloud.load_balancer("quick-boot")
@@ -206,16 +206,16 @@ def test_booting_machines_hold_neither_worker_nor_lease(cloud, holes, database, 
     first = frozen.pop()
     (amphora_id,) = cloud.amphorae(first)
     begin = time.monotonic()
-    intents("delete_load_balancer", first.id)
+    recorder("delete_load_balancer", first.id)
     cloud.until(lambda: not (cloud.settings.amphorae / amphora_id).exists(), "the amphora is deleted")
     assert time.monotonic() - begin < SOON, "the deletion does not wait for the boot"
-    holes.undo()
+    unreachable.undo()
     for one in frozen:
         cloud.active(one.id)
 
 
-def test_jobs_of_a_killed_controller_continue_before_the_lease_expires(cloud, stack, holes, database):
-    balancer, _ = swallowed(cloud, holes, "orphaned")
+def test_jobs_of_a_killed_controller_continue_before_the_lease_expires(cloud, stack, unreachable, database):
+    balancer, _ = make_unreachable(cloud, unreachable, "orphaned")
     cloud.until(lambda: owners(database), "a controller works on the load balancer")
     process = stack.supervision.running("amphora-controller")
     for one in (process, *process.children()):
@@ -223,7 +223,7 @@ def test_jobs_of_a_killed_controller_continue_before_the_lease_expires(cloud, st
     assert process.wait(10)
     before = owners(database)
     assert before, "the killed controller's lease remains"
-    holes.undo()
+    unreachable.undo()
     begin = time.monotonic()
     stack.up()
     cloud.active(balancer.id)
@@ -231,11 +231,11 @@ def test_jobs_of_a_killed_controller_continue_before_the_lease_expires(cloud, st
     assert not set(before) & set(owners(database))
 
 
-def test_a_stopping_controller_releases_its_leases(cloud, stack, holes, database):
-    balancer, _ = swallowed(cloud, holes, "given-back")
+def test_a_stopping_controller_releases_its_leases(cloud, stack, unreachable, database):
+    balancer, _ = make_unreachable(cloud, unreachable, "given-back")
     cloud.until(lambda: owners(database), "a controller works on the load balancer")
     stack.supervision.stop("amphora-controller")
     assert owners(database) == []
-    holes.undo()
+    unreachable.undo()
     stack.up()
     cloud.active(balancer.id)

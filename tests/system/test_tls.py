@@ -65,7 +65,7 @@ def kept(settings):
     return made
 
 
-def shaken(cloud, address, name=None, *, client=None, port=443, tmp_path=None):
+def handshake_result(cloud, address, name=None, *, client=None, port=443, tmp_path=None):
     """Return the name on the server's certificate and the answering member, or the error."""
     context = ssl.create_default_context(cadata=ROOT.pem)
     context.check_hostname = False
@@ -126,20 +126,20 @@ def references(cloud, balancer, listener):
 def test_certificates_are_added_replaced_and_removed(cloud, kept):
     balancer, listener = secure(cloud, sni_container_refs=["two", "three"])
     address = balancer.vip_address
-    shown = {name: shaken(cloud, address, f"{name}.example.com") for name in ("one", "two", "three", "other")}
+    shown = {name: handshake_result(cloud, address, f"{name}.example.com") for name in ("one", "two", "three", "other")}
     assert shown == {name: (name if name != "other" else "one", "member1") for name in shown}
     # Replace the default certificate; the others stay.
     kept.put("four", FOUR)
     change(cloud, balancer, listener, default_tls_container_ref="four")
-    assert shaken(cloud, address)[0] == "four"
-    assert shaken(cloud, address, "three.example.com")[0] == "three"
+    assert handshake_result(cloud, address)[0] == "four"
+    assert handshake_result(cloud, address, "three.example.com")[0] == "three"
     # Update with the same reference after its content was replaced.
     kept.put("four", ONE)
     change(cloud, balancer, listener, default_tls_container_ref="four")
-    assert shaken(cloud, address)[0] == "one"
+    assert handshake_result(cloud, address)[0] == "one"
     # Octavia does not report the removal of the last SNI certificate.
     change(cloud, balancer, listener, sni_container_refs=[])
-    assert shaken(cloud, address, "two.example.com")[0] == "one"
+    assert handshake_result(cloud, address, "two.example.com")[0] == "one"
     assert references(cloud, balancer, listener) == {"four"}
     cloud.balancers.delete_listener(listener)
     cloud.active(balancer.id)
@@ -150,9 +150,11 @@ def test_certificates_are_added_replaced_and_removed(cloud, kept):
 @pytest.mark.extended
 def test_sni_alone_is_tls_too(cloud, kept):
     balancer, listener = secure(cloud, default_tls_container_ref=None, sni_container_refs=["two", "one"])
-    assert shaken(cloud, balancer.vip_address) == ("two", "member1"), "the request's first reference is the default"
+    assert handshake_result(cloud, balancer.vip_address) == ("two", "member1"), (
+        "the request's first reference is the default"
+    )
     change(cloud, balancer, listener, name="renamed")
-    assert shaken(cloud, balancer.vip_address) == ("two", "member1")
+    assert handshake_result(cloud, balancer.vip_address) == ("two", "member1")
 
 
 def test_client_certificates_are_required(cloud, kept, tmp_path):
@@ -160,7 +162,7 @@ def test_client_certificates_are_required(cloud, kept, tmp_path):
     address = balancer.vip_address
 
     def seen(client=None):
-        return shaken(cloud, address, client=client, tmp_path=tmp_path)
+        return handshake_result(cloud, address, client=client, tmp_path=tmp_path)
 
     assert isinstance(seen(), str)
     assert seen(ADA) == seen(EVE) == ("one", "member1")
@@ -255,9 +257,9 @@ def test_a_whole_tree_with_tls_in_one_request(cloud, kept):
     ]
     balancer = cloud.load_balancer("whole", listeners=listeners)
     address = balancer.vip_address
-    assert shaken(cloud, address) == ("one", "member1")
-    assert shaken(cloud, address, "two.example.com") == ("two", "member1")
-    assert shaken(cloud, address, "one.example.com", port=444) == ("two", "member1"), (
+    assert handshake_result(cloud, address) == ("one", "member1")
+    assert handshake_result(cloud, address, "two.example.com") == ("two", "member1")
+    assert handshake_result(cloud, address, "one.example.com", port=444) == ("two", "member1"), (
         "each listener has its own certificates"
     )
     found = {(one.name, one.provisioning_status) for one in cloud.balancers.listeners()}
@@ -278,22 +280,24 @@ def test_an_unreadable_secret_affects_its_own_listener_only(cloud, kept):
     assert cloud.answers(balancer.vip_address, 1) == {"member1": 1}
     change(cloud, balancer, listener, default_tls_container_ref="four")
     assert status(cloud, listener) == "ACTIVE"
-    assert shaken(cloud, balancer.vip_address) == ("four", "member1")
+    assert handshake_result(cloud, balancer.vip_address) == ("four", "member1")
 
 
 def test_a_restarted_machine_gets_its_keys_again(cloud, kept, settings):
     """Keys are in memory only: after a restart the amphora reports their loss and gets them by a push."""
     balancer, listener = secure(cloud)
-    assert shaken(cloud, balancer.vip_address) == ("one", "member1")
+    assert handshake_result(cloud, balancer.vip_address) == ("one", "member1")
     (amphora_id,) = cloud.amphorae(balancer)
     conf = config.load([str(settings.etc / "amphora-driver.conf")])
     compute = NetnsCompute(conf, LocalNetwork(conf, cloud.database))
     # On a busy machine the reboot exceeds the limit for silent amphorae.
     with cloud.without_automatic_failover():
         compute.power_off(amphora_id)
-        assert isinstance(shaken(cloud, balancer.vip_address), str)
+        assert isinstance(handshake_result(cloud, balancer.vip_address), str)
         assert compute.power_on(amphora_id)
-        cloud.until(lambda: shaken(cloud, balancer.vip_address) == ("one", "member1"), "the TLS listener serves")
+        cloud.until(
+            lambda: handshake_result(cloud, balancer.vip_address) == ("one", "member1"), "the TLS listener serves"
+        )
     assert cloud.amphorae(balancer) == {amphora_id}
     assert {status(cloud, listener), cloud.balancers.get_load_balancer(balancer.id).provisioning_status} == {"ACTIVE"}
 

@@ -17,7 +17,7 @@ import msgspec
 import previous
 import pytest
 import sqlalchemy as sa
-from kill_lab import Witness
+from kill_lab import ContinuousClient
 
 from amphora_driver import config
 from amphora_driver.database.tables_fleet import process
@@ -46,13 +46,13 @@ def no_waiting_process(lab):
 
 
 @pytest.fixture(scope="module")
-def witness(lab):
-    balancer = lab.cloud.served("witness", ("member1", "member2"))
-    with Witness(lab.cloud, balancer.vip_address) as witness:
-        witness.balancer = balancer
-        yield witness
-    assert witness.failed == []
-    assert witness.answered > 100
+def client(lab):
+    balancer = lab.cloud.served("steady", ("member1", "member2"))
+    with ContinuousClient(lab.cloud, balancer.vip_address) as client:
+        client.balancer = balancer
+        yield client
+    assert client.failed == []
+    assert client.answered > 100
     assert lab.replacements(balancer.id) == []
 
 
@@ -139,12 +139,12 @@ def phase_of(connection, kind):
 
 
 @pytest.mark.parametrize("kind", [CaKind.CONTROLLER, CaKind.AMPHORA])
-def test_an_authority_is_replaced_by_controllers_of_two_versions(lab, witness, tmp_path, kind):
+def test_an_authority_is_replaced_by_controllers_of_two_versions(lab, client, tmp_path, kind):
     """The controllers alternate: each continues the other's work, and each reaches every amphora."""
     cloud, looks = lab.cloud, f"Authority-{kind.value}-before"
     previous.same_schema(tmp_path)
     (ours,) = controllers(lab)
-    before = cloud.amphorae(witness.balancer)
+    before = cloud.amphorae(client.balancer)
     with second_controller(lab, tmp_path):
         cloud.until(lambda: len(controllers(lab)) == 2, "the second controller is registered")
         (theirs,) = controllers(lab) - {ours}
@@ -159,7 +159,7 @@ def test_an_authority_is_replaced_by_controllers_of_two_versions(lab, witness, t
             lab.hold(looks)
             for works, rests in turns:
                 left_to(lab, works, rests)
-                for balancer in (witness.balancer, *made):
+                for balancer in (client.balancer, *made):
                     weight += 1
                     change(lab, balancer, weight)
                 made.append(cloud.served(f"meanwhile-{len(made)}", ("member1",)))
@@ -176,11 +176,11 @@ def test_an_authority_is_replaced_by_controllers_of_two_versions(lab, witness, t
         cloud.balancers.delete_load_balancer(balancer.id, cascade=True)
     for balancer in made:
         cloud.gone(balancer.id)
-    assert cloud.amphorae(witness.balancer) == before
+    assert cloud.amphorae(client.balancer) == before
     lab.settled()
 
 
-def test_controllers_of_another_schema_do_nothing(lab, witness, tmp_path):
+def test_controllers_of_another_schema_do_nothing(lab, client, tmp_path):
     """The next version starts beside the current one: neither continues the other's work."""
     new, kind = previous.next_schema(tmp_path), CaKind.CONTROLLER
     # The driver's own engine would also check the schema.
@@ -203,7 +203,7 @@ def test_controllers_of_another_schema_do_nothing(lab, witness, tmp_path):
         (ours,) = controllers(lab)
         status, said = amphoractl(lab, "database", "upgrade", folder=tmp_path)
         assert (status, ours in said) == (1, True), said
-        change(lab, witness.balancer, 50)
+        change(lab, client.balancer, 50)
 
         # The operator forces the upgrade.
         status, said = amphoractl(lab, "database", "upgrade", "--force", folder=tmp_path)
@@ -223,7 +223,7 @@ def test_controllers_of_another_schema_do_nothing(lab, witness, tmp_path):
         engine.dispose()
         lab.disarm()
     # The current version's processes are the same: they have checked the schema again.
-    change(lab, witness.balancer, 51)
+    change(lab, client.balancer, 51)
     (now,) = [one for one in lab.database.read(ca_records.list_cas) if one.kind is kind]
     assert (now.id, now.state) == (begun["ID"], CaState.CURRENT)
     lab.settled()

@@ -32,7 +32,7 @@ OFF = {"app-4", "off", "asleep", "asleep/PATH", "sleepless/PATH"}
 """The disabled objects."""
 
 
-class Made(dict):
+class LoadBalancers(dict):
     """The two load balancers by name, each created at its first use."""
 
     def __init__(self, cloud):
@@ -58,7 +58,7 @@ def place(settings, connection, database, tmp_path_factory):
         for host in ("member1", "member2"):
             stack.enter_context(answering(settings, host, whole_model.ECHO))
         stack.enter_context(answering(settings, "member3", whole_model.SEALED, **sealed))
-        yield cloud, Made(cloud)
+        yield cloud, LoadBalancers(cloud)
         cloud.clean()
 
 

@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 from oslo_config import cfg
 
+from amphora_cluster import config as cluster
 from amphora_driver import config
 from amphora_driver.config import opts
 
 ROOT = Path(__file__).parents[2]
 UNITS = ("second", "millisecond", "days", "mib", "percentage", "fraction", "number", "tcp port", "udp port")
-OPTIONS = [(group, option) for group, options in config.list_opts() for option in options]
+EVERY = config.GROUPS | cluster.GROUPS
+OPTIONS = [(group, option) for group, options in EVERY.items() for option in options]
 every_option = pytest.mark.parametrize(
     ("group", "option"), OPTIONS, ids=[f"{group}.{option.name}" for group, option in OPTIONS]
 )
@@ -57,13 +59,13 @@ def test_each_group_is_in_one_module():
 def test_the_generator_of_oslo_finds_the_options():
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg", encoding="utf-8")
-    (line,) = setup["options.entry_points"]["oslo.config.opts"].split("\n")[1:]
-    name, place = line.split(" = ")
-    module, function = place.split(":")
-    assert name == "octavia_amphora_driver"
-    assert (module, function) == (opts.__name__, opts.list_opts.__name__)
+    lines = setup["options.entry_points"]["oslo.config.opts"].split("\n")[1:]
+    assert dict(line.split(" = ") for line in lines) == {
+        "octavia_amphora_driver": f"{opts.__name__}:{opts.list_opts.__name__}",
+        "octavia_amphora_cluster": f"{cluster.__name__}:{cluster.list_opts.__name__}",
+    }
 
 
 def test_no_group_collides_with_a_group_of_octavia():
     """Octavia has [amp_drift], [amp_certificates] and [amp_compute]; one file may contain the options of both."""
-    assert [group for group in config.GROUPS if not group.startswith("amp_")] == []
+    assert [group for group in EVERY if not group.startswith("amp_")] == []

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PRODUCT = ("amphora_driver", "amphora_agent", "sandbox", "diskimage", "scripts")
+PRODUCT = ("amphora_driver", "amphora_agent", "amphora_cluster", "sandbox", "diskimage", "scripts")
 TESTS = ("tests", "benchmarks")
 PERSONS = re.compile(r"\b(?:who|whom|whoever|nobody|somebody|anybody|everybody|he|him|his|himself)\b", re.IGNORECASE)
 # The name of an unprivileged user.

@@ -20,7 +20,13 @@ def generated():
     return module.DOCUMENTS
 
 
-@pytest.mark.parametrize("name", ["configuration.md", "amphora-driver.conf.sample", "amphoractl.md", "packages.md"])
+NAMES = (
+    *("configuration.md", "amphora-driver.conf.sample", "cluster-configuration.md", "amphora-cluster.conf.sample"),
+    *("amphoractl.md", "packages.md"),
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_generated_reference_is_current(name):
     text = generated()[name]()
     assert text == (ROOT / "docs/reference" / name).read_text(encoding="utf-8"), (

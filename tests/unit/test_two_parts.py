@@ -17,6 +17,7 @@ from two_parts import (
     MOST_ASKED_AGAIN,
     MOST_REPEATED,
     RINGS,
+    SHARED_CLOUD,
     Again,
     Alone,
     Together,
@@ -39,6 +40,8 @@ def pytest_configure(config):
     matrix = feature_matrix.FeatureMatrix(config)
     config.pluginmanager.register(matrix)
     two_parts.register(config, matrix)
+def pytest_xdist_make_scheduler(config, log):
+    return two_parts.scheduler(config, log)
 """
 FINE = "def test_fine(): pass\n"
 QUIET = """
@@ -105,7 +108,10 @@ class Project:
         return self._run("--again", "out", "--feature-matrix", "out/matrix")
 
     def out(self, name: str) -> str:
-        return (self._folder / "out" / name).read_text()
+        return self.text(Path("out", name))
+
+    def text(self, file: Path) -> str:
+        return (self._folder / file).read_text()
 
     def _run(self, *options: str) -> tuple[int, str]:
         # This test may run in a worker itself. Unused plug-ins would take most of its time.
@@ -125,6 +131,22 @@ class Project:
 @pytest.fixture
 def project(tmp_path):
     return Project(tmp_path)
+
+
+WORKER = """
+import os, pathlib
+def test_worker():
+    pathlib.Path(__file__).with_suffix(".worker").write_text(os.environ["PYTEST_XDIST_WORKER"])
+"""
+
+
+def test_one_worker_runs_the_files_that_share_a_cloud(project):
+    for file in SHARED_CLOUD:
+        project.write("openstack", Path(file).name, WORKER)
+    status, said = project.together(workers=len(SHARED_CLOUD))
+    assert status == 0, said
+    workers = {project.text(Path(file).with_suffix(".worker")) for file in SHARED_CLOUD}
+    assert len(workers) == 1
 
 
 @pytest.mark.extended

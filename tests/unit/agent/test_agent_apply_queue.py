@@ -11,10 +11,10 @@ import pytest
 from amphora_agent.apply.apply_queue import ApplyQueue
 from amphora_agent.apply.change_log import UNCHANGED, Change, ChangeLog
 
-PATIENCE = 10.0
+TIME_LIMIT = 10.0
 
 
-class Line:
+class QueuedPushes:
     """Pushes that wait behind the push that the agent applies."""
 
     def __init__(self):
@@ -25,12 +25,12 @@ class Line:
         self._entered = threading.Event()
         self._pool = ThreadPoolExecutor(16)
         self._first = self._pool.submit(self.turns.run_in_turn, 1, "lb", self._blocked)
-        assert self._entered.wait(PATIENCE)
+        assert self._entered.wait(TIME_LIMIT)
         self._expected = 0
 
     def _blocked(self):
         self._entered.set()
-        assert self._gate.wait(PATIENCE)
+        assert self._gate.wait(TIME_LIMIT)
         return 1
 
     def push(self, generation, kind="lb"):
@@ -50,35 +50,35 @@ class Line:
 
     def go(self):
         self._gate.set()
-        assert self._first.result(PATIENCE) == 1
+        assert self._first.result(TIME_LIMIT) == 1
         self._pool.shutdown()
 
 
 @pytest.mark.parametrize("order", [(2, 3, 4), (4, 3, 2), (3, 4, 2)])
 def test_only_the_newest_waiting_push_is_applied(order):
-    line = Line()
+    line = QueuedPushes()
     waiting = [line.push(generation) for generation in order]
     line.go()
-    assert [future.result(PATIENCE) for future in waiting] == [4, 4, 4]
+    assert [future.result(TIME_LIMIT) for future in waiting] == [4, 4, 4]
     assert line.done == [4]
 
 
 def test_an_invalid_newest_push_gives_way_to_the_next_newest():
-    line = Line()
+    line = QueuedPushes()
     line.failing = {4}
     two, three, four = (line.push(generation) for generation in (2, 3, 4))
     line.go()
     with pytest.raises(RuntimeError, match="4 is wrong"):
-        four.result(PATIENCE)
-    assert (two.result(PATIENCE), three.result(PATIENCE)) == (3, 3)
+        four.result(TIME_LIMIT)
+    assert (two.result(TIME_LIMIT), three.result(TIME_LIMIT)) == (3, 3)
     assert line.done == [4, 3]
 
 
 def test_equal_pushes_are_applied_in_order():
-    line = Line()
+    line = QueuedPushes()
     waiting = [line.push(3), line.push(3), line.push(2, kind="another")]
     line.go()
-    assert [future.result(PATIENCE) for future in waiting] == [3, 3, 2]
+    assert [future.result(TIME_LIMIT) for future in waiting] == [3, 3, 2]
     assert line.done == [3, 3, 2]
 
 
@@ -86,11 +86,11 @@ def test_an_action_has_a_reason():
     for how in ("start", "runtime", "reload", "stop"):
         with pytest.raises(ValueError, match="without a reason"):
             Change(how, "")
-    tally = ChangeLog()
+    counts = ChangeLog()
     for deed in (Change("reload", "one"), Change("reload", "two"), UNCHANGED):
-        tally.count(deed)
-    tally.count_ended_worker(3)
-    found = tally.document()
+        counts.count(deed)
+    counts.count_ended_worker(3)
+    found = counts.document()
     assert (found["reload"]["count"], found["reload"]["reason"]) == (2, "two")
     assert (found["unchanged"]["count"], found["start"]) == (1, {"count": 0})
     assert found["workers_ended"] == {"count": 1, "connections": 3}

@@ -77,9 +77,13 @@ def test_every_unit_is_bounded(name):
 
 def test_network_facing_daemons_are_not_root():
     made = (IMAGE / "post-install.d/50-amphora-units").read_text()
-    for service, capabilities in (("responder", "CAP_NET_RAW"), ("checker", "CAP_NET_ADMIN CAP_NET_RAW")):
+    for service, user, capabilities in (
+        ("responder", "responder", "CAP_NET_RAW"),
+        ("checker", "checker", "CAP_NET_ADMIN CAP_NET_RAW"),
+        ("log-forwarder", "logs", ""),
+    ):
         found = settings(f"amphora-{service}.service")
-        assert found["User"] == found["Group"] == f"amphora-{service}"
+        assert found["User"] == found["Group"] == f"amphora-{user}"
         assert found["AmbientCapabilities"] == found["CapabilityBoundingSet"] == capabilities
         assert f" {found['User']}" in next(line for line in made.splitlines() if line.startswith("for user in "))
 

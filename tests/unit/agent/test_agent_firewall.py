@@ -215,7 +215,7 @@ def test_merged_rules_permit_the_intersection():
         ]
         return networks, of(p80=networks)
 
-    def lets_in(restrictions, address):
+    def admits(restrictions, address):
         return any(first <= address <= last for first, last in restrictions.ports[0].ipv4)
 
     for _ in range(50):
@@ -223,7 +223,7 @@ def test_merged_rules_permit_the_intersection():
         both = intersect(one, other)
         for _ in range(200):
             address = int(ipaddress.ip_address(f"10.0.{source.randrange(8)}.{source.randrange(256)}"))
-            assert lets_in(both, address) == (lets_in(one, address) and lets_in(other, address))
+            assert admits(both, address) == (admits(one, address) and admits(other, address))
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def pem(authority, days=1.0, name=AMPHORA):
     return authority.issue_server(str(name), days).bundle().reveal().decode()
 
 
-class Place:
+class AmphoraFiles:
     """An amphora's files; the CA of the controllers is not the CA of the amphorae."""
 
     def __init__(self, directory):
@@ -52,7 +52,7 @@ class Place:
 
 @pytest.fixture
 def place(tmp_path):
-    return Place(tmp_path)
+    return AmphoraFiles(tmp_path)
 
 
 def test_the_present_certificate_is_described_even_if_invalid(place):

@@ -316,7 +316,7 @@ def state(birth, count, active=0, former=()):
     return CheckerState("d", birth, None, {"one": ListenerState("OPEN", active, pool)}, sums)
 
 
-def ledger(paths, *answers):
+def make_stats(paths, *answers):
     said = iter(answers)
     source = SimpleNamespace(read_state=lambda: next(said), take_final_state=lambda: None)
     return UdpStats(paths, source)
@@ -324,13 +324,13 @@ def ledger(paths, *answers):
 
 def test_sums_continue_after_a_reset_of_counters(paths):
     told = []
-    one = ledger(paths, state("a", 5), state("a", 8), None, state("b", 2), state("b", 3))
+    one = make_stats(paths, state("a", 5), state("a", 8), None, state("b", 2), state("b", 3))
     for _ in range(5):
         one.sample()
         told.append(one.listeners()["one"]["total_connections"])
     assert told == [5, 8, 8, 10, 11]
     one.write()
-    again = ledger(paths, state("b", 4), state("c", 1))
+    again = make_stats(paths, state("b", 4), state("c", 1))
     again.sample()
     assert again.listeners()["one"]["total_connections"] == 12
     again.sample()
@@ -352,14 +352,14 @@ def test_the_last_counters_of_a_checker_are_added(paths):
 
 def test_a_file_with_other_content_is_ignored(paths, caplog):
     paths.virtual_totals.write_text("[]")
-    one = ledger(paths, state("a", 5))
+    one = make_stats(paths, state("a", 5))
     one.sample()
     assert one.listeners()["one"]["total_connections"] == 5
     assert "counting starts at zero" in caplog.text
 
 
 def test_without_a_checker_no_sums_are_written(paths):
-    one = ledger(paths, None)
+    one = make_stats(paths, None)
     one.sample()
     one.write()
     assert not paths.virtual_totals.exists()

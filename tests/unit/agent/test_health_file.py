@@ -16,7 +16,7 @@ import pytest
 from amphora_agent.services import health_file
 from amphora_agent.services.health_file import ALIVE, BUSY_SECONDS, DEAD, Activity, HealthFile, Probe, read_activity
 
-INTERVAL, PATIENCE = 0.1, 0.6
+INTERVAL, TIME_LIMIT = 0.1, 0.6
 
 
 class Watched:
@@ -28,7 +28,7 @@ class Watched:
         self.listening = socket.socket(socket.AF_UNIX)
         self.listening.bind(str(directory / "socket"))
         self.listening.listen(8)
-        probe = Probe(str(directory / "socket"), "well?\n", INTERVAL, PATIENCE)
+        probe = Probe(str(directory / "socket"), "well?\n", INTERVAL, TIME_LIMIT)
         self.health = HealthFile(self.selector, self.file, probe)
         self.asked: list[socket.socket] = []
 
@@ -78,15 +78,15 @@ def serving(watched) -> Watched:
 
 def test_a_started_daemon_is_not_judged_at_once(watched):
     watched.health.started(1)
-    watched.pass_time(10 * PATIENCE)
+    watched.pass_time(10 * TIME_LIMIT)
     assert watched.said == ""
 
 
 def test_a_daemon_is_frozen_and_continues(watched):
     serving(watched)
-    watched.pass_time(PATIENCE * 0.8)
+    watched.pass_time(TIME_LIMIT * 0.8)
     assert watched.said == ALIVE
-    watched.pass_time(PATIENCE)
+    watched.pass_time(TIME_LIMIT)
     assert watched.said == DEAD
     watched.answer()
     assert watched.said == ALIVE
@@ -109,7 +109,7 @@ def test_a_late_watcher_reports_no_daemon(watched):
     watched.health.run_due(watched.health.due)  # the watcher has sent a probe
     watched.health.run_due(watched.health.due + 60.0)  # then the watcher's process did not run for a minute
     assert watched.said == ALIVE
-    watched.pass_time(2 * PATIENCE)
+    watched.pass_time(2 * TIME_LIMIT)
     assert watched.said == DEAD
 
 

@@ -70,7 +70,7 @@ def test_the_signature_is_that_of_octavia():
 
 
 class Counting:
-    """A ledger whose listener gets ten bytes between heartbeats."""
+    """A collector whose listener gets ten bytes between heartbeats."""
 
     def __init__(self):
         self.bytes = 0
@@ -105,17 +105,20 @@ def made(controllers, interval=0.02, key=b"k"):
 def test_controllers_get_heartbeats_in_turn_without_duplicates(controllers, tmp_path):
     paths = Paths(tmp_path)
     paths.var.mkdir(parents=True)
-    ledger = Counting()
-    sender = OctaviaSender(made(controllers), paths, ledger, frozenset)
+    collector = Counting()
+    sender = OctaviaSender(made(controllers), paths, collector, frozenset)
     sender.start()
     beats = [opened(controllers[n % 2].recv(65536), b"k") for n in range(6)]
     sender.close()
     assert [beat["seq"] for beat in beats] == list(range(6))
     stored = json.loads((paths.var / "octavia-reported.json").read_text())
-    assert stored["l"]["rx"] <= ledger.bytes
+    assert stored["l"]["rx"] <= collector.bytes
     # The next agent continues at the stored position.
     said, _ = octavia_heartbeat.document(
-        AMPHORA, 0, known(stored["l"]["rx"] + 1), OctaviaSender(made(controllers), paths, ledger, frozenset)._restored()
+        AMPHORA,
+        0,
+        known(stored["l"]["rx"] + 1),
+        OctaviaSender(made(controllers), paths, collector, frozenset)._restored(),
     )
     assert said["listeners"]["l"]["stats"]["rx"] == 1
 

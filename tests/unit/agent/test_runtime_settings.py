@@ -17,6 +17,7 @@ from amphora_agent.config import Settings, Target
 from amphora_agent.drift.repair import DriftRepair
 from amphora_agent.drift.report import DriftReport
 from amphora_agent.errors import MachineError, MalformedSettings, SettingsRefused
+from amphora_agent.log_settings import LogSettings, LogTarget
 from amphora_agent.paths import Paths
 from amphora_agent.runtime_settings import HeartbeatSettings, RuntimeSettings
 from amphora_agent.stats.active_sender import ActiveSender
@@ -140,6 +141,33 @@ def test_settings_that_cannot_be_stored_are_not_used(paths):
     assert repair._interval == 3600.0
 
 
+LOGS = LogSettings((LogTarget("udp://192.0.2.9:514"),), (LogTarget("https://192.0.2.9:8443/", "Bearer s"),), "pem")
+LOGGED = dataclasses.replace(OTHER, logs=LOGS)
+
+
+def test_an_authorization_is_never_stored_on_the_disk(paths):
+    paths.run.mkdir(parents=True)
+    runtime_settings.keep(LOGGED, paths)
+    assert "Bearer" not in paths.settings.read_text()
+    assert runtime_settings.current(runtime_settings.stored(settings(), paths)) == LOGGED
+    paths.log_settings.unlink()
+    after_reboot = runtime_settings.current(runtime_settings.stored(settings(), paths))
+    assert [one.url for one in after_reboot.logs.tenant] == ["https://192.0.2.9:8443/"]
+    assert after_reboot.digest != LOGGED.digest, "a controller sends the settings again"
+
+
+def test_settings_without_secrets_replace_those_with_secrets(paths):
+    paths.run.mkdir(parents=True)
+    runtime_settings.keep(LOGGED, paths)
+    runtime_settings.keep(OTHER, paths)
+    assert runtime_settings.current(runtime_settings.stored(settings(), paths)) == OTHER
+
+
+def test_no_representation_shows_an_authorization():
+    assert "Bearer" not in repr(LOGGED)
+    assert "Bearer" not in json.dumps(LOGGED.to_document(hidden="***"))
+
+
 # -- use ---------------------------------------------------------------------------------------------------------------
 
 
@@ -167,7 +195,7 @@ def made_live(paths, present):
 
     sender = ActiveSender(present, make)
     repair = DriftRepair(SimpleNamespace(differences=lambda: None), DriftReport(), 3600.0, lambda: None)
-    return LiveSettings(paths, sender, repair), sender, repair
+    return LiveSettings(paths, sender, repair, SimpleNamespace(use=lambda _: None)), sender, repair
 
 
 @pytest.fixture

@@ -97,7 +97,7 @@ class FakeAgent:
         self.thread.join()
 
 
-class World:
+class AgentLab:
     """Two CAs, the configuration of a controller, and agents on demand."""
 
     def __init__(self, directory):
@@ -138,7 +138,7 @@ class World:
 
 
 @pytest.fixture
-def world(tmp_path):
-    made = World(tmp_path)
+def lab(tmp_path):
+    made = AgentLab(tmp_path)
     yield made
     made.close()

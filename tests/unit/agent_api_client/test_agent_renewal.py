@@ -18,10 +18,10 @@ RENEWED = (200, {"expires_at": "2030-01-01T00:00:00Z", "fingerprint": "ab"})
 
 
 @pytest.fixture
-def authority(world):
+def authority(lab):
     """A CA that the controller trusts, and its clock."""
     certificate, key = create_authority("amphorae")
-    world.trust.write_bytes(certificate)
+    lab.trust.write_bytes(certificate)
     return lambda ahead=0.0: Authority(certificate, key, clock=lambda: time.time() + ahead)
 
 
@@ -29,21 +29,21 @@ def expired(authority, name=AMPHORA):
     return authority(-200).issue_server(name, 100 / DAY)
 
 
-def test_a_renewal_sends_certificate_and_cas(world, authority):
-    agent = world.agent(issued=authority().issue_server(AMPHORA, 1))
+def test_a_renewal_sends_certificate_and_cas(lab, authority):
+    agent = lab.agent(issued=authority().issue_server(AMPHORA, 1))
     agent.answer = RENEWED
     new = authority().issue_server(AMPHORA, 2).bundle()
-    said = world.client(agent.port).renew(AMPHORA, HOST, new, client_ca=world.client_ca)
+    said = lab.client(agent.port).renew(AMPHORA, HOST, new, client_ca=lab.client_ca)
     assert (said.expires_at.year, said.fingerprint) == (2030, "ab")
     [(method, path, body, _)] = agent.requests
     assert (method, path) == ("PUT", "/v2/certificate")
-    assert json.loads(body) == {"certificate": new.reveal().decode(), "client_ca": world.client_ca.decode()}
+    assert json.loads(body) == {"certificate": new.reveal().decode(), "client_ca": lab.client_ca.decode()}
 
 
-def test_an_expired_certificate_is_accepted_for_renewal_only(world, authority):
-    agent = world.agent(issued=expired(authority))
+def test_an_expired_certificate_is_accepted_for_renewal_only(lab, authority):
+    agent = lab.agent(issued=expired(authority))
     agent.answer = RENEWED
-    client = world.client(agent.port)
+    client = lab.client(agent.port)
     for _ in range(2):
         client.renew(AMPHORA, HOST, authority().issue_server(AMPHORA, 1).bundle())
         with pytest.raises(AgentUntrusted, match="expired"):
@@ -61,20 +61,20 @@ def test_an_expired_certificate_is_accepted_for_renewal_only(world, authority):
     ],
     ids=["another amphora", "another authority", "no server", "not yet valid"],
 )
-def test_a_renewal_verifies_all_other_certificate_fields(world, authority, make, why):
+def test_a_renewal_verifies_all_other_certificate_fields(lab, authority, make, why):
     other = Authority(*create_authority("amphorae"))
-    agent = world.agent(issued=make(authority, other))
+    agent = lab.agent(issued=make(authority, other))
     agent.answer = RENEWED
     with pytest.raises(AgentUntrusted, match=why):
-        world.client(agent.port).renew(AMPHORA, HOST, other.issue_server(AMPHORA, 1).bundle())
+        lab.client(agent.port).renew(AMPHORA, HOST, other.issue_server(AMPHORA, 1).bundle())
     assert agent.requests == []
 
 
-def test_no_key_is_in_an_error(world, authority):
-    agent = world.agent(issued=expired(authority))
+def test_no_key_is_in_an_error(lab, authority):
+    agent = lab.agent(issued=expired(authority))
     agent.answer = (422, {"error": {"wanted": "install a new certificate", "happened": "it is not", "remedy": ""}})
     new = authority().issue_server(AMPHORA, 1).bundle()
     with pytest.raises(AgentRefused, match="it is not") as caught:
-        world.client(agent.port).renew(AMPHORA, HOST, new)
+        lab.client(agent.port).renew(AMPHORA, HOST, new)
     line = new.reveal().decode().partition("PRIVATE KEY-----\n")[2].splitlines()[0]
     assert line not in f"{caught.value} {caught.value!r}"

@@ -189,7 +189,7 @@ def test_loadbalancer_list_long(run):
 @pytest.mark.parametrize(
     ("words", "found"),
     [
-        (("--dirty",), [LB]),
+        (("--unfinished",), [LB]),
         (("--project", "project"), [LB]),
         (("--status", "PENDING"), [LB]),
         (("--status", "pending_update", "--status", "unknown"), [LB, OTHER]),

@@ -240,7 +240,7 @@ def test_an_upgrade_is_refused_while_processes_run(amphoractl, place, database, 
         put(database, process, {"name": name, "beat": 1, "jobs": 0, "draining": False, **said})
     # For the next revision, the current schema is an old one.
     newer = (*schema_check.known_revisions(), "9999")
-    monkeypatch.setattr(schema_check, "known_revisions", lambda: newer)
+    monkeypatch.setattr(schema_check, "known_revisions", lambda *_: newer)
     monkeypatch.setattr(migrate, "upgrade", lambda _: migrate.Upgrade(before="here", after="9999"))
     assert amphoractl(place, "database", "upgrade")[0] == 1
     assert name in caplog.text

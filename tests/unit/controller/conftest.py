@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures for the failure detector tests (detector_scene.py)."""
+"""Fixtures for the failure detector tests (detector_lab.py)."""
 
 import migrated
 import pytest
-from detector_scene import Scene
+from detector_lab import DetectorLab
 
 
 @pytest.fixture
@@ -12,7 +12,7 @@ def detector_database(tmp_path):
 
 
 @pytest.fixture
-def scene(detector_database, tmp_path, monkeypatch):
-    made = Scene(tmp_path, monkeypatch)
+def lab(detector_database, tmp_path, monkeypatch):
+    made = DetectorLab(tmp_path, monkeypatch)
     yield made
     made.database.dispose()

@@ -39,7 +39,7 @@ TREE = LoadBalancer(
 )
 
 
-class World:
+class FakeCloud:
     """Fake compute, network and agents. The first amphora that confirms has the VIPs until a hand-over."""
 
     roles = ActiveStandbyTopology.roles
@@ -140,13 +140,13 @@ class World:
 class Control:
     """A controller, with methods for user requests and heartbeats."""
 
-    def __init__(self, conf, database, world=None, *, with_trust=False, boot_rate=None):
+    def __init__(self, conf, database, cloud=None, *, with_trust=False, boot_rate=None):
         self.conf = conf
-        self.world = world or World()
+        self.cloud = cloud or FakeCloud()
         self.database = database
         self.jobs = Jobs(database, "me", 60.0)
-        self.intents = RequestRecorder(database, lambda node: None)
-        names = dict.fromkeys(("catalogue", "agents", "authority"), self.world)
+        self.recorder = RequestRecorder(database, lambda node: None)
+        names = dict.fromkeys(("catalogue", "agents", "authority"), self.cloud)
         vault = Vault([Fernet.generate_key()])
         trust = TrustStore(conf, database, vault) if with_trust else None
         more = {"trust": trust, "boot_rate": boot_rate}
@@ -162,7 +162,7 @@ class Control:
             self.reconciler.reconcile(lease)
         raise AssertionError("it never ends")
 
-    def hurry(self):
+    def make_all_due(self):
         """Make all postponed work due now."""
         self.database.write(lambda c: c.execute(job.update().values(due_at=0.0)))
 
@@ -172,7 +172,7 @@ class Control:
         def write(connection):
             for name in self.observed():
                 at = time.time() - (100 if name in silent else 0)
-                said = name == self.world.holder or name in silent
+                said = name == self.cloud.holder or name in silent
                 heard = amphorae.LastHeartbeat(
                     amphora_id=name, at=at, generation=1, epoch=1, sequence=1, holds_vip=said
                 )
@@ -206,7 +206,7 @@ class Control:
 
 
 @contextmanager
-def controlled(folder, world=None, options="", **more):
+def controlled(folder, cloud=None, options="", **more):
     """Start a controller with its own database in this folder; `options` are lines of `[amp_controller]`."""
     for name in ("client_ca", "ca"):
         certificate, key = create_authority(name)
@@ -222,6 +222,6 @@ def controlled(folder, world=None, options="", **more):
     migrated.write(conf.amp_database.connection)
     database = Database(conf.amp_database.connection)
     try:
-        yield Control(conf, database, world, **more)
+        yield Control(conf, database, cloud, **more)
     finally:
         database.dispose()

@@ -11,8 +11,8 @@ from msgspec.structs import replace
 
 from amphora_agent.bundle import parse
 from amphora_driver.model.amphora import AttachedPort
-from amphora_driver.model.enums import ListenerProtocol
-from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Vip
+from amphora_driver.model.enums import ListenerProtocol, PoolProtocol
+from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Member, Pool, Profile, Vip
 from amphora_driver.model.network import FixedAddress, Port, Subnet
 from amphora_driver.render.bundle import Served, allowed, bundle, interfaces
 from amphora_driver.render.haproxy import render
@@ -100,3 +100,46 @@ def test_the_default_route_uses_the_vip_network():
     made = interfaces(tree(), (plugged("a", "fa:16:3e:00:00:01"), plugged("n", "fa:16:3e:00:00:00")))
     assert [[route.destination for route in one.routes] for one in made] == [["0.0.0.0/0"], []]
     assert [one.vips for one in made] == [("198.51.100.5/32",), ()]
+
+
+def pool(number, *members):
+    """A pool with a member for each pair of address and type."""
+    return Pool(
+        id=f"p{number}",
+        loadbalancer_id=LB,
+        protocol=PoolProtocol.HTTP,
+        members=tuple(
+            Member(id=f"{number}{address}", pool_id=f"p{number}", address=address, protocol_port=80, vnic_type=kind)
+            for address, kind in members
+        ),
+    )
+
+
+SIDE_BY_SIDE = (
+    pool(1, ("192.0.2.9", "normal"), ("192.0.2.10", "direct"), ("203.0.113.7", "direct"), ("192.0.2.11", None)),
+    # Another pool may request another type for the same host, and an address that no amphora can use.
+    pool(2, ("192.0.2.11", "direct"), ("192.0.2.10", "normal"), ("bad", "normal"), ("2001:db8::1", "direct")),
+)
+
+
+@pytest.mark.parametrize("network", ["a", "n"])
+def test_two_ports_on_a_network_have_a_route_to_each_member(network):
+    wanted = tree(pools=SIDE_BY_SIDE, profile=Profile(allow_member_sriov=True))
+    ordinary = plugged(network, "fa:16:3e:00:00:02")
+    through_sr_iov = replace(plugged(network, "fa:16:3e:00:00:01"), sr_iov=True)
+    first, second = interfaces(wanted, (through_sr_iov, ordinary))
+    assert (first.mac, second.mac) == ("fa:16:3e:00:00:02", "fa:16:3e:00:00:01")
+    # The member behind a router, 203.0.113.7, has no route of its own.
+    on_link = [[one.destination for one in made.routes if one.gateway is None] for made in (first, second)]
+    assert on_link == [["192.0.2.9/32"], ["192.0.2.10/32", "192.0.2.11/32"]]
+    # Only the ordinary port of the VIP's network has VIPs and the default route.
+    of_vips = network == "n"
+    assert (first.name == "eth1", bool(first.vips), second.name, second.vips) == (of_vips, of_vips, "mfa163e000001", ())
+    gateways = [[one.destination for one in made.routes if one.gateway is not None] for made in (first, second)]
+    assert gateways == [["0.0.0.0/0"] * of_vips, []]
+
+
+def test_a_single_port_needs_no_route_to_members():
+    wanted = tree(pools=SIDE_BY_SIDE, profile=Profile(allow_member_sriov=True))
+    vips, members = plugged("n", "fa:16:3e:00:00:00"), replace(plugged("a", "fa:16:3e:00:00:01"), sr_iov=True)
+    assert [one.destination for made in interfaces(wanted, (vips, members)) for one in made.routes] == ["0.0.0.0/0"]

@@ -4,7 +4,7 @@
 import msgspec
 import pytest
 import sqlalchemy as sa
-from control import LB, TREE, World, controlled
+from control import LB, TREE, FakeCloud, controlled
 
 from amphora_driver.agent.client import Info
 from amphora_driver.certificates import ca_rotation
@@ -35,7 +35,7 @@ class Trusted:
         return AmphoraCredentials(desired=self.wanted, client_ca=b"callers", server_ca=b"signers", issuer=AUTHORITY)
 
 
-class Certified(World):
+class Certified(FakeCloud):
     """A fake amphora that accepts certificates."""
 
     roles = SingleTopology.roles
@@ -81,7 +81,7 @@ def control(tmp_path, trust):
 
 
 def begun(control):
-    control.intents.create_load_balancer(TREE, read_back=False)
+    control.recorder.create_load_balancer(TREE, read_back=False)
     control.work()
     (one,) = control.observed().values()
     return one
@@ -102,14 +102,14 @@ def age(control, days):
 
 
 def test_the_boot_certificate_is_recorded_first(control):
-    control.world.refusal = ComputeError("boot", "not now")
-    control.intents.create_load_balancer(TREE, read_back=False)
+    control.cloud.refusal = ComputeError("boot", "not now")
+    control.recorder.create_load_balancer(TREE, read_back=False)
     control.reconciler.reconcile(control.jobs.claim())
     (one,) = control.observed().values()
     assert one.management_address is None
     assert (one.trusts, one.certificate_authority) == ("files-x/y", None)
     assert one.certificate_issued_at is not None
-    assert (control.world.files["client_ca.pem"], control.world.files["server_ca.pem"]) == (b"callers", b"signers")
+    assert (control.cloud.files["client_ca.pem"], control.cloud.files["server_ca.pem"]) == (b"callers", b"signers")
 
 
 @pytest.mark.parametrize(
@@ -125,12 +125,12 @@ def test_two_boot_attempts_record_only_what_both_files_contain(
     control, trust, monkeypatch, first, second, there, counts
 ):
     """The machine may have the first attempt's files, so a CA rotation must not count on the second attempt's."""
-    control.world.refusal = ComputeError("boot", "the answer was lost")
-    monkeypatch.setattr(control.world, "get", World.get.__get__(control.world) if there else lambda _: None)
-    control.intents.create_load_balancer(TREE, read_back=False)
+    control.cloud.refusal = ComputeError("boot", "the answer was lost")
+    monkeypatch.setattr(control.cloud, "get", FakeCloud.get.__get__(control.cloud) if there else lambda _: None)
+    control.recorder.create_load_balancer(TREE, read_back=False)
     for authority, trusts in (first, second):
         trust.wanted = ca_rotation.DesiredTrust(authority=authority, trusts=trusts)
-        control.hurry()
+        control.make_all_due()
         control.reconciler.reconcile(control.jobs.claim())
     (one,) = control.observed().values()
     assert (one.certificate_authority, one.trusts) == counts
@@ -138,12 +138,12 @@ def test_two_boot_attempts_record_only_what_both_files_contain(
 
 def test_a_due_certificate_is_renewed_alone(control):
     one = begun(control)
-    assert control.world.taken == []
+    assert control.cloud.taken == []
     age(control, 4)
     before = control.row()
     assert due(control) == 1
     assert control.work() == 1
-    [(certificate, client_ca, server_ca)] = control.world.taken
+    [(certificate, client_ca, server_ca)] = control.cloud.taken
     assert str(certificate) == "***"
     assert (client_ca, server_ca) == (b"callers", b"signers")
     (now,) = control.observed().values()
@@ -152,7 +152,7 @@ def test_a_due_certificate_is_renewed_alone(control):
     assert (after.generation, after.applied, after.dirty) == (before.generation, before.applied, False)
     assert due(control) == 1
     control.work()
-    assert len(control.world.taken) == 1, "the new certificate is not due"
+    assert len(control.cloud.taken) == 1, "the new certificate is not due"
 
 
 def test_a_changed_ca_causes_a_renewal(control, trust):
@@ -169,8 +169,8 @@ def test_a_failed_renewal_does_not_affect_the_load_balancer(control, trouble, mo
     one = begun(control)
     age(control, 4)
     (before,) = control.observed().values()
-    control.world.dead = {one.id} if trouble == "dead" else set()
-    control.world.shows_another = trouble == "another"
+    control.cloud.dead = {one.id} if trouble == "dead" else set()
+    control.cloud.shows_another = trouble == "another"
     due(control)
     assert control.work() == 1, "a job makes one attempt"
     (after,) = control.observed().values()
@@ -178,11 +178,11 @@ def test_a_failed_renewal_does_not_affect_the_load_balancer(control, trouble, mo
     row = control.row()
     assert (row.attempts, row.dirty, row.error) == (0, False, None)
     assert control.provisioning()[LB] == "ACTIVE"
-    control.world.dead, control.world.shows_another = set(), False
-    taken = len(control.world.taken)
+    control.cloud.dead, control.cloud.shows_another = set(), False
+    taken = len(control.cloud.taken)
     due(control)
     control.work()
-    assert len(control.world.taken) == taken, "the renewal waits for its retry time"
+    assert len(control.cloud.taken) == taken, "the renewal waits for its retry time"
     monkeypatch.setattr(renewing, "_RETRY_AFTER", 0.0)
     due(control)
     control.work()
@@ -200,7 +200,7 @@ def test_a_ca_that_cannot_sign_does_not_affect_the_load_balancer(control, trust,
     monkeypatch.setattr(AUTHORITY, "issue_server", refuse)
     due(control)
     assert control.work() == 1
-    assert (control.row().attempts, control.world.taken) == (0, [])
+    assert (control.row().attempts, control.cloud.taken) == (0, [])
     assert control.provisioning()[LB] == "ACTIVE"
 
 
@@ -210,7 +210,7 @@ def test_an_unknown_ca_causes_no_renewal(control, trust):
     trust.error = StoreError("read the authorities", "away")
     due(control)
     assert control.work() == 1
-    assert control.world.taken == []
+    assert control.cloud.taken == []
     assert control.row().attempts == 0
 
 

@@ -16,7 +16,7 @@ from amphora_driver.failover.circuit_breaker import (
     restore_breaker,
 )
 
-LIMITS = BreakerLimits(percent=20.0, floor=3, most=50, window=120.0, calm=30.0, trial=600.0)
+LIMITS = BreakerLimits(percent=20.0, min=3, max=50, window=120.0, close_after=30.0, trial_after=600.0)
 OPEN = Breaker(state=BreakerState.OPEN, since=0.0, reason="many")
 TRIAL = Breaker(state=BreakerState.TRIAL, since=0.0, reason="many")
 QUIET = SilenceCount(watched=100, silent=0, recent=0)
@@ -54,14 +54,14 @@ def test_the_reason_contains_the_numbers():
 
 @pytest.mark.parametrize("percent", [0.0, 100.0])
 def test_a_limit_of_0_or_100_percent(percent):
-    limits = BreakerLimits(percent=percent, floor=1)
+    limits = BreakerLimits(percent=percent, min=1)
     assert bool(excess_reason(1, 40, limits)) is (percent == 0.0)
-    assert not excess_reason(40, 40, BreakerLimits(percent=100.0, floor=1))
+    assert not excess_reason(40, 40, BreakerLimits(percent=100.0, min=1))
 
 
 def test_the_breaker_closes_after_the_calm_period():
     found = next_breaker(OPEN, QUIET, LIMITS, 100.0)
-    assert (found.state, found.calm_since) == (BreakerState.OPEN, 100.0)
+    assert (found.state, found.few_since) == (BreakerState.OPEN, 100.0)
     found = next_breaker(found, QUIET, LIMITS, 129.0)
     assert found.state is BreakerState.OPEN
     assert next_breaker(found, QUIET, LIMITS, 130.0).state is BreakerState.CLOSED
@@ -69,7 +69,7 @@ def test_the_breaker_closes_after_the_calm_period():
 
 def test_many_silent_amphorae_restart_the_calm_period():
     found = next_breaker(next_breaker(OPEN, QUIET, LIMITS, 100.0), MANY, LIMITS, 120.0)
-    assert found.calm_since is None
+    assert found.few_since is None
     assert next_breaker(next_breaker(found, QUIET, LIMITS, 125.0), QUIET, LIMITS, 140.0).state is BreakerState.OPEN
 
 
@@ -101,7 +101,7 @@ def test_a_calm_period_ends_a_trial():
 
 
 def test_a_calm_period_of_zero_closes_the_breaker_at_once():
-    assert next_breaker(OPEN, QUIET, BreakerLimits(calm=0.0), 5.0).state is BreakerState.CLOSED
+    assert next_breaker(OPEN, QUIET, BreakerLimits(close_after=0.0), 5.0).state is BreakerState.CLOSED
 
 
 def names(number):
@@ -206,7 +206,7 @@ def test_successor_keeps_the_backoff(ages, left):
     ],
 )
 def test_a_controller_restores_the_breaker_of_another_controller(state, remaining, waits):
-    found = restore_breaker(state, "why", BreakerLimits(trial=600.0), 9000.0, remaining)
+    found = restore_breaker(state, "why", BreakerLimits(trial_after=600.0), 9000.0, remaining)
     assert (found.state, found.reason, found.since + 600.0 - 9000.0) == (state, "why", waits)
 
 

@@ -3,7 +3,7 @@
 
 import pytest
 import sqlalchemy as sa
-from control import LB, TREE, World, controlled
+from control import LB, TREE, FakeCloud, controlled
 
 from amphora_driver.database.tables import job, object_status
 from amphora_driver.queue.jobs import Jobs
@@ -12,8 +12,8 @@ from amphora_driver.topology import SingleTopology
 DEATHS = 4
 
 
-class DeadlyWorld(World):
-    """A world in which a boot crashes the controller until the cause is repaired."""
+class CrashingCloud(FakeCloud):
+    """A fake cloud in which a boot crashes the controller until the cause is repaired."""
 
     roles = SingleTopology.roles
     priorities = SingleTopology.priorities
@@ -33,14 +33,14 @@ class DeadlyWorld(World):
 @pytest.fixture(params=[False, True], ids=["without a trust store", "with a trust store"])
 def control(tmp_path, request):
     options = f"give_up_after = {DEATHS}\nretry_most = 60\n"
-    with controlled(tmp_path, DeadlyWorld(), options=options, with_trust=request.param) as control:
-        control.intents.create_load_balancer(TREE, read_back=False)
+    with controlled(tmp_path, CrashingCloud(), options=options, with_trust=request.param) as control:
+        control.recorder.create_load_balancer(TREE, read_back=False)
         yield control
 
 
 def crash_in_a_process(control):
     """Claim and crash with the job once it is due; return False if the controller did not crash."""
-    control.hurry()
+    control.make_all_due()
     jobs = Jobs(control.database, "mortal", 60.0)
     lease = jobs.claim()
     if lease is None:
@@ -66,20 +66,20 @@ def test_a_crash_loop_sets_error_and_spares_other_load_balancers(control):
         assert told(control)[0] is None, "one crash is not reported as a crash loop"
         assert died <= 2 * DEATHS
     # The first job recorded the amphora before the crash, which counts as progress.
-    assert (died, control.world.tried) == (DEATHS, DEATHS)
+    assert (died, control.cloud.tried) == (DEATHS, DEATHS)
     state, reason = told(control)
     assert (state, f"{DEATHS} controllers in a row crashed" in reason) == ("ERROR", True)
     found = control.row()
     assert (found.owner, found.dirty) == (None, True)
     assert control.database.now() + 30 < found.due_at
 
-    control.hurry()
+    control.make_all_due()
     assert crash_in_a_process(control), "the controller retries the job occasionally"
     assert not crash_in_a_process(control)
     assert control.database.now() + 30 < control.row().due_at, "the controller does not retry before the retry time"
 
-    control.world.mended = True
-    control.hurry()
+    control.cloud.mended = True
+    control.make_all_due()
     control.work()
     assert (control.row().crashes, control.provisioning()[LB]) == (0, "ACTIVE")
 

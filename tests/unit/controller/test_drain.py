@@ -35,7 +35,7 @@ class Agents:
         self.asked = []
         self.trouble = trouble
         self.says = says
-        self.turn = None
+        self.running_job = None
 
     def expect_vips(self, amphora_id, _address, seconds, *, deadline):
         self._ask("expect", amphora_id, seconds)
@@ -100,8 +100,8 @@ def take(conf, database, step, agents, *, steps=False, direct=True):
         priorities={"MASTER": 254, "BACKUP": 253},
         now=database.now(),
     )
-    agents.turn = Job(lease, database, 60.0)
-    taking = StepExecutor(everything, agents.turn)
+    agents.running_job = Job(lease, database, 60.0)
+    taking = StepExecutor(everything, agents.running_job)
     taking.execute(step, wanted, observed)
     if steps:
         return taking
@@ -294,7 +294,7 @@ class CancelledDuringRequest(Agents):
 
     def _ask(self, what, amphora_id, seconds):
         if what == self.question:
-            self.turn.preempt("this controller ends")
+            self.running_job.preempt("this controller ends")
         super()._ask(what, amphora_id, seconds)
 
 

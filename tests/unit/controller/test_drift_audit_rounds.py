@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import pytest
 import sqlalchemy as sa
-from control import TREE, World, controlled
+from control import TREE, FakeCloud, controlled
 
 from amphora_driver.agent.client import BundleState
 from amphora_driver.database.tables import amphora, duty, job
@@ -20,7 +20,7 @@ from amphora_driver.topology import SingleTopology
 MANY = 6
 
 
-class Told(World):
+class RecordedAgents(FakeCloud):
     """One amphora for each load balancer; a test sets the bundle state that each reports."""
 
     roles = SingleTopology.roles
@@ -46,14 +46,14 @@ class Told(World):
 
 @pytest.fixture
 def control(tmp_path):
-    with controlled(tmp_path, Told()) as made:
+    with controlled(tmp_path, RecordedAgents()) as made:
         for number in range(MANY):
             listeners = tuple(
                 msgspec.structs.replace(one, id=f"li{number}", loadbalancer_id=f"lb{number}") for one in TREE.listeners
             )
             vip = msgspec.structs.replace(TREE.vip, address=f"198.51.100.{number + 1}", port_id=f"p{number}")
             tree = msgspec.structs.replace(TREE, id=f"lb{number}", vip=vip, listeners=listeners)
-            made.intents.create_load_balancer(tree, read_back=False)
+            made.recorder.create_load_balancer(tree, read_back=False)
         made.work(100)
         made.database.write(lambda c: c.execute(amphora.update().values(confirmed_at=1.0)))
         yield made
@@ -102,7 +102,7 @@ def compared(control):
 )
 def test_unreachable_amphora_stops_no_round(control, audits, pool, says):
     one = one_of(control)
-    control.world.says[one] = says
+    control.cloud.says[one] = says
     assert audits.run_round(pool) == MANY - 1
     assert compared(control) == {f"lb{number}" for number in range(1, MANY)}
     assert set(audits._retry_at) == {one}, "the next round asks the amphora again"
@@ -110,7 +110,7 @@ def test_unreachable_amphora_stops_no_round(control, audits, pool, says):
 
 def test_refused_row_stops_no_round(control, audits, pool, monkeypatch):
     one = one_of(control)
-    control.world.says[one] = BundleState(generation=9)
+    control.cloud.says[one] = BundleState(generation=9)
 
     def overflows(*_):
         raise OverflowError("too large")
@@ -132,7 +132,7 @@ def test_unrenderable_load_balancer_stops_no_round(control, audits, pool, monkey
 
 
 def test_implausible_generation_is_reported_and_not_exceeded(control, audits, pool):
-    control.world.says[one_of(control)] = BundleState(generation=2**62)
+    control.cloud.says[one_of(control)] = BundleState(generation=2**62)
     assert audits.run_round(pool) == MANY
     row = rows(control)["lb0"]
     assert "no controller has pushed" in row.drift
@@ -147,7 +147,7 @@ def test_amphorae_of_all_load_balancers_are_asked_in_parallel(control, audits, p
         together.wait()
         return BundleState(generation=1, digest="d")
 
-    control.world.says |= dict.fromkeys(chosen, waits)
+    control.cloud.says |= dict.fromkeys(chosen, waits)
     assert audits.run_round(pool) == MANY
 
 
@@ -158,7 +158,7 @@ def test_a_stopped_round_continues_with_the_remaining_amphorae(control, audits, 
         released.wait(60)
         return AgentUnreachable("ask", "did not answer in time")
 
-    control.world.says |= {row.id: hangs for row in rows(control).values()}
+    control.cloud.says |= {row.id: hangs for row in rows(control).values()}
     try:
         # The stop flag is checked before each amphora; the round ends without answers.
         assert audits.run_round(pool, lambda: next(questions, False)) == 0
@@ -166,7 +166,7 @@ def test_a_stopped_round_continues_with_the_remaining_amphorae(control, audits, 
         assert 0 < len(first) <= 4, "only the running requests are finished"
     finally:
         released.set()
-    control.world.says.clear()
+    control.cloud.says.clear()
     assert audits.run_round(pool) == MANY - len(first)
 
 

@@ -50,6 +50,49 @@ def test_every_default_can_be_configured(conf):
     assert defaults.rendering_defaults(conf("\n".join(["[amp_haproxy]", *lines]))) == Defaults(**values)
 
 
+def test_log_targets_have_the_content_of_their_files(conf, tmp_path):
+    (tmp_path / "ca.pem").write_text("the CA\n")
+    (tmp_path / "token").write_text("Bearer abc\n")
+    found = defaults.log_defaults(
+        conf(
+            "[amp_logs]\nadmin_targets = udp://192.0.2.9:0514, https://[2001:DB8::9]:8443\n"
+            f"tenant_targets = tls://192.0.2.9:6514\nca_certificate = {tmp_path}/ca.pem\n"
+            f"authorization_file = {tmp_path}/token\nqueue_bytes = 65536\n"
+        )
+    )
+    document = found.to_document()
+    assert document == {
+        "admin": [
+            {"url": "udp://192.0.2.9:514", "authorization": ""},
+            {"url": "https://[2001:db8::9]:8443/", "authorization": "Bearer abc"},
+        ],
+        "tenant": [{"url": "tls://192.0.2.9:6514", "authorization": ""}],
+        "authorities": "the CA\n",
+        "queue_bytes": 65536,
+        "project_id": "",
+        "load_balancer_id": "",
+    }
+    assert "Bearer" not in repr(found)
+    assert defaults.log_settings(found, None) == found
+
+
+@pytest.mark.parametrize(
+    ("lines", "reason"),
+    [
+        ("admin_targets = relp://192.0.2.9:1", "udp://, tcp://, tls:// or https://"),
+        ("admin_targets = udp://logs.example:1", "with an IP address"),
+        ("tenant_targets = udp://192.0.2.9:1, udp://192.0.2.9:01", "twice"),
+        ("tenant_targets = tls://192.0.2.9:1", "CA certificate"),
+        ("tenant_targets = udp://192.0.2.9:1/x", "path"),
+        ("ca_certificate = /nonexistent/ca.pem", "ca_certificate"),
+        ("authorization_file = /nonexistent/token", "authorization_file"),
+    ],
+)
+def test_invalid_log_targets_are_reported_at_start(conf, lines, reason):
+    with pytest.raises(ConfigurationError, match=reason):
+        defaults.validate_defaults(conf(f"[amp_logs]\n{lines}\n"))
+
+
 def test_limits_of_a_profile_precede_configured_limits(conf):
     assert limits(conf()) == (None, None)
     some = conf("[amp_haproxy]\nprocess_connection_limit = 500\nprocess_threads = 2\n")

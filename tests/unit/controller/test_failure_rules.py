@@ -48,118 +48,118 @@ class Timeline:
 
 
 def test_amphora_is_silent_exactly_after_the_limit():
-    story = Timeline().go(5)
-    assert story.go(6.5, speaking="a").silent() == set()
-    assert story.go(0.5, speaking="a").silent() == {"b"}
-    assert story.go(100, speaking="a").silent() == {"b"}
+    timeline = Timeline().go(5)
+    assert timeline.go(6.5, speaking="a").silent() == set()
+    assert timeline.go(0.5, speaking="a").silent() == {"b"}
+    assert timeline.go(100, speaking="a").silent() == {"b"}
 
 
 def test_new_heartbeat_ends_silence():
-    story = Timeline().go(5).go(20, speaking="a")
-    assert story.silent() == {"b"}
-    assert story.go(STEP).silent() == set()
-    assert story.go(6.5, speaking="a").silent() == set(), "the count restarts with the heartbeat"
+    timeline = Timeline().go(5).go(20, speaking="a")
+    assert timeline.silent() == {"b"}
+    assert timeline.go(STEP).silent() == set()
+    assert timeline.go(6.5, speaking="a").silent() == set(), "the count restarts with the heartbeat"
 
 
 def test_silence_starts_with_the_first_observation():
-    story = Timeline()
-    story.places = {"a": (1, 7), "b": None}
-    assert story.go(6.5, speaking=()).silent() == set()
-    assert story.go(1.5, speaking=()).silent() == {"a", "b"}
+    timeline = Timeline()
+    timeline.places = {"a": (1, 7), "b": None}
+    assert timeline.go(6.5, speaking=()).silent() == set()
+    assert timeline.go(1.5, speaking=()).silent() == {"a", "b"}
 
 
 def test_amphora_without_heartbeats_counts_from_its_first_observation():
-    story = Timeline().go(20)
-    story.places["new"] = None
-    assert story.go(6.5).silent() == set()
-    assert story.go(1).silent() == {"new"}
-    assert not story.watch.in_phase(Phase.SILENT, story.now)["new"].ever_heard
+    timeline = Timeline().go(20)
+    timeline.places["new"] = None
+    assert timeline.go(6.5).silent() == set()
+    assert timeline.go(1).silent() == {"new"}
+    assert not timeline.watch.in_phase(Phase.SILENT, timeline.now)["new"].ever_heard
 
 
 def test_a_new_epoch_counts_as_a_heartbeat():
-    story = Timeline().go(5).go(6.5, speaking="a")
-    story.places["b"] = (2, 0)
-    assert story.go(3, speaking="a").silent() == set()
+    timeline = Timeline().go(5).go(6.5, speaking="a")
+    timeline.places["b"] = (2, 0)
+    assert timeline.go(3, speaking="a").silent() == set()
 
 
 @pytest.mark.parametrize("gap", [2.0, 8.0, 600.0, 86_400.0])
 def test_a_gap_between_observations_restarts_the_count(gap):
-    story = Timeline().go(5).go(6.5, speaking="a")
-    story.now += gap
-    story.go(STEP, speaking=())
-    assert story.watch.blind_reason
-    assert story.silent() == set()
-    assert story.go(7, speaking="a").silent() == set()
-    assert story.go(1.5, speaking="a").silent() == {"b"}, "detection continues after the restart"
+    timeline = Timeline().go(5).go(6.5, speaking="a")
+    timeline.now += gap
+    timeline.go(STEP, speaking=())
+    assert timeline.watch.blind_reason
+    assert timeline.silent() == set()
+    assert timeline.go(7, speaking="a").silent() == set()
+    assert timeline.go(1.5, speaking="a").silent() == {"b"}, "detection continues after the restart"
 
 
 def test_a_short_delay_is_no_gap():
-    story = Timeline().go(5).go(6, speaking="a")
-    story.now += 0.9
-    assert story.go(0.5, speaking="a").silent() == {"b"}
+    timeline = Timeline().go(5).go(6, speaking="a")
+    timeline.now += 0.9
+    assert timeline.go(0.5, speaking="a").silent() == {"b"}
 
 
 def test_an_earlier_monotonic_time_is_ignored():
     """`time.monotonic` never goes back."""
-    story = Timeline().go(20, speaking="a")
-    story.now -= 100
-    assert story.go(STEP, speaking="a").silent() == set()
+    timeline = Timeline().go(20, speaking="a")
+    timeline.now -= 100
+    assert timeline.go(STEP, speaking="a").silent() == set()
 
 
 @pytest.mark.parametrize("hearing", [(), ("dead",)])
 def test_without_a_self_test_no_amphora_is_silent(hearing):
-    story = Timeline()
-    story.beats["dead"] = 5
-    story.go(20)
+    timeline = Timeline()
+    timeline.beats["dead"] = 5
+    timeline.go(20)
     names = [one for one in hearing if one != "dead"]
-    assert story.go(3.5, speaking=(), hearing=names).silent() == set()
-    assert "no health manager" in story.watch.blind_reason
-    assert story.go(100, speaking=(), hearing=names).silent() == set()
-    assert story.go(7, speaking="a").silent() == set(), "the count starts when the health manager receives again"
-    assert story.go(1, speaking="a").silent() == {"b"}
+    assert timeline.go(3.5, speaking=(), hearing=names).silent() == set()
+    assert "no health manager" in timeline.watch.blind_reason
+    assert timeline.go(100, speaking=(), hearing=names).silent() == set()
+    assert timeline.go(7, speaking="a").silent() == set(), "the count starts when the health manager receives again"
+    assert timeline.go(1, speaking="a").silent() == {"b"}
 
 
 def test_one_receiving_health_manager_is_enough():
-    story = Timeline().go(5, hearing=("health", "other")).go(20, speaking="a", hearing=("other",))
-    assert story.silent() == {"b"}
+    timeline = Timeline().go(5, hearing=("health", "other")).go(20, speaking="a", hearing=("other",))
+    assert timeline.silent() == {"b"}
 
 
 def test_a_replaced_health_manager_ends_blindness():
-    story = Timeline().go(5)
-    story.beats = {"new": 0}
-    assert story.go(20, speaking="a", hearing=("new",)).silent() == {"b"}
+    timeline = Timeline().go(5)
+    timeline.beats = {"new": 0}
+    assert timeline.go(20, speaking="a", hearing=("new",)).silent() == {"b"}
 
 
 def test_the_first_observed_self_test_proves_nothing():
-    story = Timeline()
-    story.beats = {"left behind": 977}
-    story.go(30, hearing=())
-    assert story.watch.blind_reason == "no health manager proves that it receives heartbeats"
-    story.beats = {}
-    story.go(STEP, hearing=())
-    assert story.watch.blind_reason == "there is no health manager"
+    timeline = Timeline()
+    timeline.beats = {"left behind": 977}
+    timeline.go(30, hearing=())
+    assert timeline.watch.blind_reason == "no health manager proves that it receives heartbeats"
+    timeline.beats = {}
+    timeline.go(STEP, hearing=())
+    assert timeline.watch.blind_reason == "there is no health manager"
 
 
 def test_forgotten_silences_restart_the_count():
-    story = Timeline().go(20, speaking="a")
-    story.watch.reset("the database is away")
-    assert story.watch.blind_reason == "the database is away"
-    assert story.silent() == set()
-    assert story.go(7, speaking="a").silent() == set()
-    assert story.watch.blind_reason == ""
+    timeline = Timeline().go(20, speaking="a")
+    timeline.watch.reset("the database is away")
+    assert timeline.watch.blind_reason == "the database is away"
+    assert timeline.silent() == set()
+    assert timeline.go(7, speaking="a").silent() == set()
+    assert timeline.watch.blind_reason == ""
 
 
 def test_the_seconds_of_uninterrupted_observation():
-    story = Timeline().go(10)
-    assert 9 <= story.watch.sees_for(story.now) <= 10
-    story.go(5, hearing=())
-    assert story.watch.sees_for(story.now) == 0.0
+    timeline = Timeline().go(10)
+    assert 9 <= timeline.watch.sees_for(timeline.now) <= 10
+    timeline.go(5, hearing=())
+    assert timeline.watch.sees_for(timeline.now) == 0.0
 
 
 def test_removed_amphora_is_forgotten():
-    story = Timeline().go(20, speaking="a")
-    del story.places["b"]
-    assert story.go(STEP).silent() == set()
+    timeline = Timeline().go(20, speaking="a")
+    del timeline.places["b"]
+    assert timeline.go(STEP).silent() == set()
 
 
 @pytest.mark.parametrize("silent_after", [0.2, 2.0, 4.0, 7.0, 60.0])
@@ -287,16 +287,16 @@ def test_a_mute_time_shorter_than_the_single_amphora_limit_has_no_effect():
 
 
 def test_time_of_the_latest_heartbeat():
-    story = Timeline()
-    story.go(STEP)
-    assert story.watch.last_heartbeat_at is None, "the first observation shows no change"
-    story.go(5)
-    heard = story.watch.last_heartbeat_at
-    assert heard == story.now
-    story.places["new"] = (1, 5)
-    assert story.go(5, speaking=()).watch.last_heartbeat_at == heard, "a new amphora has no heartbeat"
-    story.watch.reset("whatever")
-    assert story.watch.last_heartbeat_at is None
+    timeline = Timeline()
+    timeline.go(STEP)
+    assert timeline.watch.last_heartbeat_at is None, "the first observation shows no change"
+    timeline.go(5)
+    heard = timeline.watch.last_heartbeat_at
+    assert heard == timeline.now
+    timeline.places["new"] = (1, 5)
+    assert timeline.go(5, speaking=()).watch.last_heartbeat_at == heard, "a new amphora has no heartbeat"
+    timeline.watch.reset("whatever")
+    assert timeline.watch.last_heartbeat_at is None
 
 
 @pytest.mark.parametrize(

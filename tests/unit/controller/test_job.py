@@ -30,74 +30,74 @@ def database(tmp_path):
 
 
 @pytest.fixture
-def intents(database):
+def recorder(database):
     return RequestRecorder(database, lambda node: None)
 
 
 @pytest.fixture
-def turn(database):
+def running(database):
     lease = Jobs(database, "me", 60.0).claim()
-    turn = Job(lease, database, 60.0)
-    turn.record_observation(1, "apply")
-    return turn
+    running = Job(lease, database, 60.0)
+    running.record_observation(1, "apply")
+    return running
 
 
-def reason(database, turn):
-    return database.read(lambda c: find_preempted_jobs(c, [turn])).get(turn)
+def reason(database, running):
+    return database.read(lambda c: find_preempted_jobs(c, [running])).get(running)
 
 
-def change(intents):
+def change(recorder):
     listener = Listener(id="listener", loadbalancer_id=LB, protocol=ListenerProtocol.HTTP, protocol_port=80)
-    intents.create_object(Kind.LISTENER, listener)
+    recorder.create_object(Kind.LISTENER, listener)
 
 
-def test_a_change_does_not_preempt_a_change(database, intents, turn):
-    turn.ensure_may_act()
-    change(intents)
-    turn.ensure_may_act()
-    assert reason(database, turn) is None
+def test_a_change_does_not_preempt_a_change(database, recorder, running):
+    running.ensure_may_act()
+    change(recorder)
+    running.ensure_may_act()
+    assert reason(database, running) is None
 
 
 @pytest.mark.parametrize(("call", "words"), [("delete_load_balancer", "deletion"), ("fail_over", "fail-over")])
-def test_a_more_urgent_request_preempts_a_change(database, intents, turn, call, words):
-    getattr(intents, call)(LB)
-    assert words in reason(database, turn)
+def test_a_more_urgent_request_preempts_a_change(database, recorder, running, call, words):
+    getattr(recorder, call)(LB)
+    assert words in reason(database, running)
     with pytest.raises(Superseded, match=words):
-        turn.ensure_may_act()
-    assert turn.is_preempted
+        running.ensure_may_act()
+    assert running.is_preempted
 
 
-def test_a_deletion_preempts_a_failover_and_a_change_does_not(database, intents, turn):
-    intents.fail_over(LB)
-    turn.record_observation(2, "apply")
-    change(intents)
-    turn.ensure_may_act()
-    intents.delete_load_balancer(LB)
+def test_a_deletion_preempts_a_failover_and_a_change_does_not(database, recorder, running):
+    recorder.fail_over(LB)
+    running.record_observation(2, "apply")
+    change(recorder)
+    running.ensure_may_act()
+    recorder.delete_load_balancer(LB)
     with pytest.raises(Superseded, match="deletion"):
-        turn.ensure_may_act()
+        running.ensure_may_act()
 
 
-def test_no_request_preempts_a_deletion(intents, turn):
-    intents.delete_load_balancer(LB)
-    turn.record_observation(2, "delete")
-    turn.ensure_may_act()
+def test_no_request_preempts_a_deletion(recorder, running):
+    recorder.delete_load_balancer(LB)
+    running.record_observation(2, "delete")
+    running.ensure_may_act()
 
 
-def test_a_preempted_job_ends_before_its_next_effect(turn):
-    turn.preempt("the process ends", grace=30.0)
-    assert not turn.deadline.passed(), "a running request to an agent may finish"
+def test_a_preempted_job_ends_before_its_next_effect(running):
+    running.preempt("the process ends", grace=30.0)
+    assert not running.deadline.passed(), "a running request to an agent may finish"
     with pytest.raises(Superseded, match="the process ends"):
-        turn.ensure_may_act()
+        running.ensure_may_act()
 
 
-def test_an_expired_job_starts_no_step(database, turn):
-    late = Job(turn.lease, database, 0.0)
+def test_an_expired_job_starts_no_step(database, running):
+    late = Job(running.lease, database, 0.0)
     with pytest.raises(DeadlinePassed):
         late.ensure_may_act()
 
 
-def test_a_job_without_its_lease_ends(database, turn):
+def test_a_job_without_its_lease_ends(database, running):
     database.write(lambda c: c.execute(job.update().values(owner="another", epoch=9)))
-    assert "taken" in reason(database, turn)
+    assert "taken" in reason(database, running)
     with pytest.raises(LeaseLost):
-        turn.ensure_may_act()
+        running.ensure_may_act()

@@ -4,15 +4,15 @@
 import json
 
 import pytest
-from control import LB, LISTENER, TREE, World, controlled
+from control import LB, LISTENER, TREE, FakeCloud, controlled
 
 from amphora_driver.errors import AgentRefused, UnsupportedOption
 from amphora_driver.model.enums import Algorithm, Kind, PoolProtocol
 from amphora_driver.model.loadbalancer import Member, Pool
 
 
-class Picky(World):
-    """A world that refuses the listener, has no VIP holder at first, and lacks one subnet."""
+class RefusingCloud(FakeCloud):
+    """A fake cloud that refuses the listener, has no VIP holder at first, and lacks one subnet."""
 
     def put_bundle(self, amphora_id, address, body, *, deadline=None):
         if f"frontend {LISTENER}" in (json.loads(body)["haproxy"] or ""):
@@ -29,22 +29,22 @@ class Picky(World):
 
 @pytest.fixture
 def control(tmp_path):
-    with controlled(tmp_path, Picky()) as control:
+    with controlled(tmp_path, RefusingCloud()) as control:
         yield control
 
 
 def test_a_later_job_of_a_new_pair_reports_its_omitted_objects(control):
     pool = Pool(id="pool", loadbalancer_id=LB, protocol=PoolProtocol.HTTP, lb_algorithm=Algorithm.ROUND_ROBIN)
     member = Member(id="member", pool_id="pool", address="192.0.2.9", protocol_port=80, subnet_id="nowhere")
-    control.intents.create_load_balancer(TREE, read_back=False)
-    control.intents.create_object(Kind.POOL, pool)
-    control.intents.create_object(Kind.MEMBER, member)
+    control.recorder.create_load_balancer(TREE, read_back=False)
+    control.recorder.create_object(Kind.POOL, pool)
+    control.recorder.create_object(Kind.MEMBER, member)
     assert control.work() == 1, "no amphora has the VIPs yet"
     assert control.pending() == {LB, LISTENER, "pool", "member"}
     assert json.loads(control.row().omitted)["generation"] == control.row().generation
 
-    control.world.holder = next(iter(control.world.machines))
-    control.hurry()
+    control.cloud.holder = next(iter(control.cloud.machines))
+    control.make_all_due()
     assert control.work() == 1
     said = control.provisioning()
     assert said == {LB: "ACTIVE", LISTENER: "ERROR", "pool": "ACTIVE", "member": "ERROR"}
@@ -53,9 +53,9 @@ def test_a_later_job_of_a_new_pair_reports_its_omitted_objects(control):
 
 
 def test_omissions_of_an_older_generation_do_not_affect_the_next(control):
-    control.intents.create_load_balancer(TREE, read_back=False)
+    control.recorder.create_load_balancer(TREE, read_back=False)
     control.work()
-    control.world.put_bundle = lambda *args, **more: World.put_bundle(control.world, *args, **more)
-    control.intents.update_object(Kind.LISTENER, LISTENER, {"connection_limit": 5})
+    control.cloud.put_bundle = lambda *args, **more: FakeCloud.put_bundle(control.cloud, *args, **more)
+    control.recorder.update_object(Kind.LISTENER, LISTENER, {"connection_limit": 5})
     control.work()
     assert control.provisioning() == {LB: "ACTIVE", LISTENER: "ACTIVE"}

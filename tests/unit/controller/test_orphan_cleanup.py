@@ -71,7 +71,7 @@ def catalogue(conf, database):
 
 
 @pytest.fixture
-def sweeper(conf, database, catalogue, network):
+def cleaner(conf, database, catalogue, network):
     return OrphanCleaner(conf, database, catalogue)
 
 
@@ -89,41 +89,41 @@ def own(database):
     database.write(lambda c: amphorae.insert_amphora(c, OWNED, "mine", "STANDALONE", b"key"))
 
 
-def test_orphaned_ports_and_vips(database, network, sweeper):
+def test_orphaned_ports_and_vips(database, network, cleaner):
     own(database)
     database.write(lambda c: vip_claims.record_claim(c, "claimed", "local"))
     for owner in (LOST, OWNED):
         network.ensure_port(management_port(owner, "vip", ["vip-subnet"]))
     for load_balancer in ("lost", "mine", "claimed"):
         network.allocate_vip(load_balancer, "demo", [VipRequest(subnet_id="vip-subnet")])
-    assert sweeper.clean_up() == 0, "a new orphan may belong to a running step"
+    assert cleaner.clean_up() == 0, "a new orphan may belong to a running step"
     assert noted(database) == {LOST, "lost"}
     time_passes(database)
-    assert sweeper.clean_up() == 2
+    assert cleaner.clean_up() == 2
     assert network.owners().amphorae == {OWNED}
     assert network.owners().load_balancers == {"mine", "claimed"}
-    assert sweeper.clean_up() == 0
+    assert cleaner.clean_up() == 0
     assert noted(database) == set()
 
 
 @pytest.mark.parametrize("kind", ["network", "compute"])
-def test_a_backend_is_listed_once_per_interval(catalogue, sweeper, monkeypatch, kind):
+def test_a_backend_is_listed_once_per_interval(catalogue, cleaner, monkeypatch, kind):
     backend = catalogue.network(None) if kind == "network" else catalogue.compute(None, None)
     name = "owners" if kind == "network" else "machines"
     lists = []
     real = getattr(backend, name)
     monkeypatch.setattr(backend, name, lambda: lists.append(1) or real())
-    sweeper.clean_up()
+    cleaner.clean_up()
     assert len(lists) == 1, "one list of a network backend serves ports and VIPs"
     monkeypatch.setattr(backend, "listing_interval", 3600.0, raising=False)
-    sweeper.clean_up()
+    cleaner.clean_up()
     assert len(lists) == 1
     monkeypatch.setattr(backend, "listing_interval", 0.0, raising=False)
-    sweeper.clean_up()
+    cleaner.clean_up()
     assert len(lists) == 2
 
 
-def test_a_failed_list_of_machines_is_repeated_by_the_next_run(catalogue, sweeper, monkeypatch):
+def test_a_failed_list_of_machines_is_repeated_by_the_next_run(catalogue, cleaner, monkeypatch):
     backend = catalogue.compute(None, None)
     lists = []
 
@@ -133,53 +133,53 @@ def test_a_failed_list_of_machines_is_repeated_by_the_next_run(catalogue, sweepe
 
     monkeypatch.setattr(backend, "machines", fail)
     monkeypatch.setattr(backend, "listing_interval", 3600.0, raising=False)
-    sweeper.clean_up()
-    sweeper.clean_up()
+    cleaner.clean_up()
+    cleaner.clean_up()
     assert len(lists) == 2
 
 
-def test_objects_of_users_and_hosts_are_never_touched(database, network, sweeper):
+def test_objects_of_users_and_hosts_are_never_touched(database, network, cleaner):
     brought = network.create_port("vip", [FixedAddress(subnet_id="vip-subnet", address="198.51.101.77")])
     used = network.create_port("vip", [FixedAddress(subnet_id="vip-subnet", address="198.51.101.78")])
     network.allocate_vip("lost", "demo", [VipRequest(port_id=used.id)])
     host = network.fixed_port("client", "vip", [FixedAddress(subnet_id="vip-subnet", address="198.51.101.79")])
-    sweeper.clean_up()
+    cleaner.clean_up()
     time_passes(database)
-    assert sweeper.clean_up() == 1
+    assert cleaner.clean_up() == 1
     assert {one.id for one in network.all_ports()} == {brought.id, used.id, host.id}
     assert network.owner(used.id) == f"user-{used.id}", "the address is returned to its user"
 
 
-def test_an_orphan_with_a_new_owner_is_forgotten(database, network, sweeper):
+def test_an_orphan_with_a_new_owner_is_forgotten(database, network, cleaner):
     network.ensure_port(management_port(OWNED, "vip", ["vip-subnet"]))
-    sweeper.clean_up()
+    cleaner.clean_up()
     assert noted(database) == {OWNED}
     own(database)
     time_passes(database)
-    assert sweeper.clean_up() == 0
+    assert cleaner.clean_up() == 0
     assert noted(database) == set()
 
 
-def test_a_clock_jump_removes_no_orphan(conf, database, network, sweeper, monkeypatch):
+def test_a_clock_jump_removes_no_orphan(conf, database, network, cleaner, monkeypatch):
     own(database)
     network.ensure_port(management_port(LOST, "vip", ["vip-subnet"]))
     network.ensure_port(management_port(OWNED, "vip", ["vip-subnet"]))
-    sweeper.clean_up()
+    cleaner.clean_up()
     time_passes(database)
     monkeypatch.setattr(database, "seconds_since_clock_jump", lambda: conf.amp_controller.orphan_grace - 1)
-    assert sweeper.clean_up() == 0
+    assert cleaner.clean_up() == 0
     assert noted(database) == {LOST}
     monkeypatch.setattr(database, "seconds_since_clock_jump", lambda: conf.amp_controller.orphan_grace)
-    assert sweeper.clean_up() == 1
+    assert cleaner.clean_up() == 1
 
 
 @pytest.mark.parametrize("count", [2, 3, 10])
-def test_implausible_number_of_orphans_is_not_removed(database, network, sweeper, caplog, count):
+def test_implausible_number_of_orphans_is_not_removed(database, network, cleaner, caplog, count):
     for _ in range(count):
         network.ensure_port(management_port(str(uuid.uuid4()), "vip", ["vip-subnet"]))
-    sweeper.clean_up()
+    cleaner.clean_up()
     time_passes(database)
-    assert sweeper.clean_up() == 0
+    assert cleaner.clean_up() == 0
     assert len(network.all_ports()) == count
     assert f"{count} of {count} objects (ports) of backend local have no owner, and removes none" in caplog.text
 
@@ -193,27 +193,27 @@ def test_the_number_of_orphans_that_is_plausible(due, there, believed):
     assert orphan_cleanup._is_plausible(due, there) is believed
 
 
-def test_an_unavailable_backend_delays_no_other_backend(database, network, sweeper, catalogue, monkeypatch):
+def test_an_unavailable_backend_delays_no_other_backend(database, network, cleaner, catalogue, monkeypatch):
     def away():
         raise ComputeError("list amphorae", "no answer")
 
     monkeypatch.setattr(catalogue.compute(None, None), "machines", away)
     network.ensure_port(management_port(LOST, "vip", ["vip-subnet"]))
-    sweeper.clean_up()
+    cleaner.clean_up()
     time_passes(database)
-    assert sweeper.clean_up() == 1
+    assert cleaner.clean_up() == 1
 
 
-def test_rows_written_during_an_amphoras_release_make_no_orphan(database, sweeper):
+def test_rows_written_during_an_amphoras_release_make_no_orphan(database, cleaner):
     own(database)
     rows = [{"amphora_id": one, "seen_at": 0.0, "generation": 0, "epoch": 0, "sequence": 0} for one in (LOST, OWNED)]
     database.write(lambda c: c.execute(amphora_heartbeat.insert(), rows))
-    sweeper.clean_up()
+    cleaner.clean_up()
     assert database.read(lambda c: c.execute(sa.select(amphora_heartbeat.c.amphora_id)).scalars().all()) == [OWNED]
 
 
 @pytest.mark.root
-def test_machine_of_a_deleted_amphora_is_removed(conf, database, network, catalogue, sweeper):
+def test_machine_of_a_deleted_amphora_is_removed(conf, database, network, catalogue, cleaner):
     """The load balancer is deleted while a suspended controller is about to order the machine."""
     switch = Switch(conf.amp_network_local.switch, conf.amp_compute_netns.management_network)
     try:
@@ -224,10 +224,10 @@ def test_machine_of_a_deleted_amphora_is_removed(conf, database, network, catalo
             compute.boot(BootRequest(amphora_id=one, load_balancer_id="mine", files={}))
         assert namespaces.exists(compute.namespace(LOST))
         assert compute.machines() == {LOST, OWNED}
-        sweeper.clean_up()
+        cleaner.clean_up()
         time_passes(database)
         # The machine's management port is removed with the machine.
-        assert sweeper.clean_up() == 1
+        assert cleaner.clean_up() == 1
         assert compute.machines() == {OWNED}
         assert not namespaces.exists(compute.namespace(LOST))
         assert namespaces.exists(compute.namespace(OWNED))

@@ -26,7 +26,7 @@ def wanted(**more):
     return step_types.LoadBalancerView(**{**values, **more})
 
 
-def port(network="n1", subnets=("s1",)):
+def port(network="n1", subnets=("s1",), **more):
     return AttachedPort(
         port=Port(
             id=f"p-{network}",
@@ -36,6 +36,7 @@ def port(network="n1", subnets=("s1",)):
             addresses=tuple(FixedAddress(subnet_id=one, address="198.51.100.20") for one in subnets),
         ),
         subnets=tuple(Subnet(id=one, network_id=network, cidr="198.51.100.0/24", gateway=None) for one in subnets),
+        **more,
     )
 
 
@@ -101,6 +102,24 @@ def amphora(**more):
             (amphora(plugged=(port(), port("n2", ("s2",)))),),
             ["Unplug"],
             id="an unused network",
+        ),
+        pytest.param(
+            wanted(networks={"n1": ("s1",), "n2": ("s2",)}, sr_iov_networks={"n2": ("s2",)}),
+            (amphora(confirmed=3, plugged=(port(), port("n2", ("s2",)))),),
+            ["Plug"],
+            id="a member with SR-IOV joins a network with an ordinary port",
+        ),
+        pytest.param(
+            wanted(networks={"n1": ("s1",), "n2": ("s2",)}, sr_iov_networks={"n2": ("s2",)}),
+            (amphora(confirmed=3, plugged=(port(), port("n2", ("s2",), sr_iov=True))),),
+            ["Plug"],
+            id="an ordinary member joins a network with an SR-IOV port",
+        ),
+        pytest.param(
+            wanted(applied=4, sr_iov_networks={"n2": ("s2",)}),
+            (amphora(plugged=(port(), port("n2", ("s2",), sr_iov=True), port("n2", ("s2",)))),),
+            ["Unplug"],
+            id="an unused ordinary port beside one with SR-IOV",
         ),
         pytest.param(
             wanted(),

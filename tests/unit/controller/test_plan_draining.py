@@ -2,7 +2,7 @@
 """The plan while an amphora without VIPs drains its connections: only its own release waits."""
 
 import pytest
-from pair_story import DRAIN, NOW, ROLES, B, M, Simulation, amphora, but, knows, retiring, wanted
+from pair_simulation import DRAIN, NOW, ROLES, B, M, Simulation, amphora, but, knows, retiring, wanted
 
 from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.reconcile import plan as planning

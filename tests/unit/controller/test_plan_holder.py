@@ -2,7 +2,7 @@
 """The VIP holder during a replacement: the agents are asked, because heartbeats may be older."""
 
 import pytest
-from pair_story import NOW, B, M, Simulation, amphora, but, knows, retiring, wanted
+from pair_simulation import NOW, B, M, Simulation, amphora, but, knows, retiring, wanted
 
 from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.reconcile import plan as planning

@@ -3,7 +3,7 @@
 
 import msgspec
 import pytest
-from pair_story import NOW, ROLES, VIP, B, M, Simulation, amphora, but, knows, retiring, wanted
+from pair_simulation import NOW, ROLES, VIP, B, M, Simulation, amphora, but, knows, retiring, wanted
 
 from amphora_driver.model.amphora import AmphoraState, AttachedPort
 from amphora_driver.model.loadbalancer import Vip

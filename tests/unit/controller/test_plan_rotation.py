@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replacement of a pair without a new generation: the VIP holder must know the new peer."""
 
-from pair_story import B, M, Simulation, amphora, but, knows, retiring, wanted
+from pair_simulation import B, M, Simulation, amphora, but, knows, retiring, wanted
 
 from amphora_driver.reconcile import plan as planning
 

@@ -12,8 +12,8 @@ from amphora_driver.reconcile.steps import Plug
 from amphora_driver.reconcile.vip_allocation import request_port
 
 
-def tree(profile, vnic_type=None):
-    member = Member(id="m", pool_id="p", address="192.0.2.1", protocol_port=80, subnet_id="s2", vnic_type=vnic_type)
+def tree(profile):
+    member = Member(id="m", pool_id="p", address="192.0.2.1", protocol_port=80, subnet_id="s2")
     pool = Pool(
         id="p",
         loadbalancer_id="lb",
@@ -25,8 +25,8 @@ def tree(profile, vnic_type=None):
     return msgspec.structs.replace(TREE, profile=profile, pools=(pool,), additional_vips=more)
 
 
-def asked(tree, network_id, *subnet_ids):
-    step = Plug(amphora_id="a", network_id=network_id, subnet_ids=subnet_ids, reason="")
+def asked(tree, network_id, *subnet_ids, sr_iov=False):
+    step = Plug(amphora_id="a", network_id=network_id, subnet_ids=subnet_ids, sr_iov=sr_iov, reason="")
     return request_port(step, wanted(tree=tree))
 
 
@@ -36,19 +36,14 @@ def test_a_port_on_the_network_of_the_vips_may_use_all_of_them():
     assert (found.load_balancer_id, found.project_id, found.vnic_type) == ("lb", "demo", "normal")
 
 
-@pytest.mark.parametrize(
-    ("profile", "vnic_type", "vip", "member"),
-    [
-        (Profile(), "normal", "normal", "normal"),
-        (Profile(sriov_vip=True), "normal", "direct", "normal"),
-        (Profile(allow_member_sriov=True), "direct", "normal", "direct"),
-        (Profile(allow_member_sriov=True), None, "normal", "normal"),
-        # Octavia refuses such a member, but a flavor decides here as well.
-        (Profile(), "direct", "normal", "normal"),
-    ],
-)
-def test_the_flavor_selects_ports_with_sr_iov(profile, vnic_type, vip, member):
-    assert asked(tree(profile, vnic_type), "n1", "s1").vnic_type == vip
-    found = asked(tree(profile, vnic_type), "n2", "s2")
-    assert (found.purpose, found.vnic_type, found.vips) == (PortPurpose.MEMBER, member, ())
-    assert asked(tree(profile, vnic_type), "n3", "s3").vnic_type == "normal"
+@pytest.mark.parametrize(("profile", "vip"), [(Profile(), "normal"), (Profile(sriov_vip=True), "direct")])
+def test_the_flavor_selects_the_type_of_the_vips_port(profile, vip):
+    assert asked(tree(profile), "n1", "s1").vnic_type == vip
+    found = asked(tree(profile), "n2", "s2")
+    assert (found.purpose, found.vnic_type, found.vips) == (PortPurpose.MEMBER, "normal", ())
+
+
+@pytest.mark.parametrize("network_id", ["n1", "n2"])
+def test_the_additional_port_for_members_has_no_vip(network_id):
+    found = asked(tree(Profile(allow_member_sriov=True)), network_id, "s1", sr_iov=True)
+    assert (found.purpose, found.vnic_type, found.vips) == (PortPurpose.MEMBER, "direct", ())

@@ -97,9 +97,9 @@ class RecordedPair:
         nothing = dict.fromkeys(("catalogue", "authority"))
         backends = ReconcileContext(conf=conf, database=database, agents=self.agents, vault=self.vault, **nothing)
         lease = Jobs(database, "me", 60.0).claim()
-        self.turn = Job(lease, database, 60.0)
-        self.turn.record_observation(1, "apply")
-        self.pushing = BundlePush(backends, self.turn, self._write)
+        self.running_job = Job(lease, database, 60.0)
+        self.running_job.record_observation(1, "apply")
+        self.pushing = BundlePush(backends, self.running_job, self._write)
 
     def _write(self, change, applied=None):
         """Write without a lease."""

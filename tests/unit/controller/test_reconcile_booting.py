@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 import sqlalchemy as sa
-from control import LB, LISTENER, TREE, World, controlled
+from control import LB, LISTENER, TREE, FakeCloud, controlled
 
 from amphora_driver.compute.boot_rate import BootRate
 from amphora_driver.compute.interface import Location, Machine, MachineState
@@ -19,7 +19,7 @@ from amphora_driver.store import amphorae
 from amphora_driver.topology import ActiveStandbyTopology, SingleTopology
 
 
-class SlowWorld(World):
+class SlowCloud(FakeCloud):
     """One amphora, whose agent answers when `listens` is set, and whose machine may end or be late with its address."""
 
     roles = SingleTopology.roles
@@ -65,7 +65,7 @@ class SlowWorld(World):
             raise AgentUnreachable("reach it", "connection refused")
 
 
-class SlowPair(SlowWorld):
+class SlowPair(SlowCloud):
     """A pair. The backend can keep its machines apart when `separates` is set."""
 
     roles = ActiveStandbyTopology.roles
@@ -84,28 +84,28 @@ class SlowPair(SlowWorld):
 class BootWaitRecorder:
     """Records the amphorae of the wait."""
 
-    def __init__(self, crowd=0):
+    def __init__(self, entries=0):
         self.awaited = []
-        self.crowd = crowd
+        self.entries = entries
 
     def __len__(self):
-        return self.crowd
+        return self.entries
 
     def add(self, awaited):
         self.awaited += awaited
 
 
 @contextmanager
-def waiting(tmp_path, world, **more):
-    with controlled(tmp_path, world, **more) as control:
+def waiting(tmp_path, cloud, **more):
+    with controlled(tmp_path, cloud, **more) as control:
         control.boot_wait = control.reconciler._boot_wait = BootWaitRecorder()
-        control.intents.create_load_balancer(TREE, read_back=False)
+        control.recorder.create_load_balancer(TREE, read_back=False)
         yield control
 
 
 @pytest.fixture
 def control(tmp_path):
-    with waiting(tmp_path, SlowWorld()) as control:
+    with waiting(tmp_path, SlowCloud()) as control:
         yield control
 
 
@@ -132,24 +132,24 @@ def test_booting_amphora_occupies_no_worker(control):
         (one.id, "203.0.113.9", LB)
     ]
 
-    control.world.listens = True
+    control.cloud.listens = True
     control.jobs.make_due([LB])
     assert control.work() == 1
     assert control.provisioning() == {LB: "ACTIVE", LISTENER: "ACTIVE"}
     assert not control.row().dirty
-    assert control.world.boots == 1
+    assert control.cloud.boots == 1
 
 
 def test_an_outage_of_the_compute_backend_does_not_delay_an_amphora_that_answers(control):
     control.work()
-    control.world.listens = control.world.unavailable = True
+    control.cloud.listens = control.cloud.unavailable = True
     control.jobs.make_due([LB])
     control.work()
     assert control.provisioning() == {LB: "ACTIVE", LISTENER: "ACTIVE"}
 
 
 def test_many_booting_amphorae_are_checked_less_often(control):
-    control.boot_wait.crowd = 200
+    control.boot_wait.entries = 200
     control.work()
     assert control.row().due_at > time.time() + 8
 
@@ -157,29 +157,29 @@ def test_many_booting_amphorae_are_checked_less_often(control):
 def test_a_machine_that_fails_during_the_boot_is_booted_again(control):
     control.work()
     name = only(control).id
-    control.world.ended = True
-    control.hurry()
+    control.cloud.ended = True
+    control.make_all_due()
     control.work()
     assert control.row().attempts == 1
     assert only(control).booted_at is None
-    control.hurry()
+    control.make_all_due()
     control.work()
-    assert control.world.boots == 2
+    assert control.cloud.boots == 2
     assert only(control).id == name
     assert control.row().attempts == 1, "a wait is neither an attempt nor a success"
-    control.world.listens = True
-    control.hurry()
+    control.cloud.listens = True
+    control.make_all_due()
     control.work()
     assert control.provisioning()[LB] == "ACTIVE"
 
 
 def test_an_amphora_without_its_machine_is_no_partner_of_a_boot(control):
     """A scheduler hint must not name a server that no longer exists."""
-    control.world.location = Location(host="a", zone="az1")
+    control.cloud.location = Location(host="a", zone="az1")
     control.work()
-    assert [one.location for one in boot_partners(control.observed().values())] == [control.world.location]
-    control.world.ended = True
-    control.hurry()
+    assert [one.location for one in boot_partners(control.observed().values())] == [control.cloud.location]
+    control.cloud.ended = True
+    control.make_all_due()
     control.work()
     one = only(control)
     assert (one.compute_id, one.host, one.zone) == (None, None, None)
@@ -187,18 +187,18 @@ def test_an_amphora_without_its_machine_is_no_partner_of_a_boot(control):
 
 
 def test_a_machine_keeps_its_recorded_zone_until_the_backend_reports_another(control):
-    control.world.address, control.world.location = None, Location(zone="az1")
+    control.cloud.address, control.cloud.location = None, Location(zone="az1")
     control.work()
     assert (only(control).host, only(control).zone) == (None, "az1")
 
     # The machine is still being built: the backend reports no zone.
-    control.world.location = Location()
-    control.hurry()
+    control.cloud.location = Location()
+    control.make_all_due()
     control.work()
-    assert (control.world.boots, only(control).zone) == (2, "az1")
+    assert (control.cloud.boots, only(control).zone) == (2, "az1")
 
-    control.world.address, control.world.listens, control.world.location = "203.0.113.9", True, Location(host="a")
-    control.hurry()
+    control.cloud.address, control.cloud.listens, control.cloud.location = "203.0.113.9", True, Location(host="a")
+    control.make_all_due()
     control.work()
     assert control.provisioning()[LB] == "ACTIVE"
     assert (only(control).host, only(control).zone) == ("a", "az1")
@@ -208,16 +208,16 @@ def test_a_failed_boot_is_reported_and_repeated(control):
     control.work()
     most = control.conf.amp_controller.boot_timeout
     control.database.write(lambda c: amphorae.update_amphora(c, only(control).id, booted_at=time.time() - most - 1))
-    control.hurry()
+    control.make_all_due()
     control.work()
     assert control.provisioning() == {LB: "ERROR", LISTENER: "ERROR"}
-    assert control.world.destroyed == 1
+    assert control.cloud.destroyed == 1
     assert only(control).management_address is None
     assert "has not answered in 300 s: connection refused" in control.row().error
-    control.world.listens = True
-    control.hurry()
+    control.cloud.listens = True
+    control.make_all_due()
     control.work()
-    assert control.world.boots == 2
+    assert control.cloud.boots == 2
     assert control.provisioning() == {LB: "ACTIVE", LISTENER: "ACTIVE"}
 
 
@@ -226,34 +226,34 @@ def test_a_clock_jump_is_no_boot_timeout(control, monkeypatch):
     most = control.conf.amp_controller.boot_timeout
     control.database.write(lambda c: amphorae.update_amphora(c, only(control).id, booted_at=time.time() - 3600))
     monkeypatch.setattr(control.database, "seconds_since_clock_jump", lambda: most - 1)
-    control.hurry()
+    control.make_all_due()
     control.work()
-    assert (control.row().attempts, control.world.destroyed) == (0, 0)
+    assert (control.row().attempts, control.cloud.destroyed) == (0, 0)
     monkeypatch.setattr(control.database, "seconds_since_clock_jump", lambda: most)
-    control.hurry()
+    control.make_all_due()
     control.work()
-    assert control.world.destroyed == 1
+    assert control.cloud.destroyed == 1
 
 
 def test_an_untrusted_agent_is_booted_again_after_the_boot_timeout(control):
-    control.world.greeting = AgentUntrusted("greet it", "its certificate is another one's")
+    control.cloud.greeting = AgentUntrusted("greet it", "its certificate is another one's")
     control.work()
-    assert (control.row().attempts, control.world.destroyed) == (1, 0), "the failure may be temporary"
+    assert (control.row().attempts, control.cloud.destroyed) == (1, 0), "the failure may be temporary"
     most = control.conf.amp_controller.boot_timeout
     control.database.write(lambda c: amphorae.update_amphora(c, only(control).id, booted_at=time.time() - most - 1))
-    control.hurry()
+    control.make_all_due()
     control.work()
     assert control.provisioning()[LB] == "ERROR"
-    assert control.world.destroyed == 1
-    control.world.greeting, control.world.listens = None, True
-    control.hurry()
+    assert control.cloud.destroyed == 1
+    control.cloud.greeting, control.cloud.listens = None, True
+    control.make_all_due()
     control.work()
-    assert control.world.boots == 2
+    assert control.cloud.boots == 2
     assert control.provisioning()[LB] == "ACTIVE"
 
 
 def test_an_error_is_reported_even_if_the_exact_attempt_limit_is_skipped(control):
-    control.world.refusal = ComputeError("boot it", "the backend is away")
+    control.cloud.refusal = ComputeError("boot it", "the backend is away")
     control.work()
     most = control.conf.amp_controller.give_up_after
     control.database.write(lambda c: c.execute(job.update().values(attempts=most, due_at=0.0)))
@@ -264,7 +264,7 @@ def test_an_error_is_reported_even_if_the_exact_attempt_limit_is_skipped(control
         return control.database.read(lambda c: c.execute(sa.select(object_status.c.version)).scalars().all())
 
     told = versions()
-    control.hurry()
+    control.make_all_due()
     control.work()
     assert control.row().attempts == most + 2
     assert versions() == told, "the error is reported once"
@@ -279,32 +279,32 @@ def test_a_deletion_after_the_claim_is_detected(control):
 
     control.reconciler._tree_cache.load = loads
     lease = control.jobs.claim()
-    turn = control.reconciler.create_job(lease)
-    control.reconciler.reconcile(lease, turn)
-    assert (turn.generation, turn.op) == (1, "apply"), "the job knows the older request only"
+    running_job = control.reconciler.create_job(lease)
+    control.reconciler.reconcile(lease, running_job)
+    assert (running_job.generation, running_job.op) == (1, "apply"), "the job knows the older request only"
 
 
 def test_a_backend_may_report_the_management_address_later(control):
-    control.world.address = None
+    control.cloud.address = None
     assert control.work() == 1
     assert control.row().attempts == 0
     begun = only(control).booted_at
-    control.world.address, control.world.listens = "203.0.113.9", True
-    control.hurry()
+    control.cloud.address, control.cloud.listens = "203.0.113.9", True
+    control.make_all_due()
     control.work()
     assert control.provisioning()[LB] == "ACTIVE"
     assert only(control).booted_at == begun, "the machine is ordered once"
 
 
 def test_a_final_error_is_reported_at_once(control):
-    control.world.refusal = ComputeError("boot it", "the quota is used up", final=True)
+    control.cloud.refusal = ComputeError("boot it", "the quota is used up", final=True)
     control.work()
     assert control.provisioning()[LB] == "ERROR"
     assert "quota" in control.row().error
 
 
 def test_a_temporary_error_is_retried_first(control):
-    control.world.refusal = ComputeError("boot it", "the backend is away")
+    control.cloud.refusal = ComputeError("boot it", "the backend is away")
     control.work()
     assert control.pending() == {LB, LISTENER}
     assert control.row().attempts == 1
@@ -312,44 +312,44 @@ def test_a_temporary_error_is_retried_first(control):
 
 def test_a_deletion_during_the_boot(control):
     control.work()
-    control.intents.delete_load_balancer(LB)
+    control.recorder.delete_load_balancer(LB)
     assert control.work() == 1
     assert control.provisioning() == {LB: "DELETED", LISTENER: "DELETED"}
-    assert control.world.machines == {}
+    assert control.cloud.machines == {}
 
 
 def test_a_deletion_during_a_failing_step_follows_at_once_without_an_error(control):
     def fails(order):
-        control.intents.delete_load_balancer(LB)
+        control.recorder.delete_load_balancer(LB)
         raise ComputeError("boot it", "the quota is used up", final=True)
 
-    control.world.boot = fails
+    control.cloud.boot = fails
     assert control.work() == 2, "the deletion follows at once"
     assert control.provisioning() == {LB: "DELETED", LISTENER: "DELETED"}
 
 
 def test_a_deletion_preempts_the_remaining_steps(control):
-    boot = control.world.boot
+    boot = control.cloud.boot
 
     def boots(order):
-        control.intents.delete_load_balancer(LB)
+        control.recorder.delete_load_balancer(LB)
         return boot(order)
 
-    control.world.boot = boots
+    control.cloud.boot = boots
     assert control.work() == 2, "the pre-empted job and the deletion"
     assert control.provisioning() == {LB: "DELETED", LISTENER: "DELETED"}
     assert control.boot_wait.awaited == []
 
 
 def test_a_users_change_does_not_preempt_the_job(control):
-    boot = control.world.boot
+    boot = control.cloud.boot
     more = Listener(id="more", loadbalancer_id=LB, protocol=ListenerProtocol.HTTP, protocol_port=81)
 
     def boots(order):
-        control.intents.create_object(Kind.LISTENER, more)
+        control.recorder.create_object(Kind.LISTENER, more)
         return boot(order)
 
-    control.world.boot, control.world.listens = boots, True
+    control.cloud.boot, control.cloud.listens = boots, True
     assert control.work() == 1
     assert set(control.provisioning().values()) == {"ACTIVE"}
 
@@ -357,50 +357,50 @@ def test_a_users_change_does_not_preempt_the_job(control):
 def test_the_second_boot_of_a_pair_waits_until_the_backend_can_keep_it_apart(pair):
     before = time.time()
     assert pair.work() == 1
-    (first,) = pair.world.machines
-    assert (pair.world.boots, pair.world.asked) == (1, [[first]])
+    (first,) = pair.cloud.machines
+    assert (pair.cloud.boots, pair.cloud.asked) == (1, [[first]])
     row = pair.row()
     assert (row.attempts, before + 0.5 < row.due_at < time.time() + 2) == (0, True), "a wait is no failed attempt"
     assert [one.amphora_id for one in pair.boot_wait.awaited] == [first]
 
-    pair.hurry()
+    pair.make_all_due()
     pair.work()
-    assert (pair.world.boots, pair.world.asked) == (1, [[first]] * 2)
-    pair.world.separates = True
-    pair.hurry()
+    assert (pair.cloud.boots, pair.cloud.asked) == (1, [[first]] * 2)
+    pair.cloud.separates = True
+    pair.make_all_due()
     pair.work()
-    assert (pair.world.boots, len(pair.world.machines)) == (2, 2)
+    assert (pair.cloud.boots, len(pair.cloud.machines)) == (2, 2)
 
 
 def test_a_partner_that_is_built_too_long_delays_no_boot(pair):
     pair.work()
-    (first,) = pair.world.machines
+    (first,) = pair.cloud.machines
     pair.database.write(lambda c: amphorae.update_amphora(c, first, booted_at=time.time() - 61))
-    pair.hurry()
+    pair.make_all_due()
     pair.work()
-    assert pair.world.boots == 2
+    assert pair.cloud.boots == 2
 
 
 def test_without_a_placement_no_boot_waits(pair):
     pair.conf.set_override("placement", "none", "amp_compute")
     pair.work()
-    assert (pair.world.boots, pair.world.asked) == (2, [])
+    assert (pair.cloud.boots, pair.cloud.asked) == (2, [])
 
 
 @pytest.fixture
 def limited(tmp_path):
     """A pair whose boots have a rate limit of one in a minute."""
     with waiting(tmp_path, SlowPair(), boot_rate=BootRate(1 / 60, 1)) as control:
-        control.world.separates = True
+        control.cloud.separates = True
         yield control
 
 
 def test_the_rate_limit_delays_the_second_boot_of_a_pair(limited):
     for _ in range(2):
         limited.work()
-        (first,) = limited.world.machines
-        assert limited.world.boots == 1
+        (first,) = limited.cloud.machines
+        assert limited.cloud.boots == 1
         assert limited.row().attempts == 0
         booted = {one.id: one.booted_at is not None for one in limited.observed().values()}
         assert (len(booted), booted.pop(first), *booted.values()) == (2, True, False)
-        limited.hurry()
+        limited.make_all_due()

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import sqlalchemy as sa
-from control import LB, LISTENER, TREE, World, controlled
+from control import LB, LISTENER, TREE, FakeCloud, controlled
 
 from amphora_driver.compute.interface import Machine, MachineState
 from amphora_driver.database.tables import URGENT, amphora, job
@@ -23,10 +23,10 @@ from amphora_driver.topology import SingleTopology
 SILENT = FailoverTrigger(cause=Cause.SILENT, reason="not heard for 10 s", silent_since=5.0)
 
 
-class Fleet(World):
-    """A world whose machines have an image version; their destruction can be made to fail."""
+class Fleet(FakeCloud):
+    """A fake cloud whose machines have an image version; their destruction can be made to fail."""
 
-    def __init__(self, roles=World.roles, priorities=World.priorities):
+    def __init__(self, roles=FakeCloud.roles, priorities=FakeCloud.priorities):
         super().__init__()
         self.roles, self.priorities = roles, priorities
         self.version = "one"
@@ -73,7 +73,7 @@ def alone(tmp_path):
 
 
 def ready(control, tree=TREE):
-    control.intents.create_load_balancer(tree, read_back=False)
+    control.recorder.create_load_balancer(tree, read_back=False)
     control.work()
     assert control.provisioning() == {LB: "ACTIVE", LISTENER: "ACTIVE"}
     return control
@@ -86,9 +86,9 @@ def begin(control, names, why=SILENT):
 
 def fail_amphora(control, name):
     """Make the amphora silent and dead, and begin its fail-over."""
-    control.world.dead |= {name}
-    if control.world.holder == name:
-        control.world.holder = next((one for one in control.observed() if one not in control.world.dead), None)
+    control.cloud.dead |= {name}
+    if control.cloud.holder == name:
+        control.cloud.holder = next((one for one in control.observed() if one not in control.cloud.dead), None)
     assert begin(control, [name]) == 1
 
 
@@ -106,7 +106,7 @@ def line(control, number=None):
 
 def settle(control):
     while control.row().dirty:
-        control.hurry()
+        control.make_all_due()
         control.work()
 
 
@@ -123,16 +123,16 @@ def test_the_history_of_a_single_amphora(alone):
     assert row.begun_at <= row.served_at <= row.ended_at
     (new,) = alone.observed()
     assert new != old
-    assert alone.world.machines.keys() == {new}
+    assert alone.cloud.machines.keys() == {new}
     assert alone.provisioning()[LB] == "ACTIVE"
     assert alone.pending() == set(), "Octavia gets no status update"
     assert alone.row().generation == 1
 
 
 def test_the_history_of_a_vip_holder(pair):
-    old = pair.world.holder
+    old = pair.cloud.holder
     fail_amphora(pair, old)
-    partner = pair.world.holder
+    partner = pair.cloud.holder
     pair.work()
     assert line(pair) == [
         "begun",
@@ -145,13 +145,13 @@ def test_the_history_of_a_vip_holder(pair):
         "served",
         "ended",
     ]
-    assert pair.world.holder == partner, "the new amphora does not take the VIPs"
-    assert pair.world.machines.keys() == pair.observed().keys()
+    assert pair.cloud.holder == partner, "the new amphora does not take the VIPs"
+    assert pair.cloud.machines.keys() == pair.observed().keys()
     assert not pair.row().dirty
 
 
 def test_a_failover_by_octavia_has_a_history(pair):
-    pair.intents.fail_over(LB)
+    pair.recorder.fail_over(LB)
     pair.work()
     settle(pair)
     found = rows(pair)
@@ -164,10 +164,10 @@ def test_a_failover_by_octavia_has_a_history(pair):
 
 def test_a_deletion_ends_the_failover(alone):
     (old,) = alone.observed()
-    alone.world.refusal = ComputeError("boot it", "the backend is away")
+    alone.cloud.refusal = ComputeError("boot it", "the backend is away")
     fail_amphora(alone, old)
     alone.work()
-    alone.intents.delete_load_balancer(LB)
+    alone.recorder.delete_load_balancer(LB)
     (row,) = rows(alone)
     assert row.outcome == "gone"
     assert row.served_at is None
@@ -178,14 +178,14 @@ def test_a_deletion_ends_the_failover(alone):
 
 def test_a_failure_appears_once_in_the_history(alone):
     (old,) = alone.observed()
-    alone.world.refusal = ComputeError("boot it", "the quota is used up")
+    alone.cloud.refusal = ComputeError("boot it", "the quota is used up")
     fail_amphora(alone, old)
     for _ in range(3):
         alone.work()
-        alone.hurry()
+        alone.make_all_due()
     assert line(alone) == ["begun", "recorded", "failed"]
     assert alone.provisioning()[LB] == "ACTIVE", "the operating status reports the failure"
-    alone.world.refusal = None
+    alone.cloud.refusal = None
     alone.work()
     assert line(alone)[-1] == "ended"
 
@@ -193,16 +193,16 @@ def test_a_failure_appears_once_in_the_history(alone):
 def test_a_replacement_that_fails_before_it_confirmed_is_replaced(alone):
     (old,) = alone.observed()
     fail_amphora(alone, old)
-    push = alone.world.put_bundle
+    push = alone.cloud.put_bundle
 
     def lost(amphora_id, *_args, **_more):
-        alone.world.dead |= {amphora_id}
+        alone.cloud.dead |= {amphora_id}
         raise AgentUnreachable("push", "no answer")
 
-    alone.world.put_bundle = lost
+    alone.cloud.put_bundle = lost
     alone.work()
     (second,) = [one for one in alone.observed().values() if one.state is AmphoraState.READY]
-    alone.world.put_bundle = push
+    alone.cloud.put_bundle = push
     assert begin(alone, [second.id]) == 1
     assert alone.row().due_at == URGENT
     assert alone.work() == 1, "the retry time after the failure is skipped"
@@ -210,17 +210,17 @@ def test_a_replacement_that_fails_before_it_confirmed_is_replaced(alone):
     assert new not in (old, second.id)
     assert [row.outcome for row in rows(alone)] == ["done", "done"]
     assert line(alone, 1).count("recorded") == 2, "the first fail-over continues until an amphora serves"
-    assert alone.world.machines.keys() == {new}
+    assert alone.cloud.machines.keys() == {new}
 
 
 def test_an_undeletable_machine_delays_no_other_work(pair):
-    old = pair.world.holder
-    pair.world.stuck = True
+    old = pair.cloud.holder
+    pair.cloud.stuck = True
     fail_amphora(pair, old)
     pair.work()
     assert pair.row().attempts == 1, "one attempt before its partner forgets the machine"
     assert pair.observed()[old].plugged == (), "the ports are released in any case"
-    pair.hurry()
+    pair.make_all_due()
     pair.work()
     now = pair.observed()
     assert len([one for one in now.values() if one.state is AmphoraState.READY and one.confirmed]) == 2
@@ -228,31 +228,31 @@ def test_an_undeletable_machine_delays_no_other_work(pair):
     (row,) = rows(pair)
     assert row.served_at is not None
     assert row.ended_at is None
-    pair.intents.update_object(Kind.LISTENER, LISTENER, {"connection_limit": 7})
+    pair.recorder.update_object(Kind.LISTENER, LISTENER, {"connection_limit": 7})
     pair.work()
     assert pair.provisioning()[LB] == "ACTIVE", "a user's change is not delayed"
-    pair.world.stuck = False
-    pair.hurry()
+    pair.cloud.stuck = False
+    pair.make_all_due()
     pair.work()
-    assert old not in pair.world.machines
+    assert old not in pair.cloud.machines
     assert rows(pair)[0].outcome == "done"
 
 
 def test_both_amphorae_of_a_pair_are_dead(pair):
     before = set(pair.observed())
-    pair.world.dead |= before
-    pair.world.holder = None
-    pair.world.stuck = True
+    pair.cloud.dead |= before
+    pair.cloud.holder = None
+    pair.cloud.stuck = True
     assert begin(pair, None) == 2
     for _ in range(2):
-        pair.hurry()
+        pair.make_all_due()
         pair.work()
     fresh = [one for one in pair.observed().values() if one.id not in before]
     assert sorted(one.role for one in fresh) == ["BACKUP", "MASTER"]
     assert all(one.confirmed for one in fresh), "the replacements serve before a machine is destroyed"
     assert all(row.served_at is not None for row in rows(pair))
-    pair.world.stuck = False
-    pair.hurry()
+    pair.cloud.stuck = False
+    pair.make_all_due()
     pair.work()
     assert pair.observed().keys() == {one.id for one in fresh}
     assert [row.outcome for row in rows(pair)] == ["done", "done"]
@@ -261,9 +261,9 @@ def test_both_amphorae_of_a_pair_are_dead(pair):
 def test_one_of_two_replacements_cannot_be_booted(pair):
     """The other replacement boots in the same round and serves."""
     before = set(pair.observed())
-    pair.world.dead |= before
-    pair.world.holder = None
-    boot, asked = pair.world.boot, []
+    pair.cloud.dead |= before
+    pair.cloud.holder = None
+    boot, asked = pair.cloud.boot, []
 
     def some(order):
         asked.append(order.amphora_id)
@@ -271,15 +271,15 @@ def test_one_of_two_replacements_cannot_be_booted(pair):
             raise ComputeError("boot it", "no host has room")
         return boot(order)
 
-    pair.world.boot = some
+    pair.cloud.boot = some
     assert begin(pair, None) == 2
     for _ in range(4):
-        pair.hurry()
+        pair.make_all_due()
         pair.work()
     served = [one for one in pair.observed().values() if one.confirmed and one.id not in before]
     assert [one.id == asked[0] for one in served] == [False]
-    assert pair.world.holder == served[0].id
-    pair.world.boot = boot
+    assert pair.cloud.holder == served[0].id
+    pair.cloud.boot = boot
     settle(pair)
     assert len(pair.observed()) == 2
     assert [row.outcome for row in rows(pair)] == ["done", "done"]
@@ -293,7 +293,7 @@ def test_urgent_job_stays_urgent_after_another_due_time(alone, waker):
     (old,) = alone.observed()
     assert begin(alone, [old]) == 1
     if waker == "a user":
-        alone.intents.update_object(Kind.LISTENER, LISTENER, {"connection_limit": 7})
+        alone.recorder.update_object(Kind.LISTENER, LISTENER, {"connection_limit": 7})
     elif waker == "read back":
         alone.database.write(lambda c: pending_rereads.finish_reread(c, LB))
     else:
@@ -304,7 +304,7 @@ def test_urgent_job_stays_urgent_after_another_due_time(alone, waker):
 
 def test_a_job_with_a_retiring_amphora_stays_due(alone):
     """Also if the urgent due time is lost."""
-    alone.intents.update_object(Kind.LISTENER, LISTENER, {"connection_limit": 7})
+    alone.recorder.update_object(Kind.LISTENER, LISTENER, {"connection_limit": 7})
     lease = alone.jobs.claim()
     generation = alone.row().generation
     alone.database.write(lambda c: c.execute(job.update().values(applied=generation)))
@@ -318,7 +318,7 @@ def test_a_job_with_a_retiring_amphora_stays_due(alone):
 
 @pytest.mark.parametrize("end", ["finish", "finish for now", "wait", "postpone"])
 def test_failover_begins_during_a_job(alone, end):
-    alone.intents.update_object(Kind.LISTENER, LISTENER, {"connection_limit": 7})
+    alone.recorder.update_object(Kind.LISTENER, LISTENER, {"connection_limit": 7})
     lease = alone.jobs.claim()
     generation = alone.row().generation
     alone.database.write(lambda c: c.execute(job.update().values(applied=generation)))
@@ -341,16 +341,16 @@ def test_failover_begins_during_a_job(alone, end):
 
 
 def test_a_failover_preempts_a_job(alone):
-    alone.intents.update_object(Kind.LISTENER, LISTENER, {"connection_limit": 7})
+    alone.recorder.update_object(Kind.LISTENER, LISTENER, {"connection_limit": 7})
     (old,) = alone.observed()
-    push = alone.world.put_bundle
+    push = alone.cloud.put_bundle
 
     def found(amphora_id, *args, **more):
-        alone.world.put_bundle = push
+        alone.cloud.put_bundle = push
         fail_amphora(alone, old)
         raise AgentUnreachable("push", "no answer")
 
-    alone.world.put_bundle = found
+    alone.cloud.put_bundle = found
     assert alone.work() == 2, "the fail-over starts without the retry time of a failure"
     assert old not in alone.observed()
     assert alone.row().attempts == 0
@@ -411,7 +411,7 @@ def test_a_spare_replaces_a_dead_amphora_and_a_new_spare_is_booted(spared):
     spared.work()
     assert list(spared.observed()) == [spare]
     assert spared.observed()[spare].role == "STANDALONE"
-    assert spared.world.served[spare]["generation"] == 1
+    assert spared.cloud.served[spare]["generation"] == 1
     assert line(spared) == ["begun", "adopted", "confirmed", "served", "released", "ended"]
     assert len(warm(spared)) == 1
     assert spare not in warm(spared)
@@ -421,7 +421,7 @@ def test_a_spare_replaces_a_dead_amphora_and_a_new_spare_is_booted(spared):
 def test_a_spare_that_does_not_answer_is_not_adopted(spared):
     (old,) = spared.observed()
     (spare,) = warm(spared)
-    spared.world.dead |= {spare}
+    spared.cloud.dead |= {spare}
     fail_amphora(spared, old)
     spared.work()
     (new,) = spared.observed()
@@ -433,7 +433,7 @@ def test_a_spare_that_does_not_answer_is_not_adopted(spared):
 def test_a_spare_of_an_old_image_is_replaced(spared):
     (old,) = spared.observed()
     (spare,) = warm(spared)
-    spared.world.version = "two"
+    spared.cloud.version = "two"
     fail_amphora(spared, old)
     spared.work()
     (new,) = spared.observed().values()
@@ -446,18 +446,18 @@ def test_a_spare_of_an_old_image_is_replaced(spared):
     spared.database.write(lambda c: spare_pools.make_pool_due(c, pool_of(spared).load_balancer_id))
     spared.work()
     assert spare not in warm(spared)
-    assert {spared.world.images[one] for one in warm(spared)} == {"two"}
-    assert spare not in spared.world.machines
+    assert {spared.cloud.images[one] for one in warm(spared)} == {"two"}
+    assert spare not in spared.cloud.machines
 
 
 def test_unused_spare_pool_is_deleted(spared):
     pool = pool_of(spared).load_balancer_id
-    spared.intents.delete_load_balancer(LB)
+    spared.recorder.delete_load_balancer(LB)
     spared.database.write(lambda c: c.execute(job.update().where(job.c.load_balancer_id == LB).values(spare_pool=None)))
     spared.database.write(lambda c: spare_pools.make_pool_due(c, pool))
     spared.work()
     assert pool_of(spared) is None
-    assert spared.world.machines == {}
+    assert spared.cloud.machines == {}
 
 
 def test_a_spare_is_assigned_to_one_load_balancer_only(spared):

@@ -14,53 +14,53 @@ from amphora_driver.store import amphorae
 @pytest.fixture
 def control(tmp_path):
     with controlled(tmp_path, options="boot_timeout = 0.1") as control:
-        control.intents.create_load_balancer(TREE, read_back=False)
+        control.recorder.create_load_balancer(TREE, read_back=False)
         control.work()
         assert control.provisioning() == {LB: "ACTIVE", LISTENER: "ACTIVE"}
         yield control
 
 
 def change(control):
-    control.intents.update_object(Kind.LISTENER, LISTENER, {"connection_limit": control.row().generation})
+    control.recorder.update_object(Kind.LISTENER, LISTENER, {"connection_limit": control.row().generation})
 
 
 @pytest.mark.parametrize("dead_one_has_vips", [False, True], ids=["the standby", "the holder"])
 def test_a_dead_amphora_causes_an_error_until_it_is_replaced(control, dead_one_has_vips):
-    world = control.world
-    standby = next(one for one in control.observed() if one != world.holder)
-    dead = world.holder if dead_one_has_vips else standby
-    alive = standby if dead_one_has_vips else world.holder
-    world.dead, world.holder = {dead}, alive
+    cloud = control.cloud
+    standby = next(one for one in control.observed() if one != cloud.holder)
+    dead = cloud.holder if dead_one_has_vips else standby
+    alive = standby if dead_one_has_vips else cloud.holder
+    cloud.dead, cloud.holder = {dead}, alive
     control.heartbeats(silent=(dead,))
     change(control)
     for attempt in range(control.conf.amp_controller.give_up_after):
         assert control.pending() == {LB, LISTENER}, f"not ACTIVE before attempt {attempt}"
         assert control.work() == 1
         assert control.observed()[alive].confirmed == 2, "the live amphora serves the change"
-        control.hurry()
+        control.make_all_due()
     assert control.provisioning() == {LB: "ERROR", LISTENER: "ERROR"}
     assert control.pending() == {LB, LISTENER}, "the change stays pending"
 
-    control.intents.fail_over(LB)
+    control.recorder.fail_over(LB)
     control.work()
     assert control.provisioning() == {LB: "ACTIVE", LISTENER: "ACTIVE"}
     assert control.pending() == set()
     while control.row().dirty:
-        control.hurry()
+        control.make_all_due()
         control.work()
     now = control.observed()
-    assert now.keys() == world.machines.keys()
+    assert now.keys() == cloud.machines.keys()
     assert not {dead, alive} & now.keys()
     assert sorted(one.role for one in now.values()) == ["BACKUP", "MASTER"]
     assert {one.confirmed for one in now.values()} == {control.row().generation} == {control.row().applied}
-    assert world.holder in now, "the former live amphora handed over its VIPs"
+    assert cloud.holder in now, "the former live amphora handed over its VIPs"
 
 
 def draining(control):
     """Fail over until connections drain through the former holder; return its id."""
-    old = control.world.holder
-    control.world.lasting = True
-    control.intents.fail_over(LB)
+    old = control.cloud.holder
+    control.cloud.lasting = True
+    control.recorder.fail_over(LB)
     assert control.work() == 1, "one job, which ends and is due again later"
     assert control.provisioning()[LB] == "ACTIVE"
     assert control.observed()[old].state is AmphoraState.RETIRING
@@ -74,33 +74,33 @@ def test_a_drain_delays_no_other_work(control):
     assert (row.owner, row.dirty) == (None, True)
     assert time.time() < row.due_at < time.time() + 3
     assert control.jobs.next_due() == row.due_at
-    known = {peer["name"] for peer in control.world.served[old]["vrrp"]["peers"]}
+    known = {peer["name"] for peer in control.cloud.served[old]["vrrp"]["peers"]}
     assert known == control.observed().keys() - {old}
-    assert control.world.served[old]["vrrp"]["priority"] == 1
+    assert control.cloud.served[old]["vrrp"]["priority"] == 1
 
     change(control)
     assert control.work() == 1, "the change is applied at once"
     generation = control.row().generation
     assert control.pending() == set()
-    assert control.world.served[old]["generation"] < generation, "a draining amphora gets no changes"
+    assert control.cloud.served[old]["generation"] < generation, "a draining amphora gets no changes"
     assert old in control.observed()
 
-    control.world.lasting = False
+    control.cloud.lasting = False
     for _ in range(2):
-        control.hurry()
+        control.make_all_due()
         control.work()
     assert old not in control.observed()
-    assert old not in control.world.machines
+    assert old not in control.cloud.machines
     assert not control.row().dirty
-    for one, document in control.world.served.items():
-        if one in control.world.machines:
+    for one, document in control.cloud.served.items():
+        if one in control.cloud.machines:
             assert old not in {peer["name"] for peer in document["vrrp"]["peers"]}
 
 
 def test_the_drain_timeout_releases_the_amphora(control):
     old = draining(control)
     control.database.write(lambda c: amphorae.update_amphora(c, old, drains_until=time.time() - 1))
-    control.hurry()
+    control.make_all_due()
     control.work()
     assert old not in control.observed()
     assert not control.row().dirty
@@ -109,14 +109,14 @@ def test_the_drain_timeout_releases_the_amphora(control):
 def test_a_draining_amphora_fails(control):
     """An amphora that does not answer is released at its drain time-out, or when it is silent."""
     old = draining(control)
-    control.world.dead = {old}
-    control.hurry()
+    control.cloud.dead = {old}
+    control.make_all_due()
     assert control.work() == 1
     assert old in control.observed()
 
     control.heartbeats(silent=(old,))
     for _ in range(2):
-        control.hurry()
+        control.make_all_due()
         control.work()
     assert old not in control.observed()
     assert not control.row().dirty
@@ -124,9 +124,9 @@ def test_a_draining_amphora_fails(control):
 
 def test_a_deletion_during_the_drain(control):
     draining(control)
-    control.intents.delete_load_balancer(LB)
+    control.recorder.delete_load_balancer(LB)
     assert control.work() == 1
-    assert control.world.machines == {}
+    assert control.cloud.machines == {}
     assert control.observed() == {}
     assert control.provisioning() == {LB: "DELETED", LISTENER: "DELETED"}
 
@@ -134,7 +134,7 @@ def test_a_deletion_during_the_drain(control):
 def test_a_second_failover_during_the_drain(control):
     old = draining(control)
     before = control.observed().keys()
-    control.intents.fail_over(LB)
+    control.recorder.fail_over(LB)
     control.work()
     assert control.provisioning()[LB] == "ACTIVE"
     now = control.observed()

@@ -163,9 +163,9 @@ def pushing(tmp_path, vault):
     path.write_text("")
     nothing = dict.fromkeys(("catalogue", "agents", "authority"))
     nothing["database"] = SimpleNamespace(now=lambda: 0.0)
-    turn = Job(Lease(load_balancer_id=LB, owner="me", epoch=1, attempts=0), None, 60.0)
+    running_job = Job(Lease(load_balancer_id=LB, owner="me", epoch=1, attempts=0), None, 60.0)
     backends = ReconcileContext(conf=config.load([str(path)]), vault=vault, **nothing)
-    return BundlePush(backends, turn, lambda change, applied=None: None)
+    return BundlePush(backends, running_job, lambda change, applied=None: None)
 
 
 def wanted(tree, sealed):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings of agents: choice of the amphorae, update of those with other settings, failures and old agents."""
 
+import hashlib
 import json
 import logging
 import threading
@@ -9,9 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import pytest
 import sqlalchemy as sa
-from control import TREE, World, controlled
+from control import TREE, FakeCloud, controlled
 
+from amphora_driver import metrics
 from amphora_driver.agent.client import BundleState, SettingsState
+from amphora_driver.agent.responses import LogLines
 from amphora_driver.database.tables import amphora, job
 from amphora_driver.errors import AgentRefused, AgentUnreachable, ConfigurationError
 from amphora_driver.maintenance import drift_audit
@@ -21,6 +24,7 @@ from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.reconcile.defaults import agent_settings, validate_defaults
 from amphora_driver.render.agent_conf import render_agent_conf
 from amphora_driver.render.agent_settings import render_agent_settings
+from amphora_driver.store import desired_objects
 from amphora_driver.store.amphorae import ReachableAmphora
 from amphora_driver.topology import SingleTopology
 
@@ -28,7 +32,7 @@ MANY = 3
 OLD = render_agent_settings(["192.0.2.1:9879"], 3.0, 30.0)
 
 
-class Agents(World):
+class Agents(FakeCloud):
     """One amphora for each load balancer; agents that keep settings, as far as they know them."""
 
     roles = SingleTopology.roles
@@ -41,13 +45,17 @@ class Agents(World):
         self.old = set()
         self.queried = []
         self.sent = []
+        self.bodies = {}
+        self.log_lines = {}
 
     def bundle_state(self, amphora_id, _address, *, deadline):
         assert deadline.left() <= 5
         self._reach(amphora_id)
         self.queried.append(amphora_id)
         known = None if amphora_id in self.old else self.settings.setdefault(amphora_id, OLD.digest)
-        return BundleState(generation=1, digest="d", settings_digest=known)
+        return BundleState(
+            generation=1, digest="d", settings_digest=known, log_lines=self.log_lines.get(amphora_id, LogLines())
+        )
 
     def put_settings(self, amphora_id, _address, body, *, deadline):
         assert deadline.left() <= 5
@@ -55,10 +63,10 @@ class Agents(World):
         self.sent.append(amphora_id)
         if amphora_id in self.failure:
             raise self.failure[amphora_id]
-        document = json.loads(body)
-        made = render_agent_settings(**document["heartbeat"], audit_interval=document["audit_interval"])
-        self.settings[amphora_id] = made.digest
-        return SettingsState(digest=made.digest)
+        digest = hashlib.sha256(body).hexdigest()
+        self.bodies[amphora_id] = json.loads(body)
+        self.settings[amphora_id] = digest
+        return SettingsState(digest=digest)
 
 
 @pytest.fixture
@@ -70,7 +78,7 @@ def control(tmp_path):
             )
             vip = msgspec.structs.replace(TREE.vip, address=f"198.51.100.{number + 1}", port_id=f"p{number}")
             tree = msgspec.structs.replace(TREE, id=f"lb{number}", vip=vip, listeners=listeners)
-            made.intents.create_load_balancer(tree, read_back=False)
+            made.recorder.create_load_balancer(tree, read_back=False)
         made.work(100)
         made.conf.set_override("targets", ["192.0.2.2:9879"], "amp_health")
         yield made
@@ -145,10 +153,10 @@ def test_agent_conf_has_exact_intervals():
 def test_every_agent_gets_changed_settings_once(control, pool):
     made = update(control)
     assert made.run_round(pool) == MANY
-    assert control.world.settings == dict.fromkeys(ids(control), wanted(control))
+    assert control.cloud.settings == dict.fromkeys(ids(control), wanted(control))
     assert made.run_round(pool) == 0
     assert update(control).run_round(pool) == MANY
-    assert sorted(control.world.sent) == ids(control)
+    assert sorted(control.cloud.sent) == ids(control)
 
 
 def test_spares_and_amphorae_of_open_jobs_get_settings(control, pool):
@@ -162,7 +170,7 @@ def test_spares_and_amphorae_of_open_jobs_get_settings(control, pool):
 
     control.database.write(write)
     assert update(control).run_round(pool) == MANY
-    assert sorted(control.world.sent) == ids(control)
+    assert sorted(control.cloud.sent) == ids(control)
 
 
 def test_amphorae_that_are_not_ready_are_not_queried(control, pool):
@@ -174,7 +182,7 @@ def test_amphorae_that_are_not_ready_are_not_queried(control, pool):
 
     control.database.write(write)
     assert update(control).run_round(pool) == 1
-    assert control.world.sent == [ids(control)[2]]
+    assert control.cloud.sent == [ids(control)[2]]
 
 
 def test_the_number_of_updates_in_a_round_is_limited(control, pool):
@@ -185,12 +193,12 @@ def test_the_number_of_updates_in_a_round_is_limited(control, pool):
 
 def test_an_old_agent_gets_no_settings(control, pool):
     first, second, third = ids(control)
-    control.world.old.add(first)
+    control.cloud.old.add(first)
     # The second agent has answered before its version was replaced by an earlier one.
-    control.world.failure[second] = AgentRefused("change", "it answered 404", status=404)
+    control.cloud.failure[second] = AgentRefused("change", "it answered 404", status=404)
     made = update(control)
     assert made.run_round(pool) == MANY
-    assert sorted(control.world.sent) == [second, third]
+    assert sorted(control.cloud.sent) == [second, third]
     assert made.run_round(pool) == 0
 
 
@@ -200,35 +208,135 @@ def test_an_old_agent_gets_no_settings(control, pool):
 def test_a_failed_update_is_repeated_later(control, pool, caplog, failure):
     caplog.set_level(logging.INFO)
     first = ids(control)[0]
-    control.world.failure[first] = failure
+    control.cloud.failure[first] = failure
     made = update(control)
     assert made.run_round(pool) == MANY
     assert f"cannot change the settings of amphora {first}" in caplog.text
     assert made.run_round(pool) == 0, "the update is postponed"
-    control.world.failure.clear()
+    control.cloud.failure.clear()
     made._due_at[first] = 0.0
     assert made.run_round(pool) == 1
-    assert control.world.settings[first] == wanted(control)
+    assert control.cloud.settings[first] == wanted(control)
 
 
 def test_an_unreachable_agent_stops_no_round(control, pool):
     first = ids(control)[0]
-    control.world.dead.add(first)
+    control.cloud.dead.add(first)
     made = update(control)
     assert made.run_round(pool) == MANY - 1
     assert made.run_round(pool) == 0
-    assert first not in control.world.sent
+    assert first not in control.cloud.sent
 
 
 def test_a_round_ends_while_an_agent_does_not_answer(control, pool, monkeypatch):
     released = threading.Event()
-    monkeypatch.setattr(control.world, "bundle_state", lambda *_, **__: released.wait(60))
+    monkeypatch.setattr(control.cloud, "bundle_state", lambda *_, **__: released.wait(60))
     made, allowed = update(control), iter([True])
     try:
         assert made.run_round(pool, lambda: next(allowed, False)) == 0
         assert made.run_round(pool) == 0, "the running queries are not repeated"
     finally:
         released.set()
+
+
+# -- log targets -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def logging_to(control):
+    control.conf.set_override("admin_targets", ["udp://192.0.2.9:514"], "amp_logs")
+    control.conf.set_override("tenant_targets", ["tcp://192.0.2.9:601"], "amp_logs")
+    yield
+    for name in ("admin_targets", "tenant_targets"):
+        control.conf.clear_override(name, "amp_logs")
+
+
+def logs_of(control, amphora_id):
+    return control.cloud.bodies[amphora_id].get("logs")
+
+
+def balancer_of(control, amphora_id):
+    query = sa.select(amphora.c.load_balancer_id).where(amphora.c.id == amphora_id)
+    return control.database.read(lambda c: c.execute(query).scalar_one())
+
+
+def with_profile(control, load_balancer_id, **values):
+    def write(connection):
+        root = desired_objects.load_roots(connection, [load_balancer_id])[load_balancer_id]
+        profile = msgspec.structs.replace(root.profile, **values)
+        desired_objects.update_objects(connection, 1, [msgspec.structs.replace(root, profile=profile)])
+
+    control.database.write(write)
+
+
+@pytest.mark.usefixtures("logging_to")
+def test_each_amphora_gets_the_log_targets_of_its_load_balancer(control, pool):
+    first, second, third = ids(control)
+    with_profile(control, balancer_of(control, first), tenant_log_targets=("udp://192.0.2.77:514",))
+    with_profile(control, balancer_of(control, second), admin_log_targets=(), tenant_log_targets=())
+    made = update(control)
+    assert made.run_round(pool) == MANY
+    found = logs_of(control, first)
+    assert [one["url"] for one in found["admin"] + found["tenant"]] == ["udp://192.0.2.9:514", "udp://192.0.2.77:514"]
+    assert found["load_balancer_id"] == balancer_of(control, first)
+    assert found["project_id"] == TREE.project_id
+    assert logs_of(control, second) is None
+    assert logs_of(control, third)["tenant"] == [{"url": "tcp://192.0.2.9:601", "authorization": ""}]
+    assert update(control).run_round(pool) == MANY
+    assert sorted(control.cloud.sent) == ids(control), "nothing is sent twice"
+
+
+@pytest.mark.usefixtures("logging_to")
+def test_a_spare_gets_other_settings_when_a_load_balancer_takes_it(control, pool):
+    first, second, _ = ids(control)
+    own, other = balancer_of(control, first), balancer_of(control, second)
+
+    def belongs_to(of):
+        control.database.write(
+            lambda c: c.execute(amphora.update().where(amphora.c.id == first).values(load_balancer_id=of))
+        )
+
+    belongs_to("a-spare-pool")
+    made = update(control)
+    assert made.run_round(pool) == MANY
+    assert logs_of(control, first)["load_balancer_id"] == logs_of(control, first)["project_id"] == ""
+    belongs_to(other)
+    assert made.run_round(pool) == 1, "only this amphora is due"
+    assert logs_of(control, first)["load_balancer_id"] == other
+    belongs_to(own)
+
+
+@pytest.mark.usefixtures("logging_to")
+def test_an_agent_without_log_lines_gets_no_log_targets(control, pool):
+    first = ids(control)[0]
+    control.cloud.log_lines[first] = None
+    assert update(control).run_round(pool) == MANY
+    assert logs_of(control, first) is None
+    assert control.cloud.bodies[first]["heartbeat"]["targets"] == ["192.0.2.2:9879"]
+
+
+@pytest.mark.usefixtures("logging_to")
+def test_a_flavor_whose_ca_certificate_is_gone_is_named(control, pool, caplog):
+    first = ids(control)[0]
+    with_profile(control, balancer_of(control, first), tenant_log_targets=("tls://192.0.2.77:6514",))
+    assert update(control).run_round(pool) == MANY
+    assert f"cannot change the settings of amphora {first}" in caplog.text
+    assert "needs a CA certificate" in caplog.text
+    assert first not in control.cloud.sent
+
+
+def test_lines_of_amphorae_are_metrics(control, pool):
+    first = ids(control)[0]
+
+    def counted():
+        return [metrics.OURS.log_lines.labels(one)._value.get() for one in metrics.LOG_RESULTS]
+
+    made, before = update(control), counted()
+    for sent, lost, more in ((100, 10, (0, 0)), (150, 10, (50, 0)), (30, 7, (80, 7))):
+        control.cloud.log_lines[first] = LogLines(sent=sent, lost=lost)
+        made._due_at.clear()
+        assert made.run_round(pool) == MANY
+        assert [now - then for now, then in zip(counted(), before, strict=True)] == [*more]
 
 
 # -- drift audit -------------------------------------------------------------------------------------------------------
@@ -255,17 +363,17 @@ def findings(control):
 
 def test_the_drift_audit_sends_settings_and_needs_no_second_query(control, audits, pool):
     assert audits.run_round(pool) == MANY
-    assert sorted(control.world.sent) == ids(control)
+    assert sorted(control.cloud.sent) == ids(control)
     assert findings(control) == dict.fromkeys(ids(control), (False, None))
     assert audits._settings.run_round(pool) == 0
 
 
 def test_settings_that_an_agent_refuses_are_drift(control, audits, pool):
     first = ids(control)[0]
-    control.world.failure[first] = AgentRefused("change", "disk full", status=500)
+    control.cloud.failure[first] = AgentRefused("change", "disk full", status=500)
     assert audits.run_round(pool) == MANY
     drifts, words = findings(control)[first]
     assert drifts
-    assert words == "settings: it has other heartbeat settings than configured: disk full"
+    assert words == "settings: it has other heartbeat settings or log targets than configured: disk full"
     dirty = control.database.read(lambda c: c.execute(sa.select(job.c.dirty)).scalars().all())
     assert dirty == [False] * MANY, "a push does not change settings"

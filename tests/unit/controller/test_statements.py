@@ -79,7 +79,7 @@ class RecordedLoadBalancer:
         migrated.write(self.conf.amp_database.connection)
         self.database = Database(self.conf.amp_database.connection, durable=False)
         self.given, self.told = [], []
-        self.intents = RequestRecorder(self.database, lambda node: None)
+        self.recorder = RequestRecorder(self.database, lambda node: None)
         self.jobs = Jobs(self.database, "me", 60.0)
         catalogue = SimpleNamespace(
             topology=Catalogue(self.conf, self.database).topology,
@@ -95,7 +95,7 @@ class RecordedLoadBalancer:
         self.reporter._library = SimpleNamespace(
             update_loadbalancer_status=self.told.append, get_loadbalancer=lambda _: None
         )
-        self.intents.create_load_balancer(whole, read_back=False)
+        self.recorder.create_load_balancer(whole, read_back=False)
         self.database.write(self._serving)
         self.work_off()
         self.database.write(lambda c: c.execute(job_table.update().values(committed=job_table.c.generation)))
@@ -157,7 +157,7 @@ def recorded(tmp_path):
 def create(here, number):
     """Create a member and report its status; return the numbers of statements of call, job and report."""
     with here.counted() as call:
-        here.intents.create_object(Kind.MEMBER, member(number))
+        here.recorder.create_object(Kind.MEMBER, member(number))
     with here.counted() as job:
         here.work_off()
     assert here.states()[f"pool0-{number}"] == "ACTIVE"
@@ -186,7 +186,7 @@ def test_many_members_need_few_more_statements_than_one(recorded):
     def set_to(count):
         wish = [(f"pool0-{number}", lambda number=number: member(number), {}) for number in range(count)]
         with here.counted() as seen:
-            here.intents.set_members("pool0", wish)
+            here.recorder.set_members("pool0", wish)
             here.work_off()
             here.reporter.run_once()
         return len(seen)

@@ -40,22 +40,22 @@ def database(tmp_path):
 
 
 @pytest.fixture
-def story(database):
-    return Story(database, random.Random(1))
+def changes(database):
+    return ChangeSequence(database, random.Random(1))
 
 
 def new_id():
     return str(uuid.uuid4())
 
 
-class Story:
+class ChangeSequence:
     """User requests for one load balancer, and the controller's work."""
 
     def __init__(self, database, dice):
         self.database = database
         self.dice = dice
-        self.intents = RequestRecorder(database, lambda node: None)
-        self.intents.create_load_balancer(TREE, read_back=False)
+        self.recorder = RequestRecorder(database, lambda node: None)
+        self.recorder.create_load_balancer(TREE, read_back=False)
         self.pools, self.listeners, self.policies, self.members = [], [], [], {}
 
     def row(self):
@@ -107,7 +107,7 @@ class Story:
 
     def add_pool(self):
         pool = Pool(id=new_id(), loadbalancer_id="lb", protocol=PoolProtocol.HTTP, lb_algorithm=Algorithm.ROUND_ROBIN)
-        self.intents.create_object(Kind.POOL, pool, for_listener=self.dice.choice([None, *self.listeners]))
+        self.recorder.create_object(Kind.POOL, pool, for_listener=self.dice.choice([None, *self.listeners]))
         self.pools.append(pool.id)
         self.members[pool.id] = []
 
@@ -117,14 +117,14 @@ class Story:
             id=new_id(), loadbalancer_id="lb", protocol=ListenerProtocol.HTTP, protocol_port=port,
             default_pool_id=self.dice.choice([None, *self.pools]),
         )  # fmt: skip
-        self.intents.create_object(Kind.LISTENER, listener)
+        self.recorder.create_object(Kind.LISTENER, listener)
         self.listeners.append(listener.id)
 
     def add_member(self):
         if self.pools:
             pool = self.dice.choice(self.pools)
             self.members[pool].append(new_id())
-            self.intents.create_object(Kind.MEMBER, self.member(pool, self.members[pool][-1]))
+            self.recorder.create_object(Kind.MEMBER, self.member(pool, self.members[pool][-1]))
 
     def member(self, pool, member_id):
         number = self.dice.randrange(1, 200)
@@ -136,7 +136,7 @@ class Story:
                 id=new_id(), listener_id=self.dice.choice(self.listeners), action=L7Action.REJECT,
                 position=self.dice.randrange(1, 5),
             )  # fmt: skip
-            self.intents.create_object(Kind.L7POLICY, policy)
+            self.recorder.create_object(Kind.L7POLICY, policy)
             self.policies.append(policy.id)
 
     def add_rule(self):
@@ -145,27 +145,27 @@ class Story:
                 id=new_id(), l7policy_id=self.dice.choice(self.policies), type=L7RuleType.PATH,
                 compare_type=L7Compare.STARTS_WITH, value="/x",
             )  # fmt: skip
-            self.intents.create_object(Kind.L7RULE, rule)
+            self.recorder.create_object(Kind.L7RULE, rule)
 
     def change_member(self):
         if known := [one.id for pool in self.recorded().pools for one in pool.members]:
-            self.intents.update_object(Kind.MEMBER, self.dice.choice(known), {"weight": self.dice.randrange(100)})
+            self.recorder.update_object(Kind.MEMBER, self.dice.choice(known), {"weight": self.dice.randrange(100)})
 
     def change_pool(self):
         if self.pools:
-            self.intents.update_object(Kind.POOL, self.dice.choice(self.pools), {"name": new_id()})
+            self.recorder.update_object(Kind.POOL, self.dice.choice(self.pools), {"name": new_id()})
 
     def change_listener(self):
         if self.listeners:
-            self.intents.update_object(Kind.LISTENER, self.dice.choice(self.listeners), {"name": new_id()})
+            self.recorder.update_object(Kind.LISTENER, self.dice.choice(self.listeners), {"name": new_id()})
 
     def change_root(self):
         # A user's update requests a read-back, which is another test.
-        self.intents.fail_over("lb")
+        self.recorder.fail_over("lb")
 
     def move(self):
         if self.policies:
-            self.intents.update_object(
+            self.recorder.update_object(
                 Kind.L7POLICY, self.dice.choice(self.policies), {"position": self.dice.randrange(1, 4)}
             )
 
@@ -175,7 +175,7 @@ class Story:
             known = [one.id for one in next(one for one in self.recorded().pools if one.id == pool).members]
             kept = self.dice.sample(known, len(known) // 2)
             self.members[pool] = [*kept, new_id(), new_id()]
-            self.intents.set_members(
+            self.recorder.set_members(
                 pool, [(one, lambda one=one: self.member(pool, one), {"weight": 7}) for one in self.members[pool]]
             )
 
@@ -184,17 +184,17 @@ class Story:
             return
         pool = self.dice.choice(self.recorded().pools)
         if pool.healthmonitor is not None:
-            self.intents.delete_object(Kind.HEALTH_MONITOR, pool.healthmonitor.id)
+            self.recorder.delete_object(Kind.HEALTH_MONITOR, pool.healthmonitor.id)
         if pool.healthmonitor is None or self.dice.random() < 0.5:
             monitor = HealthMonitor(
                 id=new_id(), pool_id=pool.id, type=MonitorType.TCP, delay=5, timeout=3, max_retries=2,
                 max_retries_down=2,
             )  # fmt: skip
-            self.intents.create_object(Kind.HEALTH_MONITOR, monitor)
+            self.recorder.create_object(Kind.HEALTH_MONITOR, monitor)
 
     def drop_member(self):
         if known := [one.id for pool in self.recorded().pools for one in pool.members]:
-            self.intents.delete_object(Kind.MEMBER, self.dice.choice(known))
+            self.recorder.delete_object(Kind.MEMBER, self.dice.choice(known))
 
     def bring_back(self):
         """Restore an object that Octavia did not delete under a new generation, as the provider agent does."""
@@ -219,7 +219,7 @@ class Story:
     def drop_pool(self):
         if self.pools and self.dice.random() < 0.3:
             pool = self.pools.pop(self.dice.randrange(len(self.pools)))
-            self.intents.delete_object(Kind.POOL, pool)
+            self.recorder.delete_object(Kind.POOL, pool)
 
     def drop_listener(self):
         if self.listeners and self.dice.random() < 0.3:
@@ -227,32 +227,32 @@ class Story:
             self.policies = [
                 policy.id for one in self.recorded().listeners if one.id != listener for policy in one.l7policies
             ]
-            self.intents.delete_object(Kind.LISTENER, listener)
+            self.recorder.delete_object(Kind.LISTENER, listener)
 
     def drop_policy(self):
         if self.policies and self.dice.random() < 0.5:
-            self.intents.delete_object(Kind.L7POLICY, self.policies.pop(self.dice.randrange(len(self.policies))))
+            self.recorder.delete_object(Kind.L7POLICY, self.policies.pop(self.dice.randrange(len(self.policies))))
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_caches_of_two_controllers_match_the_database(database, seed):
     """The lease alternates between both controllers; rows are removed while the other one works."""
     dice = random.Random(seed)
-    story = Story(database, dice)
+    changes = ChangeSequence(database, dice)
     controllers = [TreeCache(), TreeCache()]
     for epoch in range(1, 40):
         for _ in range(dice.choice([0, 1, 1, 1, 4])):
-            story.act()
+            changes.act()
         trees = dice.choice(controllers)
-        assert story.remembered(trees, epoch) == story.recorded()
+        assert changes.remembered(trees, epoch) == changes.recorded()
         if dice.random() < 0.5:
-            story.confirm()
+            changes.confirm()
         if dice.random() < 0.1:
-            under_way = story.read_back()
+            under_way = changes.read_back()
             next(under_way)
-            assert story.remembered(trees, epoch) == story.recorded(), "the cached tree is incomplete too"
+            assert changes.remembered(trees, epoch) == changes.recorded(), "the cached tree is incomplete too"
             next(under_way, None)
-        assert story.remembered(trees, epoch) == story.recorded()
+        assert changes.remembered(trees, epoch) == changes.recorded()
 
 
 def statements(database, work_):
@@ -270,20 +270,20 @@ def statements(database, work_):
     return result, seen
 
 
-def test_unchanged_objects_come_from_the_cache(database, story):
+def test_unchanged_objects_come_from_the_cache(database, changes):
     for _ in range(3):
-        story.add_pool()
+        changes.add_pool()
     for _ in range(30):
-        story.add_member()
+        changes.add_member()
     trees = TreeCache()
-    before = story.remembered(trees, 1)
+    before = changes.remembered(trees, 1)
     changed = before.pools[1].id
     # The latest object is read again without a difference.
-    story.remembered(trees, 1)
-    story.intents.create_object(Kind.MEMBER, story.member(changed, new_id()))
-    row = story.row()
+    changes.remembered(trees, 1)
+    changes.recorder.create_object(Kind.MEMBER, changes.member(changed, new_id()))
+    row = changes.row()
     after, seen = statements(database, lambda c: trees.load(c, row, 2))
-    assert after == story.recorded()
+    assert after == changes.recorded()
     assert len(seen) == 1
     assert after.pools[0] is before.pools[0]
     assert [now is then for now, then in zip(after.pools[1].members, before.pools[1].members, strict=False)].count(
@@ -294,23 +294,23 @@ def test_unchanged_objects_come_from_the_cache(database, story):
     assert seen == [], "under one lease, a generation has one tree"
 
 
-def test_trees_removed_elsewhere_leave_the_cache(database, story):
-    story.add_pool()
-    story.add_member()
+def test_trees_removed_elsewhere_leave_the_cache(database, changes):
+    changes.add_pool()
+    changes.add_member()
     trees = TreeCache()
-    assert count_objects(story.remembered(trees, 1)) == 3
-    story.drop_member()
-    story.confirm()
+    assert count_objects(changes.remembered(trees, 1)) == 3
+    changes.drop_member()
+    changes.confirm()
     assert not database.read(lambda c: c.execute(sa.select(desired_object).where(desired_object.c.removed)).all())
-    story.add_member()
-    assert [len(pool.members) for pool in story.remembered(trees, 3).pools] == [1]
-    assert story.remembered(trees, 3) == story.recorded()
+    changes.add_member()
+    assert [len(pool.members) for pool in changes.remembered(trees, 3).pools] == [1]
+    assert changes.remembered(trees, 3) == changes.recorded()
 
 
-def test_the_cache_size_is_limited(database, story):
-    story.add_pool()
+def test_the_cache_size_is_limited(database, changes):
+    changes.add_pool()
     for number in range(3):
-        story.intents.create_load_balancer(msgspec.structs.replace(TREE, id=f"lb{number}"), read_back=False)
+        changes.recorder.create_load_balancer(msgspec.structs.replace(TREE, id=f"lb{number}"), read_back=False)
     trees = TreeCache(capacity=3)
 
     def load(load_balancer_id):

@@ -141,7 +141,7 @@ def test_flow_logging_follows_connection_logging():
     more = "%[protocol] %[packets_out] %[packets_in]"
     assert one.log_format == f"x {LB} %f %ci %cp %t - - %B %U - - %b %s %Tt %ts {more}"
     profile = replace(TREE.profile, connection_logging=True, log_format="{{lb_id}} %ci")
-    assert made(replace(TREE, profile=profile))[0][L1].log_format == f"{LB} %ci"
+    assert made(replace(TREE, profile=profile))[0][L1].log_format == f"%f {LB} %ci"
     off = replace(TREE.profile, connection_logging=False)
     assert made(replace(TREE, profile=off), defaults=logging)[0][L1].log_format is None
     for text in ("two\nlines", "%ci" * 1000):
@@ -304,8 +304,8 @@ def test_a_push_and_an_audit_render_the_same_bundle(tmp_path):
     tree = with_process_limits(replace(member(weight=300), pools=(*member(weight=300).pools, least)), conf)
     nothing = dict.fromkeys(("database", "agents", "authority", "vault"))
     backends = ReconcileContext(conf=conf, catalogue=None, **nothing)
-    turn = Job(Lease(load_balancer_id=LB, owner="me", epoch=1, attempts=0), None, 60.0)
-    pushing = BundlePush(backends, turn, lambda change, applied=None: None)
+    running_job = Job(Lease(load_balancer_id=LB, owner="me", epoch=1, attempts=0), None, 60.0)
+    pushing = BundlePush(backends, running_job, lambda change, applied=None: None)
     told = {"generation": 1, "applied": 0, "gone": False, "readable": True, "networks": {}, "secrets": {}}
     served = pushing._render(step_types.LoadBalancerView(load_balancer_id=LB, tree=tree, **told), tree)
     assert {one: one in pushing._omitted for one in (M1, M2, P1, P2)} == {M1: True, M2: False, P1: False, P2: True}

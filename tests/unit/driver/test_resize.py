@@ -207,6 +207,8 @@ _PUSHED = {
     *("timeout_http_request", "connection_limit", "process_connection_limit", "process_threads"),
     *("tls_minimum_version", "tls_ciphers", "connection_logging", "log_format", "vrrp_advert_interval"),
     *("warm_spares", "client_address"),
+    # These values reach an amphora with its settings, without a push.
+    *("admin_log_targets", "tenant_log_targets"),
 }
 
 

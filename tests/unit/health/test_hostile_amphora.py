@@ -102,9 +102,9 @@ def fleet(tmp_path, database):
     (tmp_path / "key").chmod(0o600)
     vault = Vault.load(str(tmp_path / "key"))
     fleet = [Amphora(str(number)) for number in range(HONEST + 1)]
-    intents = RequestRecorder(database, lambda node: None)
+    recorder = RequestRecorder(database, lambda node: None)
     for one in fleet:
-        intents.create_load_balancer(one.tree(), read_back=False)
+        recorder.create_load_balancer(one.tree(), read_back=False)
     database.write(lambda c: [one.record(c, vault) for one in fleet])
     return fleet
 

@@ -39,16 +39,16 @@ class PairReports:
     """The reports of two amphorae, with the time of each."""
 
     def __init__(self):
-        self.ledger = AmphoraReports(expiry=EXPIRY)
+        self.reports = AmphoraReports(expiry=EXPIRY)
         self.sequence = 0
 
     def say(self, at, **holds):
         for name, holds_vip in holds.items():
             self.sequence += 1
-            assert self.ledger.accept(said(holds_vip, name=name, sequence=self.sequence), at)
+            assert self.reports.accept(said(holds_vip, name=name, sequence=self.sequence), at)
 
     def speaker(self, at):
-        return self.ledger.authoritative_amphora(["a", "b"], at)
+        return self.reports.authoritative_amphora(["a", "b"], at)
 
 
 @pytest.fixture
@@ -119,17 +119,17 @@ class RecordedPair:
             database.write(lambda c, name=name, role=role: amphorae.insert_amphora(c, name, "lb", role, b"key"))
         database.write(lambda c: c.execute(job.update().values(committed=1)))
         self.sequence = 0
-        self.ledger = AmphoraReports(expiry=EXPIRY)
-        self.books = StatusWriter(database, self.ledger)
+        self.reports = AmphoraReports(expiry=EXPIRY)
+        self.writer = StatusWriter(database, self.reports)
 
     def say(self, name, word, *, holds_vip, count=1, active=0, ago=0.0):
         self.sequence += 1
         listeners = {"li": ListenerReport("OPEN", active, count, count, 0, count)}
         report = Report(1, listeners, {"po:li": PoolReport("UP", {"me": word})}, name, holds_vip)
-        assert self.ledger.accept(Heartbeat(name, 1, self.sequence, report), time.monotonic() - ago)
+        assert self.reports.accept(Heartbeat(name, 1, self.sequence, report), time.monotonic() - ago)
 
     def member(self):
-        self.books.flush(last=True)
+        self.writer.flush(last=True)
         query = sa.select(object_status.c.operating, object_status.c.version).where(object_status.c.object_id == "me")
         return self.database.read(lambda c: c.execute(query).one())
 
@@ -165,7 +165,7 @@ def test_a_vip_hand_over_changes_the_member_status_once(pair):
 def test_a_member_unreachable_from_the_standby_only_lowers_no_status(pair):
     pair.say("a", "UP", holds_vip=True)
     pair.say("b", "DOWN", holds_vip=False)
-    pair.books.flush()
+    pair.writer.flush()
     rows = pair.database.read(
         lambda c: c.execute(sa.select(object_status.c.object_id, object_status.c.operating)).all()
     )
@@ -175,14 +175,14 @@ def test_a_member_unreachable_from_the_standby_only_lowers_no_status(pair):
 def test_counters_include_both_amphorae_and_connections_only_the_live_one(pair):
     pair.say("a", "UP", holds_vip=True, count=100, active=7, ago=EXPIRY - 0.05)
     pair.say("b", "UP", holds_vip=False, count=10, active=1)
-    pair.books.flush()
+    pair.writer.flush()
     (found,) = pair.database.read(lambda c: listener_stats.list_due_totals(c, 10))
     assert (found.bytes_in, found.active_connections) == (110, 8)
     deadline = time.monotonic() + 10
     while found.active_connections != 2:
         assert time.monotonic() < deadline
         pair.say("b", "UP", holds_vip=True, count=20, active=2)
-        pair.books.flush()
+        pair.writer.flush()
         (found,) = pair.database.read(lambda c: listener_stats.list_due_totals(c, 10))
     assert (found.bytes_in, found.active_connections) == (120, 2), "the counters of the silent amphora stay"
 
@@ -191,7 +191,7 @@ def test_a_silent_partner_is_logged_once(pair, caplog):
     pair.say("a", "UP", holds_vip=True, ago=EXPIRY + 1)
     for _ in range(3):
         pair.say("b", "UP", holds_vip=True)
-        pair.books.flush()
+        pair.writer.flush()
     assert [one.getMessage() for one in caplog.records if "silent" in one.getMessage()] == [
         "amphora a of load balancer lb is silent: the health manager receives heartbeats only from the partner amphora"
     ]
@@ -200,12 +200,12 @@ def test_a_silent_partner_is_logged_once(pair, caplog):
 def test_the_vip_holder_is_recorded(pair):
     pair.say("a", "UP", holds_vip=True)
     pair.say("b", "UP", holds_vip=False)
-    pair.books.flush(last=True)
+    pair.writer.flush(last=True)
     found = {one.id: one for one in pair.database.read(lambda c: amphorae.load_amphorae(c, "lb"))}
     assert {name: one.holds_vip for name, one in found.items()} == {"a": True, "b": False}
     assert all(abs(one.heard_at - time.time()) < 60 for one in found.values())
     pair.say("a", "UP", holds_vip=None)
-    pair.books.flush(last=True)
+    pair.writer.flush(last=True)
     rows = pair.database.read(
         lambda c: c.execute(sa.select(amphora_heartbeat.c.amphora_id, amphora_heartbeat.c.holds_vip))
     )

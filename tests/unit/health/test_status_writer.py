@@ -70,17 +70,17 @@ class HealthManager:
 
     def __init__(self, database):
         self.database = database
-        self.intents = RequestRecorder(database, lambda node: None)
+        self.recorder = RequestRecorder(database, lambda node: None)
         self.sequence = 0
         self.start()
 
     def start(self):
         self.trying = FailingDatabase(self.database)
-        self.ledger = AmphoraReports()
-        self.books = StatusWriter(self.trying, self.ledger)
+        self.reports = AmphoraReports()
+        self.writer = StatusWriter(self.trying, self.reports)
 
     def load_balancer(self, name="1"):
-        self.intents.create_load_balancer(tree(name), read_back=False)
+        self.recorder.create_load_balancer(tree(name), read_back=False)
         self.amphora(f"am{name}", f"lb{name}")
 
     def amphora(self, amphora_id, load_balancer_id):
@@ -91,11 +91,11 @@ class HealthManager:
         pools = {f"po{name}:li{name}": PoolReport("UP", {f"me{name}": word, **more})}
         listeners = {f"li{name}": ListenerReport("OPEN", 1, count, count, 0, count)}
         report = Report(generation, listeners, pools, amphora_id, drift=drift, drifted=drifted)
-        assert self.ledger.accept(Heartbeat(amphora_id, 7, self.sequence, report), time.monotonic())
+        assert self.reports.accept(Heartbeat(amphora_id, 7, self.sequence, report), time.monotonic())
 
     def flush(self, **more):
         self.trying.done.clear()
-        return self.books.flush(**more)
+        return self.writer.flush(**more)
 
     def operating(self):
         rows = self.database.read(
@@ -224,7 +224,7 @@ def test_an_amphora_cannot_report_for_another_load_balancer(manager):
 def test_an_unknown_amphora_is_forgotten(manager):
     manager.say("stranger")
     assert not manager.flush(last=True)
-    assert manager.ledger._states == {}
+    assert manager.reports._states == {}
     assert manager.rows(amphora_heartbeat) == []
     assert not manager.flush()
     assert manager.trying.done == [], "no second query for the unknown amphora"
@@ -233,7 +233,7 @@ def test_an_unknown_amphora_is_forgotten(manager):
 def test_deleted_objects_get_no_status(manager):
     manager.say()
     manager.flush()
-    manager.intents.delete_object(Kind.MEMBER, "me1")
+    manager.recorder.delete_object(Kind.MEMBER, "me1")
     manager.database.write(lambda c: status_outbox.confirm_generation(c, "lb1", 2, {}))
     manager.say(word="DOWN", generation=1)
     manager.flush()
@@ -249,7 +249,7 @@ def test_deleted_objects_get_no_status(manager):
 
 
 def test_a_deleted_load_balancer_gets_no_status(manager):
-    manager.intents.delete_load_balancer("lb1")
+    manager.recorder.delete_load_balancer("lb1")
     manager.say(generation=2)
     assert not manager.flush()
     assert manager.operating() == {}
@@ -258,7 +258,7 @@ def test_a_deleted_load_balancer_gets_no_status(manager):
 def test_a_new_generation_adds_new_objects(manager):
     manager.say()
     manager.flush()
-    manager.intents.create_object(
+    manager.recorder.create_object(
         Kind.MEMBER, Member(id="me-new", pool_id="po1", address="192.0.2.2", protocol_port=80)
     )
     manager.say(**{"me-new": "UP"})
@@ -282,7 +282,7 @@ def test_an_incomplete_tree_is_read_again_when_it_is_served(manager):
     manager.say(generation=1)
     manager.sequence += 1
     said = Report(1, {"li-more": ListenerReport("OPEN", 1, 2, 3, 0, 4)}, {}, "am1")
-    assert manager.ledger.accept(Heartbeat("am1", 7, manager.sequence, said), time.monotonic())
+    assert manager.reports.accept(Heartbeat("am1", 7, manager.sequence, said), time.monotonic())
     manager.flush()
     assert manager.operating()["li-more"] == "ONLINE"
     assert {one.listener_id for one in manager.rows(listener_statistics)} == {"li1", "li-more"}
@@ -291,7 +291,7 @@ def test_an_incomplete_tree_is_read_again_when_it_is_served(manager):
 def test_an_implausible_generation_does_not_hide_later_ones(manager):
     manager.say(generation=2**63 - 1)
     manager.flush()
-    manager.intents.create_object(
+    manager.recorder.create_object(
         Kind.MEMBER, Member(id="me-new", pool_id="po1", address="192.0.2.2", protocol_port=80)
     )
     manager.say(generation=2, **{"me-new": "UP"})
@@ -315,9 +315,9 @@ def test_memory_of_deleted_objects_is_dropped(manager, now):
     manager.say("am1", "1")
     manager.say("am2", "2")
     manager.flush()
-    assert manager.books._states.keys() == {"lb1", "lb2"}
-    assert manager.books._states["lb2"].rows.keys() == {("li2", "am2")}
-    manager.ledger.load_orders({"long gone": (1, 1)})
+    assert manager.writer._states.keys() == {"lb1", "lb2"}
+    assert manager.writer._states["lb2"].rows.keys() == {("li2", "am2")}
+    manager.reports.load_orders({"long gone": (1, 1)})
 
     def gone(connection):
         amphorae.delete_amphora(connection, "am2")
@@ -325,19 +325,19 @@ def test_memory_of_deleted_objects_is_dropped(manager, now):
 
     manager.database.write(gone)
     manager.flush()
-    assert manager.books._states.keys() == {"lb1"}
-    assert manager.ledger.known_ids() == {"am1"}
+    assert manager.writer._states.keys() == {"lb1"}
+    assert manager.reports.known_ids() == {"am1"}
     assert [one.amphora_id for one in manager.rows(amphora_heartbeat)] == ["am1"]
 
 
 def test_counters_of_a_deleted_listener_are_dropped(manager):
     manager.say()
     manager.flush()
-    assert manager.books._states["lb1"].rows.keys() == {("li1", "am1")}
-    manager.intents.delete_object(Kind.LISTENER, "li1")
+    assert manager.writer._states["lb1"].rows.keys() == {("li1", "am1")}
+    manager.recorder.delete_object(Kind.LISTENER, "li1")
     manager.say(generation=2)
     manager.flush()
-    assert manager.books._states["lb1"].rows == {}
+    assert manager.writer._states["lb1"].rows == {}
 
 
 def test_counters_of_a_replaced_amphora_are_dropped(manager, now):
@@ -345,7 +345,7 @@ def test_counters_of_a_replaced_amphora_are_dropped(manager, now):
     manager.say("am1")
     manager.say("am-new")
     manager.flush()
-    account = manager.books._states["lb1"]
+    account = manager.writer._states["lb1"]
     assert account.rows.keys() == {("li1", "am1"), ("li1", "am-new")}
     manager.database.write(lambda c: amphorae.delete_amphora(c, "am1"))
     manager.flush()
@@ -359,7 +359,7 @@ def test_a_failed_cleanup_is_retried(manager, now):
     with pytest.raises(StoreError):
         manager.flush()
     manager.flush()
-    assert manager.books._states.keys() == {"lb1"}
+    assert manager.writer._states.keys() == {"lb1"}
 
 
 def test_last_seen_is_written_once_a_second_with_epoch_and_sequence(manager):
@@ -371,7 +371,7 @@ def test_last_seen_is_written_once_a_second_with_epoch_and_sequence(manager):
     manager.say()
     assert not manager.flush()
     assert [one.sequence for one in manager.rows(amphora_heartbeat)] == [1]
-    manager.books._heartbeats_written_at -= 2
+    manager.writer._heartbeats_written_at -= 2
     assert not manager.flush()
     assert manager.trying.done == ["write"]
     assert [one.sequence for one in manager.rows(amphora_heartbeat)] == [2], "no further heartbeat was received"
@@ -390,11 +390,11 @@ def test_an_old_heartbeat_is_refused_after_a_restart(manager):
     manager.say()
     manager.flush()
     manager.start()
-    manager.ledger.load_orders(manager.database.read(amphorae.last_heartbeats))
+    manager.reports.load_orders(manager.database.read(amphorae.last_heartbeats))
     report = Report(1, {}, {"po1:li1": PoolReport("DOWN", {"me1": "DOWN"})}, "am1")
     for sequence in (1, 2):
-        assert not manager.ledger.accept(Heartbeat("am1", 7, sequence, report), time.monotonic())
-    assert not manager.ledger.accept(Heartbeat("am1", 6, 99, report), time.monotonic())
+        assert not manager.reports.accept(Heartbeat("am1", 7, sequence, report), time.monotonic())
+    assert not manager.reports.accept(Heartbeat("am1", 6, 99, report), time.monotonic())
     assert not manager.flush()
     assert manager.operating() == ALL_WELL
     manager.say()
@@ -402,7 +402,7 @@ def test_an_old_heartbeat_is_refused_after_a_restart(manager):
 
 def test_newer_rows_of_another_health_manager_stay(manager, now):
     other = HealthManager.__new__(HealthManager)
-    other.database, other.intents, other.sequence = manager.database, manager.intents, 40
+    other.database, other.recorder, other.sequence = manager.database, manager.recorder, 40
     other.start()
     other.say(count=50)
     assert other.flush()
@@ -419,7 +419,7 @@ def test_newer_rows_of_another_health_manager_stay(manager, now):
 
 def test_an_amphora_without_its_configuration_gets_it_again(manager, database):
     rung = []
-    manager.books = StatusWriter(manager.trying, manager.ledger, interval=0.0, on_due=lambda: rung.append(True))
+    manager.writer = StatusWriter(manager.trying, manager.reports, interval=0.0, on_due=lambda: rung.append(True))
     database.write(lambda c: amphorae.update_amphora(c, "am1", confirmed=1, state=AmphoraState.READY))
     database.write(lambda c: c.execute(job.update().values(dirty=False, applied=1)))
     database.write(lambda c: status_outbox.confirm_generation(c, "lb1", 1, {}))
@@ -456,7 +456,7 @@ FOUND = LastDrift(at=1000000000.0, sentences=("eth1 is down",), repaired=False)
 def test_drift_report_is_recorded_once_across_restarts(manager, database, caplog):
     def listens():
         manager.start()
-        manager.books = StatusWriter(manager.trying, manager.ledger, interval=0.0)
+        manager.writer = StatusWriter(manager.trying, manager.reports, interval=0.0)
 
     def noted():
         (row,) = manager.rows(amphora)

@@ -20,12 +20,12 @@ from amphora_driver.store.unknown_amphorae import MAX_ROWS, MAX_ROWS_PER_ADDRESS
 STRANGER = "3f0c8a54-31a1-4a0c-8f6e-2b1f6f0a7c55"
 
 
-def strays(**more):
+def collector(**more):
     return UnknownAmphorae(min_duration=15.0, write_interval=10.0, wall_clock=lambda: 100_000.0, **more)
 
 
 def test_a_repeated_unknown_sender_is_reported():
-    heard = strays()
+    heard = collector()
     heard.add("a", "203.0.113.9", 100.0)
     heard.add("a", "203.0.113.9", 110.0)
     assert heard.find_due(111.0) == [], "a removed amphora may still send heartbeats"
@@ -36,7 +36,7 @@ def test_a_repeated_unknown_sender_is_reported():
 
 
 def test_reports_of_unknown_senders_are_rate_limited():
-    heard = strays()
+    heard = collector()
     heard.add("a", "x", 100.0)
     heard.add("a", "x", 116.0)
     heard.mark_recorded(heard.find_due(120.0), 120.0)
@@ -48,7 +48,7 @@ def test_reports_of_unknown_senders_are_rate_limited():
 
 
 def test_the_memory_for_unknown_senders_is_limited():
-    heard = strays()
+    heard = collector()
     for index in range(10 * MAX_ROWS):
         heard.add(f"a{index}", f"x{index}", 100.0)
         heard.add(f"a{index}", f"x{index}", 116.0)
@@ -60,7 +60,7 @@ def test_the_memory_for_unknown_senders_is_limited():
 
 
 def test_a_sender_does_not_hide_another():
-    heard = strays()
+    heard = collector()
     for index in range(10 * MAX_ROWS):
         heard.add(f"a{index}", "203.0.113.66", 100.0)
         heard.add(f"a{index}", "203.0.113.66", 116.0)
@@ -91,7 +91,7 @@ def test_the_receiver_reports_unknown_senders_with_their_address():
     assert set(told) == {(STRANGER, "127.0.0.1")}
 
 
-def stray(name, at=1000.0, address="203.0.113.9"):
+def unknown(name, at=1000.0, address="203.0.113.9"):
     return UnknownAmphora(amphora_id=name, address=address, first_at=at - 20, last_at=at)
 
 
@@ -100,26 +100,26 @@ def rows(database):
 
 
 def test_rows_are_bounded(database):
-    many = [stray(f"a{index}", address=f"203.0.113.{index}") for index in range(MAX_ROWS + 20)]
+    many = [unknown(f"a{index}", address=f"203.0.113.{index}") for index in range(MAX_ROWS + 20)]
     assert database.write(lambda c: unknown_amphorae.record_unknown_amphorae(c, many, 1000.0)) == 20
     assert len(rows(database)) == MAX_ROWS
-    assert database.write(lambda c: unknown_amphorae.record_unknown_amphorae(c, [stray("late")], 1000.0)) == 1
+    assert database.write(lambda c: unknown_amphorae.record_unknown_amphorae(c, [unknown("late")], 1000.0)) == 1
     later = 1000.0 + 86_401
-    assert database.write(lambda c: unknown_amphorae.record_unknown_amphorae(c, [stray("late", later)], later)) == 0, (
-        "old rows are replaced"
-    )
+    assert (
+        database.write(lambda c: unknown_amphorae.record_unknown_amphorae(c, [unknown("late", later)], later)) == 0
+    ), "old rows are replaced"
     assert list(rows(database)) == ["late"]
 
 
 def test_rows_of_one_address_are_bounded(database):
-    many = [stray(f"a{index}") for index in range(20)]
+    many = [unknown(f"a{index}") for index in range(20)]
     assert (
         database.write(lambda c: unknown_amphorae.record_unknown_amphorae(c, many, 1000.0)) == 20 - MAX_ROWS_PER_ADDRESS
     )
-    assert database.write(lambda c: unknown_amphorae.record_unknown_amphorae(c, [stray("z")], 1000.0)) == 1
+    assert database.write(lambda c: unknown_amphorae.record_unknown_amphorae(c, [unknown("z")], 1000.0)) == 1
     assert (
         database.write(
-            lambda c: unknown_amphorae.record_unknown_amphorae(c, [stray("z", address="203.0.113.10")], 1000.0)
+            lambda c: unknown_amphorae.record_unknown_amphorae(c, [unknown("z", address="203.0.113.10")], 1000.0)
         )
         == 0
     )
@@ -127,16 +127,16 @@ def test_rows_of_one_address_are_bounded(database):
 
 
 def test_a_silent_row_is_replaced(database):
-    many = [stray(f"a{index}", 1000.0 + index, address=f"203.0.113.{index}") for index in range(MAX_ROWS)]
+    many = [unknown(f"a{index}", 1000.0 + index, address=f"203.0.113.{index}") for index in range(MAX_ROWS)]
     database.write(lambda c: unknown_amphorae.record_unknown_amphorae(c, many, 1000.0))
-    late = stray("late", 1302.0)
+    late = unknown("late", 1302.0)
     assert database.write(lambda c: unknown_amphorae.record_unknown_amphorae(c, [late], 1302.0)) == 0
     assert set(rows(database)) == {f"a{index}" for index in range(1, MAX_ROWS)} | {"late"}
 
 
 def test_a_repeated_sender_keeps_its_row(database):
-    database.write(lambda c: unknown_amphorae.record_unknown_amphorae(c, [stray("a", 1000.0)], 1000.0))
-    database.write(lambda c: unknown_amphorae.record_unknown_amphorae(c, [stray("a", 2000.0)], 2000.0))
+    database.write(lambda c: unknown_amphorae.record_unknown_amphorae(c, [unknown("a", 1000.0)], 1000.0))
+    database.write(lambda c: unknown_amphorae.record_unknown_amphorae(c, [unknown("a", 2000.0)], 2000.0))
     (row,) = rows(database).values()
     assert (row.first_at, row.last_at) == (980.0, 2000.0)
 
@@ -151,7 +151,7 @@ def test_a_recorded_amphora_is_not_unknown(database):
         "created_at": 1,
     }
     database.write(lambda c: c.execute(amphora.insert().values(**values)))
-    assert database.write(lambda c: unknown_amphorae.record_unknown_amphorae(c, [stray("a")], 1000.0)) == 0
+    assert database.write(lambda c: unknown_amphorae.record_unknown_amphorae(c, [unknown("a")], 1000.0)) == 0
     assert rows(database) == {}
 
 
@@ -164,7 +164,7 @@ def test_a_recorded_amphora_is_not_unknown(database):
     ],
 )
 def test_the_verdict_names_the_rule(database, kind, words):
-    database.write(lambda c: unknown_amphorae.record_unknown_amphorae(c, [stray("a")], 1000.0))
+    database.write(lambda c: unknown_amphorae.record_unknown_amphorae(c, [unknown("a")], 1000.0))
     if kind is not None:
         found = {"kind": kind, "backend": "netns", "id": "a", "found_at": 1.0}
         database.write(lambda c: c.execute(orphan.insert().values(**found)))

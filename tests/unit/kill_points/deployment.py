@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One deployment in a folder: database, world, Octavia, and the processes of the control plane.
+"""One deployment in a folder: database, fake cloud, Octavia, and the processes of the control plane.
 
 Invariant: no connection to the database is open during a fork, and no state except files, Octavia and the clock
 outlives `begin`. So each run begins with the same rows, and a successor knows recorded state only.
@@ -12,12 +12,12 @@ from types import SimpleNamespace
 
 import sqlalchemy as sa
 from cryptography.fernet import Fernet
+from fake_cloud import FakeCloud, FakeNetwork
 from killed_forks import Clock, Points, run_in_fork
 from octavia_lib.api.drivers import driver_lib
 from octavia_model import Octavia
 from processes import ControlPlane
 from unit.driver.octavia_objects import NETWORK, SUBNET
-from world import World, WorldsNetwork
 
 from amphora_driver import config, driver
 from amphora_driver.certificates.ca import create_authority
@@ -30,7 +30,7 @@ from amphora_driver.plugins import Catalogue
 SECOND_NETWORK, SECOND_SUBNET = (f"00000000-0000-4000-8000-0000000000a{number}" for number in (1, 2))
 LEASE = 1.0
 # Seconds of the clock within which a run has to settle after the last kill.
-PATIENCE = 60.0
+TIME_LIMIT = 60.0
 _OPTIONS = f"""
 [amp_controller]
 lease = {LEASE}
@@ -49,7 +49,7 @@ audit_interval = 0.5
 bind_address = 127.0.0.1
 bind_port = 0
 [amp_failover]
-pause_first = 0
+backoff_first = 0
 [amp_rotation]
 settle = 1
 [amp_certificates]
@@ -66,11 +66,11 @@ connection = {{url}}
 
 
 class Catalog(Catalogue):
-    """The real topologies, the world as the compute backend, and `WorldsNetwork` as the network backend."""
+    """The real topologies, the fake cloud as the compute backend, and `FakeNetwork` as the network backend."""
 
-    def __init__(self, conf, database, world):
+    def __init__(self, conf, database, cloud):
         super().__init__(conf, database)
-        self._world, self._network = world, WorldsNetwork(conf, database, world)
+        self._world, self._network = cloud, FakeNetwork(conf, database, cloud)
 
     def network(self, name):
         return self._network
@@ -92,8 +92,8 @@ class Deployment:
         self.folder = folder
         self.clock = Clock(monkeypatch)
         self.points = Points(folder, monkeypatch)
-        self.world = World(folder / "world")
-        self.octavia = Octavia(folder, self.world.generation_served)
+        self.cloud = FakeCloud(folder / "cloud")
+        self.octavia = Octavia(folder, self.cloud.generation_served)
         # octavia_lib sleeps for 10 ms after each character. Its time-outs need the machine's own clock.
         monkeypatch.setattr(driver_lib, "time", SimpleNamespace(time=time.perf_counter, sleep=lambda _seconds: None))
         url = f"sqlite:///{folder}/driver.sqlite"
@@ -105,11 +105,11 @@ class Deployment:
         self.vault = Vault.load(self.conf.amp_database.encryption_key_file)
         migrate.upgrade(url)
         self.database = Database(url, durable=False)
-        self.catalogue = Catalog(self.conf, self.database, self.world)
+        self.catalogue = Catalog(self.conf, self.database, self.cloud)
         # The commits must survive the end of a process, but no power cut.
         driver._shared().database._durable = False
         driver._shared().catalogue = self.catalogue
-        self.world.begin()
+        self.cloud.begin()
         self._define_networks()
         self._kept = {}
         self._generation = 0
@@ -158,7 +158,7 @@ class Deployment:
         self._close()
         folder = self.folder / f"kept {name}"
         folder.mkdir()
-        for one in ("driver.sqlite", "world"):
+        for one in ("driver.sqlite", "cloud"):
             shutil.copy(self.folder / one, folder / one)
         self._kept[name] = self.octavia.rows()
 
@@ -171,7 +171,7 @@ class Deployment:
         for one in ("driver.sqlite-wal", "driver.sqlite-shm"):
             # A killed process leaves its write-ahead log, and SQLite would apply that to the copy.
             (self.folder / one).unlink(missing_ok=True)
-        for one in ("driver.sqlite", "world"):
+        for one in ("driver.sqlite", "cloud"):
             shutil.copy(self.folder / f"kept {name}" / one, self.folder / one)
         self.octavia.begin(*self._kept[name])
 

@@ -160,7 +160,7 @@ def _run(part, armed):
         os._exit(status)
 
 
-class Kept:
+class StoredValue:
     """A value in a file, which outlives the process that changed it."""
 
     def __init__(self, path, load, dump):

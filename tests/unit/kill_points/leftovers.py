@@ -78,7 +78,7 @@ def unowned(deployment):
 
     rows, machines, ports, owned, claims, seen, noted = deployment.database.read(read)
     known, pools = set(deployment.octavia.trees), {one for one, row in rows.items() if row.op == spare_pools.OP}
-    state = deployment.world.kept.read()
+    state = deployment.cloud.kept.read()
     found = [f"work without a load balancer: {one}" for one in rows.keys() - known - pools]
     found += [f"unknown to the provider: {one}" for one in known - rows.keys()]
     for name, owners in owned.items():
@@ -118,7 +118,7 @@ def unlike(deployment):
         unanswered = sa.select(tables.request.c.action).where(tables.request.c.applied_at.is_(None))
         return found + [f"unanswered: {one}" for one in connection.execute(unanswered).scalars()]
 
-    state = deployment.world.kept.read()
+    state = deployment.cloud.kept.read()
     found = deployment.database.read(read)
     found += [f"said too early: {one}" for one in deployment.octavia.early]
     return found + [f"{one} is {said}" for one, said in deployment.octavia.provisioning.items() if said != "ACTIVE"]

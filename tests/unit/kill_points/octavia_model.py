@@ -23,7 +23,7 @@ _IDS = {
 }
 
 # The transaction of a new load balancer ends after this number of reads that do not find it.
-_PATIENCE = 2
+_TIME_LIMIT = 2
 # Octavia refuses a status of an unknown object of these kinds, except DELETED. It ignores other kinds.
 _REFUSED = ("listeners", "l7policies")
 # Octavia processes a call in this order.
@@ -137,7 +137,7 @@ class Octavia(OctaviaSockets):
         found = next((node for node in _nodes(self.trees.values()) if document["id"] in _names(node)), None)
         if found is None:
             self._sought += 1
-            if self._sought == _PATIENCE:
+            if self._sought == _TIME_LIMIT:
                 self.commit()
         return copy.deepcopy(found or {})
 

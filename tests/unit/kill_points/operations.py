@@ -47,7 +47,7 @@ _TERMINATED = {
 def _operator_replaces_the_holder(deployment):
     """Write the same row as `amphoractl amphora failover`, for the VIP holder."""
     why = failovers.FailoverTrigger(cause=failovers.Cause.OPERATOR, reason="an operator wants it", asked_by="test")
-    holder, now = deployment.world.kept.read()["holder"], deployment.database.now()
+    holder, now = deployment.cloud.kept.read()["holder"], deployment.database.now()
     assert deployment.database.write(lambda c: failovers.open_failovers(c, LB, [holder], why, now)) == 1
 
 
@@ -61,7 +61,7 @@ def _operator_resizes(deployment):
 
 def _machine_ends(deployment):
     (only,) = deployment.amphorae()
-    deployment.world.power_off(only)
+    deployment.cloud.power_off(only)
 
 
 def _operator_rotates(deployment):
@@ -76,7 +76,7 @@ def _nothing(deployment):
 
 
 def _addresses_are_late(deployment):
-    with deployment.world.kept.open() as state:
+    with deployment.cloud.kept.open() as state:
         state["late"] = 2
 
 
@@ -151,7 +151,7 @@ def _certificate_is_new(deployment):
 
 
 def _renewed(deployment):
-    assert all(machine["certificate"] for machine in deployment.world.kept.read()["machines"].values())
+    assert all(machine["certificate"] for machine in deployment.cloud.kept.read()["machines"].values())
 
 
 def _two_authorities(deployment):
@@ -172,7 +172,7 @@ def _resized(topology):
     def check(deployment):
         (recorded,) = deployment.scalars(job.c.topology)
         assert recorded == topology
-        bundles = [machine["bundle"] for machine in deployment.world.kept.read()["machines"].values()]
+        bundles = [machine["bundle"] for machine in deployment.cloud.kept.read()["machines"].values()]
         peers = [len(one["vrrp"]["peers"]) if one.get("vrrp") else 0 for one in bundles]
         assert peers == ([1, 1] if topology == "ACTIVE_STANDBY" else [0])
         assert {one.cause for one in deployment.replacements()} <= {"resize"}
@@ -189,14 +189,14 @@ def _secrets(number):
 
 def _ports(networks):
     def check(deployment):
-        (machine,) = deployment.world.kept.read()["machines"].values()
+        (machine,) = deployment.cloud.kept.read()["machines"].values()
         assert len(machine["ports"]) == networks
 
     return check
 
 
 def _options_told(deployment):
-    ((options, ports),) = deployment.world.kept.read()["options"].values()
+    ((options, ports),) = deployment.cloud.kept.read()["options"].values()
     assert (options.qos_policy_id, len(ports)) == (_POLICY, 1)
     (noted,) = deployment.scalars(job.c.vip_applied)
     assert _POLICY in noted

@@ -45,7 +45,7 @@ class ControlPlane:
             conf=conf,
             database=database,
             catalogue=deployment.catalogue,
-            agents=deployment.world,
+            agents=deployment.cloud,
             authority=None,
             vault=deployment.vault,
             trust=trust,
@@ -57,20 +57,20 @@ class ControlPlane:
         # A reporter has the name of the previous reporter, and so gets its duty at once.
         self._reporter = Reporter(conf, database, "reporter")
         turns = {
-            HEALTH: lambda: _Health(deployment, name).turn,
+            HEALTH: lambda: _Health(deployment, name).run_round,
             DETECTION: lambda: _detector(deployment, name).run_once,
             ROTATION: lambda: ImageRotator(conf, database, deployment.catalogue, name, lambda: None).advance,
             CERTIFICATES: lambda: CertificateMaintenance(conf, database, trust).run_once,
         }
-        self._turns = [make() for duty, make in turns.items() if duty in duties]
+        self._rounds = [make() for duty, make in turns.items() if duty in duties]
 
     def round(self):
         """Do all due work once.
 
         Housekeeping removes no orphans here, because a kill must not leave one.
         """
-        for turn in self._turns:
-            turn()
+        for run_round in self._rounds:
+            run_round()
         self._work()
         self._reporter.try_run_once()
         if time.monotonic() >= self._housekeeping_at:
@@ -79,7 +79,7 @@ class ControlPlane:
 
     def pause(self):
         """Seconds until the next work may be due."""
-        if self._turns:
+        if self._rounds:
             return 1.0
         due = self._jobs.next_due()
         return 1.0 if due is None else min(max(due - time.time() + 0.01, 0.1), 3.0)
@@ -94,12 +94,12 @@ class ControlPlane:
 
 
 class _Health:
-    """A health manager without its threads; heartbeats come from the world."""
+    """A health manager without its threads; heartbeats come from the fake cloud."""
 
     def __init__(self, deployment, name):
         self._deployment = deployment
         self._manager = HealthManager(deployment.conf)
-        # The ledger gets the heartbeats directly.
+        # The collected reports get the heartbeats directly.
         self._manager._receiver.close()
         self._manager._database = self._manager._writer._database = deployment.database
         self._manager._writer._batches._database = deployment.database
@@ -108,8 +108,8 @@ class _Health:
             deployment.database, name, process_registry.ProcessKind.HEALTH_MANAGER
         )
 
-    def turn(self):
-        for heartbeat in self._deployment.world.heartbeats(self._deployment.octavia_trees()):
+    def run_round(self):
+        for heartbeat in self._deployment.cloud.heartbeats(self._deployment.octavia_trees()):
             self._manager._accept(heartbeat)
         self._manager._flush()
         self._registry.heartbeat(working=True)
@@ -118,8 +118,8 @@ class _Health:
 class _Answers:
     """The answers of agents to the detector, without threads."""
 
-    def __init__(self, world):
-        self._world = world
+    def __init__(self, cloud):
+        self._world = cloud
         self._answers = {}
 
     def start(self, amphora_id, _address):
@@ -137,5 +137,5 @@ class _Answers:
 def _detector(deployment, name):
     made = FailureDetector(deployment.conf, deployment.database, None, name, lambda _role: None)
     made._probe.close()
-    made._probe = _Answers(deployment.world)
+    made._probe = _Answers(deployment.cloud)
     return made

@@ -7,7 +7,7 @@ Invariant: each run begins with the same rows and ends with the same checks (`_e
 from collections import Counter
 
 import msgspec
-from deployment import LEASE, PATIENCE
+from deployment import LEASE, TIME_LIMIT
 from leftovers import everything, undone, waited_for
 from unit.driver.octavia_objects import LB
 
@@ -115,7 +115,7 @@ class Run:
 
     def _begin(self):
         self._deployment.begin(self._operation.beginning)
-        self._machines = self._deployment.world.machines_made
+        self._machines = self._deployment.cloud.machines_made
         self._former = self._deployment.amphorae()
         # Operating statuses change without a request.
         self._before = self._deployment.octavia.rows()[:2]
@@ -135,7 +135,7 @@ class Run:
     def _rounds(self):
         """A fork works until it knows no more work."""
         plane = self._deployment.plane(*self._operation.duties)
-        end, calm = self._deployment.clock.ahead + PATIENCE, 0
+        end, calm = self._deployment.clock.ahead + TIME_LIMIT, 0
         while calm < 2 and self._deployment.clock.ahead < end:
             plane.round()
             calm = 0 if self._left() else calm + 1
@@ -149,7 +149,7 @@ class Run:
         """
         self._deployment.points.disarm()
         plane = self._deployment.plane(*self._operation.duties)
-        end = self._deployment.clock.ahead + PATIENCE
+        end = self._deployment.clock.ahead + TIME_LIMIT
         while True:
             plane.round()
             found = waited_for(self._deployment) or (left or self._left)() or everything(self._deployment)
@@ -189,7 +189,7 @@ class Run:
         assert {said for _, said in deployment.octavia.told} <= {"ACTIVE", "DELETED"}, (
             f"{operation.name}: {deployment.octavia.told}"
         )
-        made = deployment.world.machines_made - self._machines
+        made = deployment.cloud.machines_made - self._machines
         assert made == operation.machines, f"{operation.name}: {made} machines were made"
         there = deployment.amphorae()
         assert len(there) == operation.amphorae, f"{operation.name}: there are {there}"

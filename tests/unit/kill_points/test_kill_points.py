@@ -28,7 +28,7 @@ NO_POINT = {
     **{f"Await-{one.value}": "a job ends with this step and does nothing for it" for one in Moment},
     **{f"{step}-done": "the step asks agents and writes nothing" for step in ("AskVips", "AskHolder", "AskSpares")},
 }
-# At these points database and world are as at the previous point.
+# At these points database and fake cloud are as at the previous point.
 NOTHING_NEW = (Point.BARRIER_NEXT, Point.FINISHING, Point.FLUSHING)
 # The longest test takes about five seconds of processor time on an idle machine.
 _MOST_SECONDS = 60

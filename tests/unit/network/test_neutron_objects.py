@@ -10,7 +10,15 @@ from amphora_driver.errors import ComputeError, ConfigurationError, Conflict, Ne
 from amphora_driver.model.network import ListenerRule, VipOptions, VipRequest
 from amphora_driver.network import neutron_objects as objects
 from amphora_driver.network.interface import PortPurpose, PortRequest
-from amphora_driver.network.neutron_rules import Group, Rule, difference, group_rules, load_balancer_rules, read_rule
+from amphora_driver.network.neutron_rules import (
+    Difference,
+    Group,
+    Rule,
+    difference,
+    group_rules,
+    load_balancer_rules,
+    read_rule,
+)
 from amphora_driver.openstack.errors import ApiError, read_message, translate, translate_compute
 
 LB, AMPHORA = (str(uuid.uuid4()) for _ in range(2))
@@ -22,12 +30,14 @@ def port(**values):
         "id": "p", "name": f"amphora-vip-{AMPHORA}", "description": MARK, "project_id": "service", "device_id": "",
         "device_owner": "", "network_id": "n", "mac_address": "fa:16:3e:00:00:01", "tags": [],
         "fixed_ips": [{"subnet_id": "v4", "ip_address": "192.0.2.5"}], "allowed_address_pairs": [],
+        "security_groups": ["default"], "binding:vnic_type": "normal",
     }  # fmt: skip
     return {**made, **values}
 
 
 def vip_port(**values):
-    return port(name=f"octavia-lb-{LB}", device_id=f"lb-{LB}", device_owner="Octavia", project_id="tenant", **values)
+    made = {"name": f"octavia-lb-{LB}", "device_id": f"lb-{LB}", "device_owner": "Octavia", "project_id": "tenant"}
+    return port(**{**made, "security_groups": ["vips"], **values})
 
 
 @pytest.mark.parametrize(
@@ -37,24 +47,38 @@ def vip_port(**values):
         (port(name=f"amphora-management-{AMPHORA}", device_owner="compute:nova", device_id=LB), {AMPHORA}, set()),
         (vip_port(), set(), {LB}),
         # The name of a VIP port can be changed by its user.
-        ({**vip_port(), "name": "web"}, set(), {LB}),
+        (vip_port(name="web"), set(), {LB}),
         # A user writes the mark on a port.
         (port(project_id="tenant"), set(), set()),
+        (vip_port(security_groups=["default"]), set(), set()),
+        (vip_port(security_groups=[]), set(), set()),
         (port(name=f"octavia-lb-vrrp-{AMPHORA}"), set(), set()),
         (port(name=f"amphora-vip-{AMPHORA}-2"), set(), set()),
     ],
 )
 def test_owners_of_marked_ports(found, amphorae, load_balancers):
-    owners = objects.to_owners([found], [], "service")
+    owners = objects.to_owners([found], [], ["another", "vips"], "service")
     assert (owners.amphorae, owners.load_balancers) == (amphorae, load_balancers)
+
+
+@pytest.mark.parametrize(
+    ("name", "load_balancers"), [(f"octavia-lb-{LB}", {LB}), (f"octavia-lb-{LB}-2", set()), ("octavia-vips", set())]
+)
+def test_owners_of_groups(name, load_balancers):
+    assert objects.to_owners([], [{"id": "g", "name": name}], [], "service").load_balancers == load_balancers
+
+
+@pytest.mark.parametrize(("owner", "users"), [("", True), ("compute:nova", True), ("Octavia", False)])
+def test_a_port_of_a_user_has_any_device_owner_but_octavias(owner, users):
+    assert objects.is_users_port(port(device_owner=owner, project_id="tenant")) is users
 
 
 @pytest.mark.parametrize("other", [objects.mark("one-two"), objects.mark("on"), "", "octavia"])
 def test_a_port_of_another_deployment_is_foreign(other):
     assert objects.is_amphora_port(port(), MARK, "service")
-    assert objects.is_vip_port(vip_port(), MARK, LB)
+    assert objects.claims_vip_port(vip_port(), MARK, LB)
     assert not objects.is_amphora_port(port(description=other), MARK, "service")
-    assert not objects.is_vip_port(vip_port(description=other), MARK, LB)
+    assert not objects.claims_vip_port(vip_port(description=other), MARK, LB)
     assert not objects.is_amphora_port(port(), MARK, "another project")
 
 
@@ -147,12 +171,20 @@ def test_rules_are_compared_not_made_again():
     web = ListenerRule(protocol="tcp", port=80)
     first = load_balancer_rules([web, ListenerRule(protocol="tcp", port=443, cidr="192.0.2.7/24")], {"IPv4"})
     have = [stored(rule, str(number)) for number, rule in enumerate(sorted(first, key=repr))]
-    assert difference(have, first) == ((), ())
+    assert difference(have, first) == Difference(missing=(), surplus=(), repeated=())
     second = load_balancer_rules([web, ListenerRule(protocol="udp", port=53)], {"IPv4"})
-    missing, surplus = difference(have, second)
-    assert missing == (Rule(ethertype="IPv4", protocol="udp", port=53),)
-    (gone,) = [one for one in have if one["id"] in surplus]
+    found = difference(have, second)
+    assert found.missing == (Rule(ethertype="IPv4", protocol="udp", port=53),)
+    (gone,) = [one for one in have if one["id"] in found.surplus]
     assert (gone["port_range_min"], gone["remote_ip_prefix"]) == (443, "192.0.2.0/24")
+
+
+def test_of_equal_rules_each_process_keeps_the_same_one():
+    web, other = Rule(ethertype="IPv4", protocol="tcp", port=80), Rule(ethertype="IPv4", protocol="tcp", port=81)
+    have = [stored(rule, number) for rule, number in ((web, "b"), (other, "e"), (web, "a"), (other, "d"), (web, "c"))]
+    for order in (have, have[::-1]):
+        found = difference(order, {web})
+        assert (found.missing, sorted(found.surplus), sorted(found.repeated)) == ((), ["d", "e"], ["b", "c"])
 
 
 @pytest.mark.parametrize(
@@ -186,7 +218,7 @@ def test_each_group_of_the_deployment_passes_what_its_amphorae_send(group):
         "IPv6",
     }
     ingress = {rule.port for rule in rules if rule.direction == "ingress"}
-    expected = {Group.TRAFFIC: {None}, Group.OUTBOUND: set(), Group.MANAGEMENT: {9443, None}}
+    expected = {Group.TRAFFIC: {None}, Group.OUTBOUND: set(), Group.VIPS: set(), Group.MANAGEMENT: {9443, None}}
     assert ingress == expected.get(group, {None, 1025, 4789})
 
 

@@ -78,14 +78,14 @@ def more_options():
 
 
 @pytest.fixture
-def intents(database):
-    intents = RequestRecorder(database, lambda node: None)
-    intents.create_load_balancer(TREE, read_back=False)
-    return intents
+def recorder(database):
+    recorder = RequestRecorder(database, lambda node: None)
+    recorder.create_load_balancer(TREE, read_back=False)
+    return recorder
 
 
 @pytest.fixture
-def reporter(conf, database, octavia, intents):
+def reporter(conf, database, octavia, recorder):
     reporter = Reporter(conf, database)
     reporter.run_once()
     reporter.run_once()
@@ -114,8 +114,8 @@ def test_a_recorded_request_needs_no_correction(database, reporter):
     assert (row(database).generation, row(database).committed) == (1, 1)
 
 
-def test_a_member_that_octavia_rolled_back_is_removed(intents, database, reporter, octavia):
-    intents.create_object(Kind.MEMBER, msgspec.structs.replace(MEMBER, id="ghost", address="192.0.2.2"))
+def test_a_member_that_octavia_rolled_back_is_removed(recorder, database, reporter, octavia):
+    recorder.create_object(Kind.MEMBER, msgspec.structs.replace(MEMBER, id="ghost", address="192.0.2.2"))
     serve(database)
     reporter.run_once()
     assert members(database) == {"me": 1}
@@ -125,37 +125,37 @@ def test_a_member_that_octavia_rolled_back_is_removed(intents, database, reporte
     assert row(database).generation == 3, "one correction"
 
 
-def test_a_change_that_octavia_rolled_back_is_reverted(intents, database, reporter, octavia):
-    intents.update_object(Kind.MEMBER, "me", {"weight": 7})
+def test_a_change_that_octavia_rolled_back_is_reverted(recorder, database, reporter, octavia):
+    recorder.update_object(Kind.MEMBER, "me", {"weight": 7})
     serve(database)
     reporter.run_once()
     assert members(database) == {"me": 1}
 
 
-def test_a_change_that_octavia_committed_stays(intents, database, reporter, octavia):
+def test_a_change_that_octavia_committed_stays(recorder, database, reporter, octavia):
     octavia.trees["lb"] = kept({**KEPT_MEMBER, "weight": 7})
-    intents.update_object(Kind.MEMBER, "me", {"weight": 7})
+    recorder.update_object(Kind.MEMBER, "me", {"weight": 7})
     serve(database)
     reporter.run_once()
     assert (members(database), row(database).generation) == ({"me": 7}, 2)
 
 
-def test_an_object_in_deletion_causes_no_correction(intents, database, reporter, octavia):
+def test_an_object_in_deletion_causes_no_correction(recorder, database, reporter, octavia):
     """Octavia returns the object until its DELETED report, without a mark of the deletion."""
-    intents.delete_object(Kind.MEMBER, "me")
+    recorder.delete_object(Kind.MEMBER, "me")
     reporter.run_once()
     assert (members(database), row(database).generation) == ({}, 2)
 
 
-def batch(intents, *members):
+def batch(recorder, *members):
     made = [
         msgspec.structs.replace(MEMBER, id=one, address=f"192.0.2.{number}") for number, one in enumerate(members, 7)
     ]
-    intents.set_members("po", [(one.id, lambda one=one: one, {}) for one in made])
+    recorder.set_members("po", [(one.id, lambda one=one: one, {}) for one in made])
 
 
-def test_a_member_batch_that_octavia_rolled_back_deletes_no_member(intents, database, reporter, octavia):
-    batch(intents, "new")
+def test_a_member_batch_that_octavia_rolled_back_deletes_no_member(recorder, database, reporter, octavia):
+    batch(recorder, "new")
     serve(database)
     octavia.statuses.clear()
     reporter.run_once()
@@ -169,11 +169,11 @@ def test_a_member_batch_that_octavia_rolled_back_deletes_no_member(intents, data
     assert (row(database).committed, members(database)) == (row(database).generation, {"me": 1})
 
 
-def test_a_member_batch_that_octavia_committed_is_applied(intents, database, reporter, octavia):
+def test_a_member_batch_that_octavia_committed_is_applied(recorder, database, reporter, octavia):
     new = {**KEPT_MEMBER, "member_id": "new", "address": "192.0.2.7"}
     # Octavia's tree after the removal of the first member.
     octavia.trees["lb"], octavia.trees["new"] = kept(new), new
-    batch(intents, "new")
+    batch(recorder, "new")
     serve(database)
     reporter.run_once()
     reporter.run_once()
@@ -181,8 +181,8 @@ def test_a_member_batch_that_octavia_committed_is_applied(intents, database, rep
     assert {"id": "me", "provisioning_status": "DELETED"} in octavia.statuses[-1]["members"]
 
 
-def test_a_request_during_the_query_is_not_lost(intents, database, reporter, octavia):
-    intents.update_object(Kind.MEMBER, "me", {"weight": 7})
+def test_a_request_during_the_query_is_not_lost(recorder, database, reporter, octavia):
+    recorder.update_object(Kind.MEMBER, "me", {"weight": 7})
     serve(database)
     asked = reporter.library.get_loadbalancer
 
@@ -192,7 +192,7 @@ def test_a_request_during_the_query_is_not_lost(intents, database, reporter, oct
 
         def get_loadbalancer(self, one):
             found = asked(one)
-            intents.update_object(Kind.MEMBER, "me", {"weight": 9})
+            recorder.update_object(Kind.MEMBER, "me", {"weight": 9})
             return found
 
     library = Meanwhile()
@@ -201,8 +201,8 @@ def test_a_request_during_the_query_is_not_lost(intents, database, reporter, oct
     assert (members(database), row(database).generation) == ({"me": 9}, 3)
 
 
-def test_changes_before_the_reporters_start_are_compared(conf, intents, database, reporter, octavia):
-    intents.update_object(Kind.MEMBER, "me", {"weight": 7})
+def test_changes_before_the_reporters_start_are_compared(conf, recorder, database, reporter, octavia):
+    recorder.update_object(Kind.MEMBER, "me", {"weight": 7})
     serve(database)
     database.write(lambda c: c.execute(job.update().values(committed=2)))
     database.write(lambda c: c.execute(sa.text("DELETE FROM duty")))
@@ -220,9 +220,9 @@ def pools(database):
     return [one.id for one in tree.pools], [one.default_pool_id for one in tree.listeners]
 
 
-def test_a_pool_in_deletion_causes_no_correction(intents, database, reporter, octavia):
+def test_a_pool_in_deletion_causes_no_correction(recorder, database, reporter, octavia):
     """Octavia keeps the listener's reference until the pool's DELETED report."""
-    intents.delete_object(Kind.POOL, "po")
+    recorder.delete_object(Kind.POOL, "po")
     for _ in range(3):
         reporter.run_once()
     assert (pools(database), row(database).generation) == (([], [None]), 2)
@@ -234,8 +234,8 @@ def test_a_pool_in_deletion_causes_no_correction(intents, database, reporter, oc
     assert (pools(database), row(database).generation) == (([], [None]), 3), "the audit restores the name"
 
 
-def test_a_failed_object_in_deletion_causes_no_correction(intents, database, reporter):
-    intents.delete_object(Kind.POOL, "po")
+def test_a_failed_object_in_deletion_causes_no_correction(recorder, database, reporter):
+    recorder.delete_object(Kind.POOL, "po")
     reporter.run_once()
     database.write(lambda c: status_outbox.fail_generation(c, "lb", 2, "no"))
     reporter.run_once()
@@ -243,33 +243,33 @@ def test_a_failed_object_in_deletion_causes_no_correction(intents, database, rep
     assert row(database).generation == 2
 
 
-def test_an_unservable_object_is_compared(intents, database, reporter):
+def test_an_unservable_object_is_compared(recorder, database, reporter):
     """The failing value may be the one that Octavia rolled back."""
-    intents.update_object(Kind.MEMBER, "me", {"weight": 7})
+    recorder.update_object(Kind.MEMBER, "me", {"weight": 7})
     reporter.run_once()
     database.write(lambda c: status_outbox.fail_generation(c, "lb", 2, "no"))
     reporter.run_once()
     assert members(database) == {"me": 1}
 
 
-def refuse_deletion_reports(intents, database, reporter, octavia):
+def refuse_deletion_reports(recorder, database, reporter, octavia):
     """Delete a pool whose DELETED report Octavia refuses, while the load balancer is served without it."""
-    intents.delete_object(Kind.POOL, "po")
+    recorder.delete_object(Kind.POOL, "po")
     serve(database)
     for one in ("po", "me"):
         reporter._refused[one] = (float("inf"), 60.0)
 
 
-def test_a_pool_with_a_refused_deletion_report_is_no_difference(intents, database, reporter, octavia):
-    refuse_deletion_reports(intents, database, reporter, octavia)
+def test_a_pool_with_a_refused_deletion_report_is_no_difference(recorder, database, reporter, octavia):
+    refuse_deletion_reports(recorder, database, reporter, octavia)
     octavia.asked.clear()
     reporter.run_once()
     assert "loadbalancers" in [one["object"] for one in octavia.asked], "the audit compared the load balancer"
     assert (pools(database), row(database).generation) == (([], [None]), 2)
 
 
-def test_a_deletion_during_the_query_is_not_reverted(intents, database, reporter, octavia):
-    refuse_deletion_reports(intents, database, reporter, octavia)
+def test_a_deletion_during_the_query_is_not_reverted(recorder, database, reporter, octavia):
+    refuse_deletion_reports(recorder, database, reporter, octavia)
     octavia.trees["lb"] = kept(KEPT_MEMBER, name="x")
     asked = reporter.library.get_loadbalancer
 
@@ -300,9 +300,9 @@ def reported_members(octavia):
     return [one for document in octavia.statuses for one in document.get("members", ())]
 
 
-def test_a_batch_is_judged_by_its_own_members(intents, database, reporter, octavia):
-    batch(intents, "one")
-    batch(intents, "two")
+def test_a_batch_is_judged_by_its_own_members(recorder, database, reporter, octavia):
+    batch(recorder, "one")
+    batch(recorder, "two")
     # Octavia committed the first batch and not the second: "one" exists, "me" is in deletion.
     octavia.trees["one"] = shown("one", 7)
     octavia.trees["lb"] = kept(KEPT_MEMBER, shown("one", 7))
@@ -316,9 +316,9 @@ def test_a_batch_is_judged_by_its_own_members(intents, database, reporter, octav
     assert {"id": "one", "provisioning_status": "DELETED"} not in reported_members(octavia)
 
 
-def test_an_earlier_lost_batch_is_found_behind_a_committed_one(intents, database, reporter, octavia):
-    batch(intents, "one")
-    batch(intents, "two")
+def test_an_earlier_lost_batch_is_found_behind_a_committed_one(recorder, database, reporter, octavia):
+    batch(recorder, "one")
+    batch(recorder, "two")
     octavia.trees["two"] = shown("two", 7)
     octavia.trees["lb"] = kept(KEPT_MEMBER, shown("two", 7))
     serve(database)
@@ -327,9 +327,9 @@ def test_an_earlier_lost_batch_is_found_behind_a_committed_one(intents, database
     assert {"id": "me", "provisioning_status": "DELETED"} not in reported_members(octavia)
 
 
-def test_a_later_change_confirms_the_batch(intents, database, reporter, octavia):
-    batch(intents, "new")
-    intents.update_object(Kind.MEMBER, "new", {"weight": 9})
+def test_a_later_change_confirms_the_batch(recorder, database, reporter, octavia):
+    batch(recorder, "new")
+    recorder.update_object(Kind.MEMBER, "new", {"weight": 9})
     # Octavia lost the update and committed the batch.
     octavia.trees["new"] = shown("new", 7)
     octavia.trees["lb"] = kept(shown("new", 7))
@@ -340,22 +340,22 @@ def test_a_later_change_confirms_the_batch(intents, database, reporter, octavia)
     assert members(database) == {"new": 1}
 
 
-def test_a_batch_that_changes_members_is_judged_by_the_change(intents, database, reporter, octavia):
-    intents.create_object(Kind.MEMBER, msgspec.structs.replace(MEMBER, id="other", address="192.0.2.9"))
+def test_a_batch_that_changes_members_is_judged_by_the_change(recorder, database, reporter, octavia):
+    recorder.create_object(Kind.MEMBER, msgspec.structs.replace(MEMBER, id="other", address="192.0.2.9"))
     octavia.trees["lb"] = kept(KEPT_MEMBER, shown("other", 9))
     serve(database)
     reporter.run_once()
     octavia.trees["other"] = shown("other", 9)
-    intents.set_members("po", [("other", lambda: None, {"weight": 5})])
+    recorder.set_members("po", [("other", lambda: None, {"weight": 5})])
     (found,) = database.read(lambda c: sync_transactions.list_member_batches(c, row(database)))
     assert (found.sample.id, found.created, found.removed) == ("other", False, ["me"])
     reporter.run_once()
     assert set(members(database)) == {"me", "other"}
 
 
-def test_a_lost_batch_does_not_block_the_deletion_of_its_load_balancer(intents, database, reporter, octavia):
-    batch(intents, "new")
-    intents.delete_load_balancer("lb")
+def test_a_lost_batch_does_not_block_the_deletion_of_its_load_balancer(recorder, database, reporter, octavia):
+    batch(recorder, "new")
+    recorder.delete_load_balancer("lb")
     reporter.run_once()
     assert row(database).committed == row(database).generation
 
@@ -363,12 +363,12 @@ def test_a_lost_batch_does_not_block_the_deletion_of_its_load_balancer(intents, 
 # --- duty and worker threads ---------------------------------------------------------------------------------------
 
 
-def test_a_returning_duty_owner_rereads_changes(intents, database, reporter, octavia):
+def test_a_returning_duty_owner_rereads_changes(recorder, database, reporter, octavia):
     database.write(lambda c: c.execute(duty.update().values(owner="another", leased_until=time.time() + 90)))
     reporter._held_until = 0.0
     reporter.run_once()
     # The other owner passes the barrier, and is killed before its comparison.
-    intents.update_object(Kind.MEMBER, "me", {"weight": 7})
+    recorder.update_object(Kind.MEMBER, "me", {"weight": 7})
     serve(database)
     database.write(lambda c: c.execute(job.update().values(committed=2)))
     database.write(lambda c: c.execute(duty.update().values(leased_until=0.0)))
@@ -376,15 +376,15 @@ def test_a_returning_duty_owner_rereads_changes(intents, database, reporter, oct
     assert members(database) == {"me": 1}
 
 
-def test_objects_in_progress_are_always_compared(intents, database, reporter):
-    intents.update_object(Kind.MEMBER, "me", {"weight": 7})
+def test_objects_in_progress_are_always_compared(recorder, database, reporter):
+    recorder.update_object(Kind.MEMBER, "me", {"weight": 7})
     database.write(lambda c: c.execute(request.update().values(accepted_at=0.0)))
     assert database.read(lambda c: sync_transactions.list_recently_changed(c, 1.0)) == ["lb"]
     serve(database)
     assert database.read(lambda c: sync_transactions.list_recently_changed(c, 1.0)) == []
 
 
-def test_a_comparison_blocks_no_request(conf, intents, database, octavia):
+def test_a_comparison_blocks_no_request(conf, recorder, database, octavia):
     asked, answer = threading.Semaphore(0), threading.Event()
     with ThreadPoolExecutor(4) as auditing:
         reporter = Reporter(conf, database, auditors=auditing)
@@ -404,7 +404,7 @@ def test_a_comparison_blocks_no_request(conf, intents, database, octavia):
             reporter.run_once()
             while not asked.acquire(timeout=0.1):
                 reporter.run_once()
-            intents.update_object(Kind.MEMBER, "me", {"weight": 7})
+            recorder.update_object(Kind.MEMBER, "me", {"weight": 7})
             serve(database)
             octavia.statuses.clear()
             reporter.run_once()

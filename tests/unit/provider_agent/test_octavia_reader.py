@@ -102,9 +102,9 @@ class CommittedLoadBalancer:
         self.database = database
         self.octavia = octavia
         self.vault = Vault.load(conf.amp_database.encryption_key_file)
-        self.intents = RequestRecorder(database, lambda node: None)
+        self.recorder = RequestRecorder(database, lambda node: None)
         self.reporter = Reporter(conf, database)
-        self.intents.create_load_balancer(TREE, read_back=False)
+        self.recorder.create_load_balancer(TREE, read_back=False)
         self.reporter.run_once()
 
     @property
@@ -127,7 +127,7 @@ class CommittedLoadBalancer:
         }
 
     def create(self):
-        self.intents.create_object(Kind.LISTENER, LISTENER)
+        self.recorder.create_object(Kind.LISTENER, LISTENER)
 
 
 def test_a_single_listener_is_read_and_keeps_the_users_sni_order(balancer):
@@ -189,7 +189,7 @@ def test_known_secrets_stay_without_an_answer(balancer, at_once):
     balancer.create()
     balancer.reporter.run_once()
     before = balancer.contents()
-    balancer.intents.update_object(Kind.LISTENER, "li", {"name": "x"})
+    balancer.recorder.update_object(Kind.LISTENER, "li", {"name": "x"})
     assert balancer.row.read_back, "Octavia does not state whether SNI was emptied"
     balancer.reporter._library = UnansweredReads(balancer.reporter.library)
     balancer.reporter.run_once()
@@ -202,7 +202,7 @@ def test_emptied_sni_removes_its_secrets(balancer):
     balancer.create()
     balancer.reporter.run_once()
     balancer.octavia.trees["li"] = as_read(sni_container_refs=None, sni_container_data=None)
-    balancer.intents.update_object(Kind.LISTENER, "li", {"name": "x"})
+    balancer.recorder.update_object(Kind.LISTENER, "li", {"name": "x"})
     balancer.reporter.run_once()
     assert balancer.contents() == {("certificate", "one"): ONE.pem}
     assert balancer.tree.listeners[0].sni_container_refs is None
@@ -235,7 +235,7 @@ def test_a_whole_tree_is_read_with_its_secrets(balancer):
 
 
 def test_an_unavailable_tree_is_an_error_and_is_read_again(balancer, at_once):
-    balancer.intents.create_object(Kind.LISTENER, PLAIN)
+    balancer.recorder.create_object(Kind.LISTENER, PLAIN)
     balancer.database.write(lambda c: c.execute(job.update().values(read_back=True)))
     library = balancer.reporter.library
     balancer.reporter._library = UnansweredReads(library)
@@ -281,11 +281,11 @@ def two_listeners(balancer):
         l7policies=[{"l7policy_id": "po", "listener_id": "plain", "action": "REJECT", "position": 1, "rules": []}],
     )
     balancer.octavia.trees["li"] = as_read()
-    balancer.intents.create_object(Kind.LISTENER, PLAIN)
+    balancer.recorder.create_object(Kind.LISTENER, PLAIN)
     balancer.create()
     balancer.reporter.run_once()
     balancer.database.write(lambda c: c.execute(job.update().values(read_back=True, reread=None)))
-    balancer.intents.update_object(Kind.LOAD_BALANCER, "lb", {"name": "x"})
+    balancer.recorder.update_object(Kind.LOAD_BALANCER, "lb", {"name": "x"})
 
 
 def test_an_unreadable_listener_does_not_block_the_others(balancer, at_once):
@@ -314,10 +314,10 @@ def read_with_an_unreadable_pool(balancer, **more):
     """Octavia returns a listener together with its pools and their secrets, or not at all."""
     for name, secret in (("open", {}), ("closed", {"tls_enabled": True, "ca_tls_container_ref": "ca"})):
         pool = Pool(id=name, loadbalancer_id="lb", protocol="HTTP", lb_algorithm="ROUND_ROBIN", **secret)
-        balancer.intents.create_object(Kind.POOL, pool)
+        balancer.recorder.create_object(Kind.POOL, pool)
         balancer.octavia.trees[name] = {"pool_id": name, **AS_READ, **secret}
-    balancer.intents.create_object(Kind.LISTENER, msgspec.structs.replace(PLAIN, default_pool_id="closed", **more))
-    balancer.intents.create_object(Kind.LISTENER, msgspec.structs.replace(PLAIN, id="other", default_pool_id="open"))
+    balancer.recorder.create_object(Kind.LISTENER, msgspec.structs.replace(PLAIN, default_pool_id="closed", **more))
+    balancer.recorder.create_object(Kind.LISTENER, msgspec.structs.replace(PLAIN, id="other", default_pool_id="open"))
     for name, leads_to, policies in (("plain", "closed", [POLICY]), ("other", "open", [])):
         balancer.octavia.trees[name] = {
             "listener_id": name,
@@ -359,12 +359,12 @@ def repair_pool(balancer):
         **whole(balancer.octavia.trees["plain"], balancer.octavia.trees["other"]),
         "pools": [balancer.octavia.trees[name] for name in names],
     }
-    balancer.intents.update_object(Kind.POOL, "closed", {"ca_tls_container_ref": "new"})
+    balancer.recorder.update_object(Kind.POOL, "closed", {"ca_tls_container_ref": "new"})
 
 
 def test_a_missing_secret_is_read_after_its_cause_ends(balancer, at_once):
     balancer.reporter._library = read_with_an_unreadable_pool(balancer)
-    balancer.intents.update_object(Kind.POOL, "open", {"name": "x"})
+    balancer.recorder.update_object(Kind.POOL, "open", {"name": "x"})
     assert not balancer.row.read_back, "this change does not affect the cause"
     repair_pool(balancer)
     balancer.reporter.run_once()
@@ -394,14 +394,14 @@ def test_an_audit_notices_a_secret_that_becomes_readable(balancer, at_once):
 
 def test_the_deletion_of_the_unreadable_pool_causes_a_read(balancer, at_once):
     read_with_an_unreadable_pool(balancer)
-    balancer.intents.delete_object(Kind.POOL, "closed")
+    balancer.recorder.delete_object(Kind.POOL, "closed")
     assert (balancer.row.read_back, balancer.row.reread) == (True, None)
 
 
 def test_a_change_of_an_unread_listener_reads_the_whole_tree(balancer, at_once):
     """A read of the listener alone would lose its policies."""
     read_with_an_unreadable_pool(balancer)
-    balancer.intents.update_object(Kind.LISTENER, "plain", {"default_pool_id": "open"})
+    balancer.recorder.update_object(Kind.LISTENER, "plain", {"default_pool_id": "open"})
     assert (balancer.row.read_back, balancer.row.reread) == (True, None)
 
 
@@ -431,5 +431,5 @@ def test_a_complete_object_is_committed_without_a_read(balancer, at_once):
 
 def test_a_deletion_needs_no_read(balancer):
     balancer.create()
-    balancer.intents.delete_load_balancer("lb")
+    balancer.recorder.delete_load_balancer("lb")
     assert (balancer.row.read_back, balancer.contents()) == (False, {})

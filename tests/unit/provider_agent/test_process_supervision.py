@@ -13,7 +13,7 @@ import pytest
 
 from amphora_driver.provider_agent import process as provider_agent
 
-PATIENCE = 60.0
+TIME_LIMIT = 60.0
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ class Agent:
 
     def one_besides(self, *others):
         """Wait for another reporter; return it and its supervisor."""
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + TIME_LIMIT
         while True:
             found = self.reporters()
             if len(found) == 1 and not found.keys() & set(others):
@@ -77,12 +77,12 @@ class Agent:
         self.exit_event.set()
         self.ended()
         self.octavia.kill()
-        self.octavia.join(PATIENCE)
+        self.octavia.join(TIME_LIMIT)
         os.close(self._all_ended)
 
     def ended(self):
         """Wait until all processes have ended."""
-        assert select.select([self._all_ended], [], [], PATIENCE)[0], "a process is still running"
+        assert select.select([self._all_ended], [], [], TIME_LIMIT)[0], "a process is still running"
 
 
 def alive(pid):

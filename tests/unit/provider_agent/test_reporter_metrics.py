@@ -38,9 +38,9 @@ def octavia(tmp_path):
 @pytest.fixture
 def served(database):
     """Record a load balancer with a listener whose statuses are all due."""
-    intents = RequestRecorder(database, lambda node: None)
-    intents.create_load_balancer(TREE, read_back=False)
-    intents.create_object(Kind.LISTENER, LISTENER)
+    recorder = RequestRecorder(database, lambda node: None)
+    recorder.create_load_balancer(TREE, read_back=False)
+    recorder.create_object(Kind.LISTENER, LISTENER)
 
     def write(connection):
         connection.execute(job.update().values(applied=2))
@@ -71,16 +71,16 @@ def test_accepted_and_refused_reports_are_counted(conf, database, octavia):
     reporter.run_once()
     assert counted["amphora_octavia_seconds_count", "barrier"] == 1
     assert counted["amphora_reports_total", "refused"] == 1
-    assert counted["amphora_reports_total", "taken"] == 0
+    assert counted["amphora_reports_total", "accepted"] == 0
     assert counted["amphora_octavia_failures_total", "statuses"] == 0, "Octavia answered"
     octavia.refuse = lambda document: None
     deadline = time.monotonic() + 30
-    while counted["amphora_reports_total", "taken"] < 2:
+    while counted["amphora_reports_total", "accepted"] < 2:
         assert time.monotonic() < deadline
         reporter.run_once()
     assert counted["amphora_reports_total", "refused"] == 1
     reporter.run_once()
-    assert counted["amphora_reports_total", "taken"] == 2, "one report is counted once"
+    assert counted["amphora_reports_total", "accepted"] == 2, "one report is counted once"
 
 
 @pytest.mark.usefixtures("served")
@@ -92,11 +92,11 @@ def test_calls_to_an_unavailable_octavia_are_counted(conf, database, octavia):
     with pytest.raises(octavia_errors.UpdateStatusError):
         reporter.run_once()
     assert counted["amphora_octavia_failures_total", "barrier"] == 1
-    assert counted["amphora_reports_total", "taken"] == 0
+    assert counted["amphora_reports_total", "accepted"] == 0
     octavia.start()
     reporter.run_once()
     assert counted["amphora_octavia_failures_total", "barrier"] == 1
-    assert counted["amphora_reports_total", "taken"] == 2
+    assert counted["amphora_reports_total", "accepted"] == 2
 
 
 @pytest.mark.usefixtures("octavia")

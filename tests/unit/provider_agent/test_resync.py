@@ -75,14 +75,14 @@ def octavia(tmp_path):
 
 
 @pytest.fixture
-def intents(database):
-    intents = RequestRecorder(database, lambda node: None)
-    intents.create_load_balancer(msgspec.structs.replace(TREE, name="web"), read_back=False)
-    return intents
+def recorder(database):
+    recorder = RequestRecorder(database, lambda node: None)
+    recorder.create_load_balancer(msgspec.structs.replace(TREE, name="web"), read_back=False)
+    return recorder
 
 
 @pytest.fixture
-def reporter(conf, database, octavia, intents):
+def reporter(conf, database, octavia, recorder):
     """A reporter; all objects are served and reported to Octavia."""
     reporter = Reporter(conf, database)
     reporter.run_once()
@@ -200,9 +200,9 @@ def test_objects_that_octavia_lost_are_removed(database, reporter, octavia):
     assert outcome(database) == ("done", "member me is missing in Octavia")
 
 
-def test_a_load_balancer_in_change_is_resynced_later(database, reporter, octavia, intents):
+def test_a_load_balancer_in_change_is_resynced_later(database, reporter, octavia, recorder):
     octavia.trees["lb"] = kept({**KEPT_MEMBER, "weight": 7})
-    intents.update_object(Kind.MEMBER, "me", {"weight": 7})
+    recorder.update_object(Kind.MEMBER, "me", {"weight": 7})
     ask(database)
     reporter.run_once()
     assert all(one[1] is None for call in said(octavia) for one in call), (
@@ -222,7 +222,7 @@ def test_a_load_balancer_in_change_is_resynced_later(database, reporter, octavia
 
 
 @pytest.mark.parametrize("differs", [False, True])
-def test_a_request_before_the_lock_is_not_reported_as_finished(database, reporter, octavia, intents, differs):
+def test_a_request_before_the_lock_is_not_reported_as_finished(database, reporter, octavia, recorder, differs):
     """Octavia's transaction is open while the resync sets PENDING: the call waits for it, and the rows contain it."""
 
     class Late:
@@ -236,7 +236,7 @@ def test_a_request_before_the_lock_is_not_reported_as_finished(database, reporte
         def update_loadbalancer_status(self, document):
             if self.once and document["loadbalancers"][0].get("provisioning_status") == "PENDING_UPDATE":
                 self.once = False
-                intents.update_object(Kind.MEMBER, "me", {"weight": 7})
+                recorder.update_object(Kind.MEMBER, "me", {"weight": 7})
                 octavia.trees["lb"] = kept({**KEPT_MEMBER, "weight": 7})
             return self.library.update_loadbalancer_status(document)
 

@@ -70,7 +70,7 @@ def octavia(tmp_path):
 
 
 @pytest.fixture
-def intents(database):
+def recorder(database):
     return RequestRecorder(database, lambda node: None)
 
 
@@ -95,8 +95,8 @@ BARRIER = {"loadbalancers": [{"id": "lb", "operating_status": "OFFLINE"}]}
 ACTIVE = {"loadbalancers": [{"id": "lb", "provisioning_status": "ACTIVE"}]}
 
 
-def test_a_barrier_precedes_all_other_reports(intents, database, reporter, octavia):
-    intents.create_load_balancer(TREE, read_back=False)
+def test_a_barrier_precedes_all_other_reports(recorder, database, reporter, octavia):
+    recorder.create_load_balancer(TREE, read_back=False)
     serve(database, 1)
     reporter.run_once()
     assert octavia.statuses == [BARRIER, ACTIVE]
@@ -104,9 +104,9 @@ def test_a_barrier_precedes_all_other_reports(intents, database, reporter, octav
     assert len(octavia.statuses) == 2, "one report"
 
 
-def test_a_load_balancer_not_committed_by_octavia_is_not_reported(intents, database, reporter, octavia):
+def test_a_load_balancer_not_committed_by_octavia_is_not_reported(recorder, database, reporter, octavia):
     del octavia.trees["lb"]
-    intents.create_load_balancer(TREE, read_back=False)
+    recorder.create_load_balancer(TREE, read_back=False)
     serve(database, 1)
     assert reporter.run_once() < 0.5, "the next query is soon"
     assert octavia.statuses == [BARRIER]
@@ -116,9 +116,9 @@ def test_a_load_balancer_not_committed_by_octavia_is_not_reported(intents, datab
     assert octavia.statuses[-1] == ACTIVE
 
 
-def test_an_uncommitted_load_balancer_is_removed(intents, database, reporter, octavia):
+def test_an_uncommitted_load_balancer_is_removed(recorder, database, reporter, octavia):
     del octavia.trees["lb"]
-    intents.create_load_balancer(TREE, read_back=False)
+    recorder.create_load_balancer(TREE, read_back=False)
     # The accepting host may have a wrong clock.
     database.write(lambda c: c.execute(request.update().values(accepted_at=0.0)))
     reporter.run_once()
@@ -133,8 +133,8 @@ def test_an_uncommitted_load_balancer_is_removed(intents, database, reporter, oc
     assert database.read(lambda c: c.execute(sa.select(job)).all()) == [], "no row is left"
 
 
-def test_a_refusal_for_an_unknown_load_balancer_ends_its_reports(intents, database, reporter, octavia):
-    intents.create_load_balancer(TREE, read_back=False)
+def test_a_refusal_for_an_unknown_load_balancer_ends_its_reports(recorder, database, reporter, octavia):
+    recorder.create_load_balancer(TREE, read_back=False)
     reporter.run_once()
     serve(database, 1)
     del octavia.trees["lb"]
@@ -145,8 +145,8 @@ def test_a_refusal_for_an_unknown_load_balancer_ends_its_reports(intents, databa
     assert asked == [ACTIVE, ACTIVE], "once with all due reports, and once alone"
 
 
-def test_a_fully_populated_load_balancer_is_read_back(intents, database, reporter):
-    intents.create_load_balancer(
+def test_a_fully_populated_load_balancer_is_read_back(recorder, database, reporter):
+    recorder.create_load_balancer(
         LoadBalancer(id="lb", project_id="demo", vip=VIP, listeners=(LISTENER,)), read_back=True
     )
     reporter.run_once()
@@ -159,7 +159,7 @@ def test_a_fully_populated_load_balancer_is_read_back(intents, database, reporte
     assert {one.object_id for one in found} == {"lb", "li", "po", "ru"}
 
 
-def test_the_profile_survives_the_read_back(intents, database, reporter, octavia):
+def test_the_profile_survives_the_read_back(recorder, database, reporter, octavia):
     chosen = {
         "profile": Profile(compute="netns", network="local", timeout_tunnel=60000),
         "flavor": {"timeout_tunnel": 60000},
@@ -167,7 +167,7 @@ def test_the_profile_survives_the_read_back(intents, database, reporter, octavia
     }
     # Octavia returns the zone by name, and the flavor in its current state.
     octavia.trees["lb"] = {**READ_BACK, "availability_zone": "zone-1", "flavor": {"timeout_tunnel": 5}}
-    intents.create_load_balancer(
+    recorder.create_load_balancer(
         LoadBalancer(id="lb", project_id="demo", vip=VIP, listeners=(LISTENER,), **chosen), read_back=True
     )
     reporter.run_once()
@@ -176,10 +176,10 @@ def test_the_profile_survives_the_read_back(intents, database, reporter, octavia
     assert {name: getattr(tree, name) for name in chosen} == chosen
 
 
-def test_an_unreadable_load_balancer_blocks_no_other(intents, database, reporter, octavia):
+def test_an_unreadable_load_balancer_blocks_no_other(recorder, database, reporter, octavia):
     other = LoadBalancer(id="lb2", project_id="demo", vip=VIP)
-    intents.create_load_balancer(TREE, read_back=True)
-    intents.create_load_balancer(other, read_back=False)
+    recorder.create_load_balancer(TREE, read_back=True)
+    recorder.create_load_balancer(other, read_back=False)
     octavia.trees["lb"] = {**READ_BACK, "listeners": [{"listener_id": "li", "protocol": "CARRIER PIGEON"}]}
     octavia.trees["lb2"] = {**READ_BACK, "loadbalancer_id": "lb2"}
 
@@ -196,9 +196,9 @@ def test_an_unreadable_load_balancer_blocks_no_other(intents, database, reporter
     assert database.read(lambda c: desired_objects.load_tree(c, "lb")).listeners[0].l7policies
 
 
-def test_a_refused_status_blocks_no_other(intents, database, reporter, octavia):
-    intents.create_load_balancer(TREE, read_back=False)
-    intents.create_object(Kind.LISTENER, LISTENER)
+def test_a_refused_status_blocks_no_other(recorder, database, reporter, octavia):
+    recorder.create_load_balancer(TREE, read_back=False)
+    recorder.create_object(Kind.LISTENER, LISTENER)
     serve(database, 2)
     octavia.refuse = lambda document: ("listeners", "li") if "listeners" in document else None
     reporter.run_once()
@@ -212,9 +212,9 @@ def test_a_refused_status_blocks_no_other(intents, database, reporter, octavia):
     assert octavia.statuses[-1] == {"listeners": [{"id": "li", "provisioning_status": "ACTIVE"}]}
 
 
-def test_a_temporary_refusal_is_retried_soon(intents, database, reporter, octavia):
-    intents.create_load_balancer(TREE, read_back=False)
-    intents.create_object(Kind.LISTENER, LISTENER)
+def test_a_temporary_refusal_is_retried_soon(recorder, database, reporter, octavia):
+    recorder.create_load_balancer(TREE, read_back=False)
+    recorder.create_object(Kind.LISTENER, LISTENER)
     serve(database, 2)
     octavia.refuse = lambda document: ("listeners", "li") if "listeners" in document else None
     reporter.run_once()
@@ -231,8 +231,8 @@ def give_up(reporter):
     reporter._refused = {"li": (time.monotonic() + 60, 60.0)}
 
 
-def test_no_report_is_lost_while_octavia_is_unavailable(intents, database, reporter, octavia):
-    intents.create_load_balancer(TREE, read_back=False)
+def test_no_report_is_lost_while_octavia_is_unavailable(recorder, database, reporter, octavia):
+    recorder.create_load_balancer(TREE, read_back=False)
     reporter.run_once()
     octavia.stop()
     serve(database, 1)
@@ -243,8 +243,8 @@ def test_no_report_is_lost_while_octavia_is_unavailable(intents, database, repor
     assert octavia.statuses[-1] == ACTIVE
 
 
-def test_only_one_reporter_sends_reports(intents, database, conf, reporter, octavia):
-    intents.create_load_balancer(TREE, read_back=False)
+def test_only_one_reporter_sends_reports(recorder, database, conf, reporter, octavia):
+    recorder.create_load_balancer(TREE, read_back=False)
     reporter.run_once()
     other = Reporter(conf, database)
     serve(database, 1)
@@ -252,10 +252,10 @@ def test_only_one_reporter_sends_reports(intents, database, conf, reporter, octa
     assert octavia.statuses == [BARRIER]
 
 
-def test_a_former_reporter_sends_no_report(intents, database, conf, reporter, octavia, monkeypatch):
+def test_a_former_reporter_sends_no_report(recorder, database, conf, reporter, octavia, monkeypatch):
     monkeypatch.setattr(module, "_MAX_ROWS", 1)
-    intents.create_load_balancer(TREE, read_back=False)
-    intents.create_object(Kind.LISTENER, LISTENER)
+    recorder.create_load_balancer(TREE, read_back=False)
+    recorder.create_object(Kind.LISTENER, LISTENER)
     reporter.run_once()
     serve(database, 2)
     octavia.statuses.clear()
@@ -273,8 +273,8 @@ def test_a_former_reporter_sends_no_report(intents, database, conf, reporter, oc
     assert octavia.statuses == [{"listeners": [{"id": "li", "provisioning_status": "ACTIVE"}]}]
 
 
-def test_a_reporter_suspended_after_its_query_sends_no_old_statuses(intents, database, reporter, octavia, monkeypatch):
-    intents.create_load_balancer(TREE, read_back=False)
+def test_a_reporter_suspended_after_its_query_sends_no_old_statuses(recorder, database, reporter, octavia, monkeypatch):
+    recorder.create_load_balancer(TREE, read_back=False)
     reporter.run_once()
     serve(database, 1)
     octavia.statuses.clear()
@@ -293,10 +293,10 @@ def test_a_reporter_suspended_after_its_query_sends_no_old_statuses(intents, dat
     assert octavia.statuses == []
 
 
-def test_the_duty_is_kept_during_a_report(intents, database, conf, reporter, octavia, monkeypatch):
+def test_the_duty_is_kept_during_a_report(recorder, database, conf, reporter, octavia, monkeypatch):
     """Octavia may take half a minute: an early successor's newer report would arrive first."""
     monkeypatch.setattr(process_registry, "HEARTBEAT_INTERVAL", 0.05)
-    intents.create_load_balancer(TREE, read_back=False)
+    recorder.create_load_balancer(TREE, read_back=False)
     reporter.run_once()
     serve(database, 1)
     heard, answered, over = threading.Event(), threading.Event(), threading.Event()
@@ -326,9 +326,9 @@ def test_the_duty_is_kept_during_a_report(intents, database, conf, reporter, oct
     assert Reporter(conf, database)._acquire_duty(), "a clean shutdown releases the duty"
 
 
-def test_a_reporter_without_octavia_releases_its_duty(intents, database, conf, reporter, octavia):
+def test_a_reporter_without_octavia_releases_its_duty(recorder, database, conf, reporter, octavia):
     """The driver agent of its host has ended or hangs; those of other hosts run."""
-    intents.create_load_balancer(TREE, read_back=False)
+    recorder.create_load_balancer(TREE, read_back=False)
     reporter.try_run_once()
     other = Reporter(conf, database)
     octavia.stop()
@@ -341,9 +341,9 @@ def test_a_reporter_without_octavia_releases_its_duty(intents, database, conf, r
     assert octavia.statuses == [BARRIER, ACTIVE]
 
 
-def test_a_single_reporter_continues_itself(intents, database, conf, reporter, octavia):
+def test_a_single_reporter_continues_itself(recorder, database, conf, reporter, octavia):
     conf.set_override("poll_interval", 0.05, "amp_queue")
-    intents.create_load_balancer(TREE, read_back=False)
+    recorder.create_load_balancer(TREE, read_back=False)
     reporter.try_run_once()
     octavia.stop()
     serve(database, 1)
@@ -355,16 +355,16 @@ def test_a_single_reporter_continues_itself(intents, database, conf, reporter, o
         time.sleep(reporter.try_run_once())
 
 
-def test_a_lost_duty_ends_a_round(intents, database, reporter, octavia, monkeypatch):
-    intents.create_load_balancer(TREE, read_back=False)
+def test_a_lost_duty_ends_a_round(recorder, database, reporter, octavia, monkeypatch):
+    recorder.create_load_balancer(TREE, read_back=False)
     turns = iter([True, False, False, False])
     monkeypatch.setattr(reporter, "_acquire_duty", lambda: next(turns))
     reporter.run_once()
     assert (octavia.statuses, row(database).committed) == ([], 0)
 
 
-def test_statistics_are_totals_over_all_former_and_current_amphorae(intents, database, reporter, octavia):
-    intents.create_load_balancer(TREE, read_back=False)
+def test_statistics_are_totals_over_all_former_and_current_amphorae(recorder, database, reporter, octavia):
+    recorder.create_load_balancer(TREE, read_back=False)
 
     def numbers(amphora_id, total, active):
         return statistics.Row(

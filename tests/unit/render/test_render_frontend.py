@@ -377,6 +377,8 @@ def test_a_listener_that_is_not_served_lists_no_files():
 def test_logged_listeners(profile, defaults, logs):
     found = lines(tree(profile=Profile(connection_logging=profile)), defaults=Defaults(connection_logging=defaults))
     assert ("log stdout format raw local0 info" in found) is logs
+    frontend = found[: next((number for number, line in enumerate(found) if line.startswith("backend ")), None)]
+    assert ("log global" in frontend) is logs
     assert any(line.startswith("log-format") for line in found) is logs
 
 
@@ -389,8 +391,8 @@ CONNECTION = "x b %f %ci %cp %t - - %B %U %[ssl_c_verify] %{+Q}[ssl_c_s_dn] %b %
     [
         ("HTTP", None, USUAL),
         ("TCP", None, CONNECTION),
-        ("HTTP", "%%r {{lb_id}}{{ project_id }}", "%%r bx"),
-        ("TCP", "%%r %r %rc %rt %Tr %{+Q,+X}HM %tr %trg %T %{+E}tsc", "%%r - %rc %rt - - - - %T %{+E}ts"),
+        ("HTTP", "%%r {{lb_id}}{{ project_id }}", "%f %%r bx"),
+        ("TCP", "%%r %r %rc %rt %Tr %{+Q,+X}HM %tr %trg %T %{+E}tsc", "%f %%r - %rc %rt - - - - %T %{+E}ts"),
     ],
 )
 def test_the_log_format(protocol, wanted, said):

@@ -21,8 +21,8 @@ def database(any_database):
 @pytest.fixture
 def served(database):
     """A load balancer whose two amphorae have confirmed generation 3."""
-    intents = RequestRecorder(database, lambda node: None)
-    intents.create_load_balancer(LoadBalancer(id="lb", project_id="demo", vip=VIP), read_back=False)
+    recorder = RequestRecorder(database, lambda node: None)
+    recorder.create_load_balancer(LoadBalancer(id="lb", project_id="demo", vip=VIP), read_back=False)
 
     def write(connection):
         for one in ("a", "b"):

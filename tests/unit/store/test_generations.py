@@ -21,13 +21,13 @@ def database(any_database):
 
 
 @pytest.fixture
-def intents(database):
+def recorder(database):
     return RequestRecorder(database, lambda node: None)
 
 
-def made(database, intents, name="lb", **columns):
+def made(database, recorder, name="lb", **columns):
     """Record a load balancer that is served and fully reported to Octavia."""
-    intents.create_load_balancer(LoadBalancer(id=name, project_id="demo", vip=VIP), read_back=False)
+    recorder.create_load_balancer(LoadBalancer(id=name, project_id="demo", vip=VIP), read_back=False)
     values = {"committed": 1, "applied": 1, "dirty": False, **columns}
 
     def write(connection):
@@ -43,21 +43,21 @@ def row(database, name="lb"):
 
 
 @pytest.mark.parametrize(("committed", "after"), [(1, 2), (0, 0)])
-def test_a_committed_generation_stays_committed(database, intents, committed, after):
-    made(database, intents, committed=committed)
+def test_a_committed_generation_stays_committed(database, recorder, committed, after):
+    made(database, recorder, committed=committed)
     database.write(lambda c: generations.bump_generation(c, "lb", 1))
     assert (row(database).generation, row(database).committed) == (2, after)
 
 
-def test_a_concurrent_generation_is_not_assigned_twice(database, intents):
-    made(database, intents)
+def test_a_concurrent_generation_is_not_assigned_twice(database, recorder):
+    made(database, recorder)
     for _ in range(2):
         database.write(lambda c: generations.bump_generation(c, "lb", 1))
     assert row(database).generation == 2
 
 
-def test_a_generation_without_a_request_sends_no_report(database, intents):
-    made(database, intents)
+def test_a_generation_without_a_request_sends_no_report(database, recorder):
+    made(database, recorder)
     database.write(lambda c: generations.bump_generation(c, "lb", 1))
     database.write(lambda c: status_outbox.confirm_generation(c, "lb", 2, {}))
     assert database.read(lambda c: status_outbox.list_due_reports(c, 10)) == []
@@ -84,8 +84,8 @@ def kept(database, name="lb"):
     return found[ticket_secret_name(name)].content
 
 
-def test_due_ticket_keys_move_on(database, intents):
-    made(database, intents)
+def test_due_ticket_keys_move_on(database, recorder):
+    made(database, recorder)
     keep(database)
     assert rotate(database) == 0, "the load balancer uses no ticket keys"
     database.write(lambda c: generations.start_ticket_rotation(c, "lb", 1000.0))
@@ -102,9 +102,9 @@ def test_due_ticket_keys_move_on(database, intents):
 @pytest.mark.parametrize(
     "meanwhile", [{"tickets": 2}, {"tickets_due": 2000.0}, {"dirty": True}, {"owner": "me:1"}, {"generation": 2}]
 )
-def test_a_concurrently_used_ticket_state_is_not_overwritten(database, intents, meanwhile):
+def test_a_concurrently_used_ticket_state_is_not_overwritten(database, recorder, meanwhile):
     """Another process rotates the keys, or a push makes new ones, between the read and the write of the state."""
-    made(database, intents, tickets=1, tickets_due=1.0)
+    made(database, recorder, tickets=1, tickets_due=1.0)
     keep(database)
     (one,) = database.read(lambda c: generations.list_due_tickets(c, 1000.0, 10))
     assert (one.load_balancer_id, one.number, one.sealed) == ("lb", 1, b"first")
@@ -115,21 +115,21 @@ def test_a_concurrently_used_ticket_state_is_not_overwritten(database, intents, 
 
 
 @pytest.mark.parametrize("content", [None, b"lost"])
-def test_without_a_next_state_the_load_balancer_is_pushed(database, intents, content):
-    made(database, intents, tickets=1, tickets_due=1.0)
+def test_without_a_next_state_the_load_balancer_is_pushed(database, recorder, content):
+    made(database, recorder, tickets=1, tickets_due=1.0)
     keep(database, content)
     assert rotate(database, following=None) == 1
     assert (kept(database), row(database).dirty, row(database).generation) == (content, True, 2)
 
 
 @pytest.mark.parametrize("busy", [{"dirty": True}, {"owner": "me:1"}, {"op": "delete"}, {"generation": 2}])
-def test_a_load_balancer_in_progress_keeps_its_ticket_keys(database, intents, busy):
-    made(database, intents, tickets=1, tickets_due=1.0, **busy)
+def test_a_load_balancer_in_progress_keeps_its_ticket_keys(database, recorder, busy):
+    made(database, recorder, tickets=1, tickets_due=1.0, **busy)
     assert rotate(database) == 0
 
 
-def test_the_number_of_ticket_rotations_is_limited(database, intents):
+def test_the_number_of_ticket_rotations_is_limited(database, recorder):
     for number in range(3):
-        made(database, intents, f"lb{number}", tickets=1, tickets_due=float(number))
+        made(database, recorder, f"lb{number}", tickets=1, tickets_due=float(number))
     assert rotate(database, limit=2) == 2
     assert [row(database, f"lb{number}").tickets for number in range(3)] == [2, 2, 1]

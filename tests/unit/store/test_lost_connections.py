@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
-from bad_line import BadLine
+from faulty_proxy import FaultyProxy
 from free_ports import free_ports
 
 from amphora_driver.database.engine import Database
@@ -24,7 +24,7 @@ VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1"
 @pytest.fixture
 def line(mariadb_url):
     url = sa.make_url(mariadb_url)
-    with BadLine(url.query["unix_socket"]) as line:
+    with FaultyProxy(url.query["unix_socket"]) as line:
         line.url = str(url.update_query_dict({"unix_socket": line.path}))
         yield line
 
@@ -40,7 +40,7 @@ def database(line):
 
 
 @pytest.fixture
-def intents(database):
+def recorder(database):
     return RequestRecorder(database, lambda node: None)
 
 
@@ -50,12 +50,12 @@ def history(database):
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])
-def test_a_call_with_an_unanswered_commit_is_recorded_once(line, database, intents, moment):
+def test_a_call_with_an_unanswered_commit_is_recorded_once(line, database, recorder, moment):
     line.at_commit = moment
-    intents.create_load_balancer(LoadBalancer(id="lb", project_id="demo", vip=VIP), read_back=False)
+    recorder.create_load_balancer(LoadBalancer(id="lb", project_id="demo", vip=VIP), read_back=False)
     assert line.at_commit is None, "the connection was cut"
     line.at_commit = moment
-    intents.update_object(Kind.LOAD_BALANCER, "lb", {"name": "new"})
+    recorder.update_object(Kind.LOAD_BALANCER, "lb", {"name": "new"})
     assert line.at_commit is None
     assert history(database) == [("create loadbalancer", 1), ("update loadbalancer", 2)]
 
@@ -70,8 +70,8 @@ def test_a_write_that_is_not_repeatable_fails_with_an_error(line, database, mome
     assert counted == (moment == "after")
 
 
-def test_a_claim_with_an_unanswered_commit_expires(line, database, intents):
-    intents.create_load_balancer(LoadBalancer(id="lb", project_id="demo", vip=VIP), read_back=False)
+def test_a_claim_with_an_unanswered_commit_expires(line, database, recorder):
+    recorder.create_load_balancer(LoadBalancer(id="lb", project_id="demo", vip=VIP), read_back=False)
     # The query for due jobs is a transaction too.
     line.at_commit, line.spared = "after", 1
     with pytest.raises(StoreError, match="determine whether"):
@@ -119,7 +119,7 @@ def test_a_hanging_server_causes_a_time_out(line):
 def test_a_hanging_postgresql_server_causes_a_time_out(postgresql_url):
     """The database driver has no time-out for answers, and the server's time-out needs a running server."""
     url = sa.make_url(postgresql_url)
-    with BadLine(f"{url.query['host']}/.s.PGSQL.5432") as line:
+    with FaultyProxy(f"{url.query['host']}/.s.PGSQL.5432") as line:
         # The database driver looks for a socket of that name in the folder.
         folder = Path(line.path).parent
         (alias := folder / ".s.PGSQL.5432").symlink_to(line.path)

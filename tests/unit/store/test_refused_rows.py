@@ -46,9 +46,9 @@ def tree(number):
 @pytest.fixture
 def manager(any_database, monkeypatch):
     monkeypatch.setattr(status_writer, "_HEARTBEAT_WRITE_INTERVAL", 0.0)
-    intents = RequestRecorder(any_database, lambda node: None)
+    recorder = RequestRecorder(any_database, lambda node: None)
     for number in range(MANY):
-        intents.create_load_balancer(tree(number), read_back=False)
+        recorder.create_load_balancer(tree(number), read_back=False)
         any_database.write(
             lambda c, number=number: amphorae.insert_amphora(c, f"am{number}", f"lb{number}", "standalone", b"key")
         )
@@ -63,10 +63,10 @@ def run(database, statements):
         connection.exec_driver_sql(statements)
 
 
-def say(ledger, sequence, count):
+def say(received, sequence, count):
     for number in range(MANY):
         report = Report(1, {f"li{number}": ListenerReport("OPEN", 1, count, count, 0, count)}, {}, f"am{number}")
-        assert ledger.accept(Heartbeat(f"am{number}", 7, sequence, report), time.monotonic())
+        assert received.accept(Heartbeat(f"am{number}", 7, sequence, report), time.monotonic())
 
 
 def read(database, column, key):
@@ -74,12 +74,12 @@ def read(database, column, key):
 
 
 def test_refused_rows_of_one_load_balancer_do_not_block_the_others(manager, caplog):
-    ledger = AmphoraReports()
-    books = StatusWriter(manager, ledger)
+    received = AmphoraReports()
+    writer = StatusWriter(manager, received)
     others = {f"li{number}" for number in range(MANY)} - {f"li{BAD}"}
     for sequence in (1, 2, 3):
-        say(ledger, sequence, 5 * sequence)
-        books.flush()
+        say(received, sequence, 5 * sequence)
+        writer.flush()
         counted = read(manager, listener_statistics.c.bytes_in, listener_statistics.c.listener_id)
         assert counted == dict.fromkeys(others, 5 * sequence)
         places = read(manager, amphora_heartbeat.c.sequence, amphora_heartbeat.c.amphora_id)
@@ -90,19 +90,19 @@ def test_refused_rows_of_one_load_balancer_do_not_block_the_others(manager, capl
     assert {f"lb{number}" for number in range(MANY) if told[f"lb{number}"] == "ONLINE"} == {
         f"lb{number}" for number in range(MANY) if number != BAD
     }
-    assert books._batches.refused == {f"lb{BAD}": 3}
+    assert writer._batches.refused == {f"lb{BAD}": 3}
     assert caplog.text.count("the database refused the reports of lb13") == 1, "the log repeats the refusal rarely"
 
 
 def test_a_refused_load_balancer_is_written_separately(manager):
-    ledger = AmphoraReports()
-    books = StatusWriter(manager, ledger)
+    received = AmphoraReports()
+    writer = StatusWriter(manager, received)
     transactions = []
-    books._batches._database = Counting(manager, transactions)
+    writer._batches._database = Counting(manager, transactions)
     for sequence in (1, 2):
         transactions.clear()
-        say(ledger, sequence, 5 * sequence)
-        books.flush()
+        say(received, sequence, 5 * sequence)
+        writer.flush()
     # One write for all others, one for the refused load balancer, one for the heartbeats.
     assert len(transactions) == 2
 
@@ -142,12 +142,12 @@ def test_a_report_that_raises_an_error_affects_no_other_report(manager, monkeypa
         return judge(tree, reports)
 
     monkeypatch.setattr(status_writer, "operating_statuses", strange)
-    ledger = AmphoraReports()
-    books = StatusWriter(manager, ledger)
-    say(ledger, 1, 5)
-    books.flush()
+    received = AmphoraReports()
+    writer = StatusWriter(manager, received)
+    say(received, 1, 5)
+    writer.flush()
     assert len(read(manager, listener_statistics.c.bytes_in, listener_statistics.c.listener_id)) == MANY - 1
-    assert books._batches.refused == {f"lb{BAD}": 1}
+    assert writer._batches.refused == {f"lb{BAD}": 1}
 
 
 def test_a_refused_drift_notice_does_not_block_the_others(manager):
@@ -162,13 +162,13 @@ def test_a_refused_drift_notice_does_not_block_the_others(manager):
             IF NEW.id = 'am13' AND NEW.drift IS NOT NULL THEN SET NEW.id = NULL; END IF"""
     run(manager, statement)
     try:
-        ledger = AmphoraReports()
-        books = StatusWriter(manager, ledger)
+        received = AmphoraReports()
+        writer = StatusWriter(manager, received)
         for number in range(MANY):
             found = LastDrift(at=1_000_000_000.0, sentences=("eth1 is down",), repaired=True)
             report = Report(1, {}, {}, f"am{number}", drifted=found)
-            assert ledger.accept(Heartbeat(f"am{number}", 7, 1, report), time.monotonic())
-        books.flush()
+            assert received.accept(Heartbeat(f"am{number}", 7, 1, report), time.monotonic())
+        writer.flush()
         noted = {one for one, drift in read(manager, amphora.c.drift, amphora.c.id).items() if drift}
         assert noted == {f"am{number}" for number in range(MANY) if number != BAD}
     finally:

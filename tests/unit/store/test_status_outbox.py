@@ -17,10 +17,10 @@ LISTENER = Listener(id="li", loadbalancer_id="lb", protocol=ListenerProtocol.HTT
 
 
 @pytest.fixture
-def intents(database):
-    intents = RequestRecorder(database, lambda node: None)
-    intents.create_load_balancer(TREE, read_back=False)
-    return intents
+def recorder(database):
+    recorder = RequestRecorder(database, lambda node: None)
+    recorder.create_load_balancer(TREE, read_back=False)
+    return recorder
 
 
 def commit(database):
@@ -44,17 +44,17 @@ def said(database):
     return [(one.object_id, one.provisioning, one.operating) for one in due(database)]
 
 
-def test_no_report_is_sent_before_octavia_has_committed(intents, database):
+def test_no_report_is_sent_before_octavia_has_committed(recorder, database):
     serve(database, 1)
     assert due(database) == []
     commit(database)
     assert said(database) == [("lb", Provisioning.ACTIVE, None)]
 
 
-def test_no_object_is_active_before_its_confirmation(intents, database):
+def test_no_object_is_active_before_its_confirmation(recorder, database):
     commit(database)
     assert due(database) == []
-    intents.create_object(Kind.LISTENER, LISTENER)
+    recorder.create_object(Kind.LISTENER, LISTENER)
     serve(database, 1)
     commit(database)
     assert due(database) == [], "the load balancer waits for generation 2"
@@ -62,10 +62,10 @@ def test_no_object_is_active_before_its_confirmation(intents, database):
     assert said(database) == [("li", Provisioning.ACTIVE, None), ("lb", Provisioning.ACTIVE, None)]
 
 
-def test_load_balancers_take_turns(intents, database):
+def test_load_balancers_take_turns(recorder, database):
     """A load balancer with more reports than one call holds is not first again."""
-    intents.create_load_balancer(msgspec.structs.replace(TREE, id="other"), read_back=False)
-    intents.create_object(Kind.LISTENER, LISTENER)
+    recorder.create_load_balancer(msgspec.structs.replace(TREE, id="other"), read_back=False)
+    recorder.create_object(Kind.LISTENER, LISTENER)
     serve(database, 2)
     database.write(lambda c: status_outbox.confirm_generation(c, "other", 2, {}))
     commit(database)
@@ -78,7 +78,7 @@ def test_load_balancers_take_turns(intents, database):
     assert order("other") == ["li", "lb", "other"]
 
 
-def test_only_the_reported_version_is_marked(intents, database):
+def test_only_the_reported_version_is_marked(recorder, database):
     commit(database)
     serve(database, 1)
     first = due(database)
@@ -98,13 +98,13 @@ def due_now(connection):
     return status_outbox.list_due_reports(connection, 100)
 
 
-def test_an_unchanged_status_causes_no_report(intents, database):
+def test_an_unchanged_status_causes_no_report(recorder, database):
     seen = [status_outbox.Observation(object_id="lb", kind=Kind.LOAD_BALANCER, operating=Operating.ONLINE)]
     assert database.write(lambda c: status_outbox.write_observations(c, "lb", seen)) == 1
     assert database.write(lambda c: status_outbox.write_observations(c, "lb", seen)) == 0
 
 
-def test_only_differing_statuses_of_this_load_balancer_are_written(intents, database):
+def test_only_differing_statuses_of_this_load_balancer_are_written(recorder, database):
     ids = [f"li{number}" for number in range(1200)]
 
     def write(connection):
@@ -125,7 +125,7 @@ def test_only_differing_statuses_of_this_load_balancer_are_written(intents, data
     assert rows["theirs"].operating is None
 
 
-def test_no_statement_depends_on_the_order_of_assignments(intents, database):
+def test_no_statement_depends_on_the_order_of_assignments(recorder, database):
     # MySQL and MariaDB evaluate assignments from left to right, with the assigned values.
     seen = []
     sa.event.listen(database.engine, "before_cursor_execute", lambda *args: seen.append(args[2]))
@@ -135,8 +135,8 @@ def test_no_statement_depends_on_the_order_of_assignments(intents, database):
     assert all(one.index("settled=") < one.index(" version=") for one in settling)
 
 
-def test_a_failed_object_is_in_error_until_it_is_repaired(intents, database):
-    intents.create_object(Kind.LISTENER, LISTENER)
+def test_a_failed_object_is_in_error_until_it_is_repaired(recorder, database):
+    recorder.create_object(Kind.LISTENER, LISTENER)
     commit(database)
     serve(database, 2, {"li": "no such thing"})
     assert said(database) == [("li", Provisioning.ERROR, None), ("lb", Provisioning.ACTIVE, None)]
@@ -155,8 +155,8 @@ def confirmed(database, generation, certain=(), first=()):
     database.write(lambda c: status_outbox.confirm_generation(c, "lb", generation, {}, certain, first))
 
 
-def test_a_confirmation_reports_its_statuses(intents, database):
-    intents.create_object(Kind.LISTENER, LISTENER)
+def test_a_confirmation_reports_its_statuses(recorder, database):
+    recorder.create_object(Kind.LISTENER, LISTENER)
     commit(database)
     lb = observation(Operating.ONLINE, "lb", Kind.LOAD_BALANCER)
     confirmed(database, 2, [observation(Operating.ONLINE), observation(Operating.ONLINE, "unknown")], [lb])
@@ -174,8 +174,8 @@ def test_a_confirmation_reports_its_statuses(intents, database):
     ("before", "after"),
     [(None, "ONLINE"), ("OFFLINE", "ONLINE"), ("ONLINE", "ONLINE"), ("DEGRADED", "DEGRADED"), ("ERROR", "ERROR")],
 )
-def test_an_initial_status_does_not_replace_a_measured_one(intents, database, before, after):
-    intents.create_object(Kind.LISTENER, LISTENER)
+def test_an_initial_status_does_not_replace_a_measured_one(recorder, database, before, after):
+    recorder.create_object(Kind.LISTENER, LISTENER)
     if before:
         database.write(lambda c: status_outbox.write_observations(c, "lb", [observation(Operating(before))]))
     confirmed(database, 2, first=[observation(Operating.ONLINE)])
@@ -183,9 +183,9 @@ def test_an_initial_status_does_not_replace_a_measured_one(intents, database, be
     assert dict(map(tuple, rows))["li"] == after
 
 
-def test_newer_measurements_stay(intents, database):
+def test_newer_measurements_stay(recorder, database):
     """The status changes between the read and the write of a confirmation."""
-    intents.create_object(Kind.LISTENER, LISTENER)
+    recorder.create_object(Kind.LISTENER, LISTENER)
 
     def meanwhile(connection, _cursor, text, *_more):
         if text.startswith("UPDATE object_status") and "reason=" in text and "settled" not in text and not done:
@@ -204,24 +204,24 @@ def test_newer_measurements_stay(intents, database):
     assert now == "ERROR"
 
 
-def test_deleted_objects_have_no_status(intents, database):
-    intents.create_object(Kind.LISTENER, LISTENER)
+def test_deleted_objects_have_no_status(recorder, database):
+    recorder.create_object(Kind.LISTENER, LISTENER)
     serve(database, 2)
     commit(database)
     database.write(lambda c: status_outbox.mark_reported(c, due_now(c)))
-    intents.delete_object(Kind.LISTENER, "li")
+    recorder.delete_object(Kind.LISTENER, "li")
     commit(database)
     confirmed(database, 3, [observation(Operating.ONLINE)])
     assert said(database) == [("li", Provisioning.DELETED, None), ("lb", Provisioning.ACTIVE, None)]
 
 
-def test_a_confirmation_of_an_older_generation_settles_no_newer_object(intents, database):
+def test_a_confirmation_of_an_older_generation_settles_no_newer_object(recorder, database):
     """A failed object is deleted by its user before the job of the generation before ends."""
-    intents.create_object(Kind.LISTENER, LISTENER)
+    recorder.create_object(Kind.LISTENER, LISTENER)
     commit(database)
     serve(database, 2, {"li": "no such thing"})
     database.write(lambda c: status_outbox.mark_reported(c, due_now(c)))
-    intents.delete_object(Kind.LISTENER, "li")
+    recorder.delete_object(Kind.LISTENER, "li")
     serve(database, 2)
     serve(database, 2, {"li": "no such thing"})
     commit(database)
@@ -230,8 +230,8 @@ def test_a_confirmation_of_an_older_generation_settles_no_newer_object(intents, 
     assert said(database) == [("li", Provisioning.DELETED, None), ("lb", Provisioning.ACTIVE, None)]
 
 
-def test_a_new_failure_is_reported_without_a_pending_request(intents, database):
-    intents.create_object(Kind.LISTENER, LISTENER)
+def test_a_new_failure_is_reported_without_a_pending_request(recorder, database):
+    recorder.create_object(Kind.LISTENER, LISTENER)
     commit(database)
     serve(database, 2)
     database.write(lambda c: status_outbox.mark_reported(c, due_now(c)))
@@ -242,7 +242,7 @@ def test_a_new_failure_is_reported_without_a_pending_request(intents, database):
     )
 
 
-def test_reports_of_many_objects_need_few_statements(intents, database):
+def test_reports_of_many_objects_need_few_statements(recorder, database):
     seen = []
     ids = [f"li{number:04}" for number in range(600)]
     database.write(lambda c: status_outbox.expect_confirmation(c, "lb", 1, [(Kind.LISTENER, one) for one in ids]))
@@ -256,9 +256,9 @@ def test_reports_of_many_objects_need_few_statements(intents, database):
     assert due(database) == []
 
 
-def test_a_deleted_object_is_reported_once_and_removed(intents, database):
-    intents.create_object(Kind.LISTENER, LISTENER)
-    intents.delete_object(Kind.LISTENER, "li")
+def test_a_deleted_object_is_reported_once_and_removed(recorder, database):
+    recorder.create_object(Kind.LISTENER, LISTENER)
+    recorder.delete_object(Kind.LISTENER, "li")
     commit(database)
     serve(database, 3)
     assert said(database) == [("li", Provisioning.DELETED, None), ("lb", Provisioning.ACTIVE, None)]
@@ -269,7 +269,7 @@ def test_a_deleted_object_is_reported_once_and_removed(intents, database):
     assert database.read(lambda c: c.execute(sa.select(sa.func.count()).select_from(object_status)).scalar()) == 1
 
 
-def test_an_error_report_is_corrected_after_a_later_success(intents, database):
+def test_an_error_report_is_corrected_after_a_later_success(recorder, database):
     commit(database)
     database.write(lambda c: status_outbox.fail_generation(c, "lb", 1, "no amphora"))
     assert said(database) == [("lb", Provisioning.ERROR, None)]
@@ -278,9 +278,9 @@ def test_an_error_report_is_corrected_after_a_later_success(intents, database):
     assert said(database) == [("lb", Provisioning.ACTIVE, None)]
 
 
-def test_a_deleted_load_balancer_leaves_no_row(intents, database):
-    intents.create_object(Kind.LISTENER, LISTENER)
-    intents.delete_load_balancer("lb")
+def test_a_deleted_load_balancer_leaves_no_row(recorder, database):
+    recorder.create_object(Kind.LISTENER, LISTENER)
+    recorder.delete_load_balancer("lb")
     commit(database)
     serve(database, 3)
     assert [one.kind for one in due(database)] == [Kind.LISTENER, Kind.LOAD_BALANCER], "children are reported first"

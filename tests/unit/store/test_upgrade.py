@@ -10,6 +10,7 @@ import traceback
 from contextlib import nullcontext
 
 import galera
+import msgspec
 import pytest
 import revision_0001 as old
 import sqlalchemy as sa
@@ -62,19 +63,18 @@ def upgrade():
 
 
 @pytest.fixture(autouse=True)
-def next_revision(request, tmp_path_factory, monkeypatch):
+def next_revision(request, tmp_path_factory):
     """Add one more revision to the migrations, so that an upgrade with data is possible."""
     kind = request.node.callspec.params.get("kind") if hasattr(request.node, "callspec") else None
     if kind in ("mariadb", "postgresql"):
         request.getfixturevalue(f"{kind}_url")  # the database of the other tests has the real revisions
     folder = tmp_path_factory.mktemp("next") / "migrations"
-    shutil.copytree(schema_check.MIGRATIONS, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    present = schema_check.DRIVER.migrations
+    shutil.copytree(present, folder, ignore=shutil.ignore_patterns("__pycache__"))
     (folder / f"versions/{NEXT}_next.py").write_text(NEXT_REVISION)
-    monkeypatch.setattr(schema_check, "MIGRATIONS", folder)
-    schema_check.known_revisions.cache_clear()
+    msgspec.structs.force_setattr(schema_check.DRIVER, "migrations", folder)
     yield
-    monkeypatch.undo()
-    schema_check.known_revisions.cache_clear()
+    msgspec.structs.force_setattr(schema_check.DRIVER, "migrations", present)
 
 
 @pytest.fixture
@@ -290,7 +290,7 @@ def test_concurrent_upgrades(filled):
 def test_concurrent_upgrades_without_a_common_lock(filled, monkeypatch):
     """Two nodes of a cluster: the later upgrade fails, checks again and finds the schema complete."""
     url, written = filled
-    monkeypatch.setattr(migrate, "_upgrade_lock", lambda engine: nullcontext())
+    monkeypatch.setattr(migrate, "_upgrade_lock", lambda *_: nullcontext())
     pids = [child(lambda: migrate.upgrade(url)) for _ in range(2)]
     assert [ended(pid) for pid in pids] == [0, 0]
     check_rows(url, written)
@@ -413,7 +413,7 @@ def test_active_processes_are_found_in_every_schema(empty, revision, monkeypatch
         database.dispose()
         assert migrate.active_processes(empty) == (), "these processes use the current schema"
         newer = (*schema_check.known_revisions(), "9999")
-        monkeypatch.setattr(schema_check, "known_revisions", lambda: newer)
+        monkeypatch.setattr(schema_check, "known_revisions", lambda *_: newer)
     assert migrate.active_processes(empty) == (("one",) if revision == "0001" else ("one", "three", "two"))
     engine.dispose()
 

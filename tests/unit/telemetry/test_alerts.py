@@ -3,7 +3,7 @@
 
 import msgspec
 import pytest
-from some_fleet import INTERVAL, NOW, PROCESSES, balancer, fleet, identifier, machine, process
+from fleet_rows import INTERVAL, NOW, PROCESSES, balancer, fleet, identifier, machine, process
 
 from amphora_driver.telemetry.alerts import Level, find_notices, group_notices, worst_level
 from amphora_driver.telemetry.fleet_snapshot import (
@@ -34,7 +34,9 @@ ROTATION = RotationInfo(
     id=4, state="paused", max_unavailable=1, asked_by=None, created_at=NOW, ended_at=None, reason="the new one is deaf"
 )
 AUTHORITY = AuthorityInfo(id=1, kind="amphora", state="current", expires_at=NOW + 3600)
-ZOMBIE = UnknownAmphoraInfo(amphora_id=identifier(9), address="192.0.2.9", first_at=NOW - 5, last_at=NOW, verdict=None)
+UNKNOWN_AMPHORA = UnknownAmphoraInfo(
+    amphora_id=identifier(9), address="192.0.2.9", first_at=NOW - 5, last_at=NOW, verdict=None
+)
 SILENT = {"silence": "silent", "silent_since": NOW - 9}
 
 
@@ -44,7 +46,7 @@ def said(**more):
 
 def test_a_healthy_fleet_has_no_alert():
     assert said() == []
-    assert worst_level(()) is Level.WELL
+    assert worst_level(()) is Level.OK
     assert said(amphorae=(machine(), machine(1002, holds_vip=None, state="booting", heard_at=None, confirmed=0))) == []
 
 
@@ -52,58 +54,74 @@ def test_a_healthy_fleet_has_no_alert():
     ("level", "text", "more"),
     [
         (
-            Level.TROUBLE,
+            Level.CRITICAL,
             "circuit breaker is open, no automatic fail-overs: 9 of 10",
             {"breaker": BreakerInfo(state="open", silent=9, watched=10)},
         ),
-        (Level.WATCH, "one automatic fail-over at a time", {"breaker": BreakerInfo(state="trial")}),
+        (Level.WARNING, "one automatic fail-over at a time", {"breaker": BreakerInfo(state="trial")}),
         (
-            Level.WATCH,
+            Level.WARNING,
             "holds the circuit breaker open, no automatic fail-overs: switches",
             {"breaker": BreakerInfo(state="open", held=True, reason="switches")},
         ),
         (
-            Level.WATCH,
+            Level.WARNING,
             "blind, no automatic fail-overs: no route",
             {"sight": DetectorInfo(state="blind", reason="no route")},
         ),
-        (Level.TROUBLE, "no controller runs", {"processes": PROCESSES[1:]}),
-        (Level.TROUBLE, "no health manager runs", {"processes": (PROCESSES[0], PROCESSES[2])}),
-        (Level.TROUBLE, "no provider agent runs", {"processes": PROCESSES[:2]}),
+        (Level.CRITICAL, "no controller runs", {"processes": PROCESSES[1:]}),
+        (Level.CRITICAL, "no health manager runs", {"processes": (PROCESSES[0], PROCESSES[2])}),
+        (Level.CRITICAL, "no provider agent runs", {"processes": PROCESSES[:2]}),
         (
-            Level.WATCH,
+            Level.WARNING,
             "sends no heartbeats",
             {"processes": (*PROCESSES, process("controller", name="old", seen_at=NOW - 99))},
         ),
         (
-            Level.TROUBLE,
+            Level.CRITICAL,
             "every controller is draining",
             {"processes": (process("controller", draining=True), *PROCESSES[1:])},
         ),
-        (Level.WATCH, "image rotation 4 is paused: the new one is deaf", {"rotations": (ROTATION,)}),
-        (Level.TROUBLE, "CA of amphora certificates expires", {"authorities": (AUTHORITY,)}),
+        (Level.WARNING, "image rotation 4 is paused: the new one is deaf", {"rotations": (ROTATION,)}),
+        (Level.CRITICAL, "CA of amphora certificates expires", {"authorities": (AUTHORITY,)}),
         (
-            Level.WATCH,
+            Level.WARNING,
             "CA of amphora certificates expires",
             {"authorities": (msgspec.structs.replace(AUTHORITY, expires_at=NOW + 86400 * 9),)},
         ),
-        (Level.WATCH, "192.0.2.9 sends heartbeats with the unknown amphora id", {"unknown_amphorae": (ZOMBIE,)}),
-        (Level.WATCH, "quota", {"pools": (SparePoolInfo(id="p", wanted=1, booted=0, ready=0, error="quota"),)}),
-        (Level.WATCH, "2 orphaned machines", {"orphans": 2}),
-        (Level.WATCH, "3 statuses are not reported to Octavia yet", {"outbox": OutboxInfo(waiting=3, oldest=NOW - 60)}),
-        (Level.WATCH, "no controller starts its job", {"balancers": (balancer(due=True, due_at=NOW - 60),)}),
-        (Level.TROUBLE, "no controller starts its job", {"balancers": (balancer(due=True, due_at=NOW - 600),)}),
         (
-            Level.TROUBLE,
+            Level.WARNING,
+            "192.0.2.9 sends heartbeats with the unknown amphora id",
+            {"unknown_amphorae": (UNKNOWN_AMPHORA,)},
+        ),
+        (Level.WARNING, "quota", {"pools": (SparePoolInfo(id="p", wanted=1, booted=0, ready=0, error="quota"),)}),
+        (Level.WARNING, "2 orphaned machines", {"orphans": 2}),
+        (
+            Level.WARNING,
+            "3 statuses are not reported to Octavia yet",
+            {"outbox": OutboxInfo(waiting=3, oldest=NOW - 60)},
+        ),
+        (Level.WARNING, "no controller starts its job", {"balancers": (balancer(due=True, due_at=NOW - 60),)}),
+        (Level.CRITICAL, "no controller starts its job", {"balancers": (balancer(due=True, due_at=NOW - 600),)}),
+        (
+            Level.CRITICAL,
             "is in ERROR: quota",
             {"balancers": (balancer(state="ERROR", error="quota", operating="ERROR"),)},
         ),
-        (Level.WATCH, "its job failed 2 times and is retried: no", {"balancers": (balancer(attempts=2, error="no"),)}),
-        (Level.WATCH, "a user waits for generation 5", {"balancers": (balancer(accepted_at=NOW - 60),)}),
-        (Level.TROUBLE, "a user waits for generation 5", {"balancers": (balancer(accepted_at=NOW - 600),)}),
-        (Level.WATCH, "serves no clients: all down", {"balancers": (balancer(operating="ERROR", reason="all down"),)}),
         (
-            Level.TROUBLE,
+            Level.WARNING,
+            "its job failed 2 times and is retried: no",
+            {"balancers": (balancer(attempts=2, error="no"),)},
+        ),
+        (Level.WARNING, "a user waits for generation 5", {"balancers": (balancer(accepted_at=NOW - 60),)}),
+        (Level.CRITICAL, "a user waits for generation 5", {"balancers": (balancer(accepted_at=NOW - 600),)}),
+        (
+            Level.WARNING,
+            "serves no clients: all down",
+            {"balancers": (balancer(operating="ERROR", reason="all down"),)},
+        ),
+        (
+            Level.CRITICAL,
             "2 amphorae report that they hold the VIPs",
             {
                 "balancers": (balancer(holders=(identifier(1001), identifier(1002))),),
@@ -111,22 +129,22 @@ def test_a_healthy_fleet_has_no_alert():
             },
         ),
         (
-            Level.TROUBLE,
+            Level.CRITICAL,
             "no amphora reports that it holds the VIPs",
             {"amphorae": (machine(holds_vip=False), machine(1002, holds_vip=False))},
         ),
-        (Level.TROUBLE, "is silent", {"amphorae": (machine(**SILENT),)}),
-        (Level.WATCH, "is silent", {"amphorae": (machine(**SILENT),), "failovers": (GOING,)}),
+        (Level.CRITICAL, "is silent", {"amphorae": (machine(**SILENT),)}),
+        (Level.WARNING, "is silent", {"amphorae": (machine(**SILENT),), "failovers": (GOING,)}),
         (
-            Level.TROUBLE,
+            Level.CRITICAL,
             "has never sent a heartbeat: why",
             {"amphorae": (machine(silence="never_spoke", verdict="why"),)},
         ),
-        (Level.WATCH, "sent no heartbeat for ten intervals", {"amphorae": (machine(heard_at=NOW - 99),)}),
-        (Level.WATCH, "drifts from its configuration: nft", {"amphorae": (machine(drift="nft", drifts=True),)}),
-        (Level.TROUBLE, "its certificate has expired", {"amphorae": (machine(certificate_expires_at=NOW - 1),)}),
+        (Level.WARNING, "sent no heartbeat for ten intervals", {"amphorae": (machine(heard_at=NOW - 99),)}),
+        (Level.WARNING, "drifts from its configuration: nft", {"amphorae": (machine(drift="nft", drifts=True),)}),
+        (Level.CRITICAL, "its certificate has expired", {"amphorae": (machine(certificate_expires_at=NOW - 1),)}),
         (
-            Level.WATCH,
+            Level.WARNING,
             "was not renewed",
             {"amphorae": (machine(certificate_issued_at=NOW - 900, certificate_expires_at=NOW + 100),)},
         ),
@@ -149,8 +167,8 @@ def test_automatically_handled_conditions_cause_no_alert():
 
 def test_the_most_severe_alert_is_first():
     found = find_notices(fleet(orphans=1, balancers=(balancer(state="ERROR"),)), INTERVAL)
-    assert [one.level for one in found] == [Level.TROUBLE, Level.WATCH]
-    assert worst_level(found) is Level.TROUBLE
+    assert [one.level for one in found] == [Level.CRITICAL, Level.WARNING]
+    assert worst_level(found) is Level.CRITICAL
 
 
 def test_similar_alerts_are_combined():

@@ -7,7 +7,7 @@ import time
 import msgspec
 import pytest
 import sqlalchemy as sa
-from some_fleet import NOW, identifier, rows, write
+from fleet_rows import NOW, identifier, rows, write
 
 from amphora_driver.errors import StoreError
 from amphora_driver.telemetry import fleet_queries
@@ -157,7 +157,7 @@ def test_the_remaining_fleet_figures(database):
     assert [one.state for one in read.authorities] == ["current", "next"]
     assert read.outbox.waiting == 1
     assert [(one.state, one.done) for one in read.rotations] == [("paused", 0)]
-    assert worst_level(find_notices(read, 3.0)) is Level.TROUBLE
+    assert worst_level(find_notices(read, 3.0)) is Level.CRITICAL
     # The snapshot can be encoded for a program and decoded again.
     assert msgspec.json.decode(msgspec.json.encode(read), type=type(read)) == read
 
@@ -272,32 +272,32 @@ def test_the_status_page_cannot_write(url):
 
 def test_concurrent_readers_share_one_snapshot(url):
     now = [100.0]
-    looking = SnapshotCache(open_read_only(url), 3.0, 0, lambda: now[0])
+    cache = SnapshotCache(open_read_only(url), 3.0, 0, lambda: now[0])
     try:
-        first = looking.get_view()
-        assert all(looking.get_view() is first for _ in range(100))
+        first = cache.get_view()
+        assert all(cache.get_view() is first for _ in range(100))
         now[0] += 1.5
-        assert looking.get_view().number == first.number + 1
+        assert cache.get_view().number == first.number + 1
     finally:
-        looking.close()
+        cache.close()
 
 
 def test_while_the_database_is_unavailable_the_last_snapshot_is_shown(url, tmp_path):
     now = [100.0]
-    looking = SnapshotCache(open_read_only(url), 3.0, 0, lambda: now[0])
+    cache = SnapshotCache(open_read_only(url), 3.0, 0, lambda: now[0])
     try:
-        before = looking.get_view()
-        looking.close()
+        before = cache.get_view()
+        cache.close()
         for path in tmp_path.glob("driver.sqlite*"):
             path.unlink()
         (tmp_path / "driver.sqlite").write_bytes(b"this is no database, and long enough to be looked at" * 100)
         now[0] += 1.5
-        after = looking.get_view()
-        assert after.trouble is not None
+        after = cache.get_view()
+        assert after.read_error is not None
         assert after.fleet == before.fleet
         assert after.number > before.number
     finally:
-        looking.close()
+        cache.close()
 
 
 @pytest.mark.quiet

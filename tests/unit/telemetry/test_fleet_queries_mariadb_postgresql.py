@@ -8,7 +8,7 @@ import mariadb
 import postgresql
 import pytest
 import sqlalchemy as sa
-from some_fleet import NOW, identifier, rows, write
+from fleet_rows import NOW, identifier, rows, write
 
 from amphora_driver.database import migrate
 from amphora_driver.database.engine import Database
@@ -42,16 +42,16 @@ def test_the_fleet_is_read_and_the_connection_cannot_write(server_url):
     found["failover"] = [{"load_balancer_id": identifier(1), "cause": "silent", "begun_at": NOW}]
     found["failover_event"] = [{"failover_id": 1, "at": NOW, "word": "begun"}]
     writer = Database(server_url)
-    looking = open_read_only(server_url)
+    cache = open_read_only(server_url)
     try:
         write(writer, found)
-        told = fleet_queries.read_fleet(looking)
+        told = fleet_queries.read_fleet(cache)
         assert (len(told.balancers), len(told.amphorae)) == (3, 6)
         assert [one.accepted_at for one in told.balancers] == [NOW, None, None]
         assert [one.step for one in told.failovers] == ["begun"]
-        assert fleet_queries.list_ended_failovers(looking, 0.0)[0] == ()
+        assert fleet_queries.list_ended_failovers(cache, 0.0)[0] == ()
         with pytest.raises(StoreError, match=r"(?i)read.?only"):
-            looking.write(lambda connection: connection.execute(sa.text("DELETE FROM job")))
+            cache.write(lambda connection: connection.execute(sa.text("DELETE FROM job")))
     finally:
-        looking.dispose()
+        cache.dispose()
         writer.dispose()

@@ -8,8 +8,8 @@ from html.parser import HTMLParser
 
 import msgspec
 import pytest
-from some_fleet import INTERVAL, NOW, balancer, fleet, identifier, machine, process
-from test_alerts import AUTHORITY, GOING, ROTATION, ZOMBIE
+from fleet_rows import INTERVAL, NOW, balancer, fleet, identifier, machine, process
+from test_alerts import AUTHORITY, GOING, ROTATION, UNKNOWN_AMPHORA
 
 from amphora_driver.telemetry import status_page
 from amphora_driver.telemetry.alerts import find_notices
@@ -75,12 +75,12 @@ def everything_hostile():
         pools=(SparePoolInfo(id=HOSTILE, wanted=1, booted=0, ready=0, error=HOSTILE),),
         rotations=(hostile(type(ROTATION), ROTATION),),
         authorities=(hostile(type(AUTHORITY), AUTHORITY),),
-        unknown_amphorae=(hostile(type(ZOMBIE), ZOMBIE),),
+        unknown_amphorae=(hostile(type(UNKNOWN_AMPHORA), UNKNOWN_AMPHORA),),
     )
 
 
 def test_hostile_text_is_escaped_everywhere():
-    seen = view(everything_hostile(), trouble=HOSTILE)
+    seen = view(everything_hostile(), read_error=HOSTILE)
     whole = status_page.render_page(seen, PROCESS, HOSTILE)
     # The search text appears in its field only; the page lists all other objects without it.
     for text in (whole, status_page.render_page(view(everything_hostile()), PROCESS, "")):
@@ -112,17 +112,17 @@ def test_only_the_pages_own_style_and_script_may_run():
 
 @pytest.mark.parametrize("found", [None, fleet(), fleet(balancers=(), amphorae=(), processes=())])
 def test_the_page_renders_every_snapshot(found):
-    seen = View(number=1, fleet=None, trouble="Could not read") if found is None else view(found)
+    seen = View(number=1, fleet=None, read_error="Could not read") if found is None else view(found)
     text = read(status_page.render_page(seen, PROCESS)).text
     assert ("The database does not answer" in " ".join(text)) == (found is None)
 
 
 def test_alerts_come_first():
-    well = "".join(read(status_page.render_page(view(fleet()), PROCESS)).text)
-    assert "No problems" in well
+    healthy = "".join(read(status_page.render_page(view(fleet()), PROCESS)).text)
+    assert "No problems" in healthy
     bad = status_page.render_page(view(fleet(balancers=(balancer(state="ERROR", error="no quota"),))), PROCESS).decode()
     assert "1 problem needs action" in bad
-    assert 'data-level="trouble"' in bad
+    assert 'data-level="critical"' in bad
     assert bad.index("no quota") < bad.index('id="h-vitals"')
 
 
@@ -170,8 +170,8 @@ def test_all_colours_have_enough_contrast(scheme):
     day, night = style.split("@media (prefers-color-scheme: dark)", 1)
     found = dict(re.findall(r"--([\w-]+): (#[0-9a-f]+)", day if scheme == "light" else night.split("* {")[0]))
     pairs = [
-        (ink, paper) for ink in ("ink", "soft", "well", "watch", "trouble", "busy") for paper in ("paper", "sheet")
+        (ink, paper) for ink in ("ink", "soft", "ok", "warning", "critical", "busy") for paper in ("paper", "sheet")
     ]
-    for ink, paper in [*pairs, ("band-watch-ink", "band-watch"), ("band-trouble-ink", "band-trouble")]:
+    for ink, paper in [*pairs, ("band-warning-ink", "band-warning"), ("band-critical-ink", "band-critical")]:
         bright, dim = sorted((luminance(found[ink]), luminance(found[paper])), reverse=True)
         assert (bright + 0.05) / (dim + 0.05) >= 4.5, (scheme, ink, paper)

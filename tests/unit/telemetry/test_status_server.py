@@ -12,7 +12,7 @@ import time
 from contextlib import contextmanager
 
 import pytest
-from some_fleet import rows, write
+from fleet_rows import rows, write
 
 from amphora_driver import config, metrics
 from amphora_driver.certificates.ca import Authority, create_authority
@@ -24,7 +24,7 @@ from amphora_driver.telemetry.http_request import RequestRefused
 from amphora_driver.telemetry.http_server import StatusServer, Telemetry
 
 # Seconds; the machine may be busy.
-PATIENCE = 60
+TIME_LIMIT = 60
 
 
 def options(url, **status):
@@ -40,14 +40,14 @@ def running(url, duty=lambda: True, **status):
     telemetry = Telemetry(options(url, **status), ProcessKind.CONTROLLER, "ctl:1", duty)
     telemetry.server.port = 0
     with telemetry:
-        assert telemetry.server.wait_until_listening(PATIENCE)
+        assert telemetry.server.wait_until_listening(TIME_LIMIT)
         yield telemetry.server.port
 
 
 def asked(port, path="/", method="GET", context=None, **headers):
     kind = http.client.HTTPConnection if context is None else http.client.HTTPSConnection
     more = {} if context is None else {"context": context}
-    connection = kind("127.0.0.1", port, timeout=PATIENCE, **more)
+    connection = kind("127.0.0.1", port, timeout=TIME_LIMIT, **more)
     try:
         connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
         answer = connection.getresponse()
@@ -185,7 +185,7 @@ def test_tls_is_served_and_a_new_certificate_is_used_at_once(url, tmp_path):
     path = tmp_path / "status.pem"
 
     def fingerprint(port):
-        with socket.create_connection(("127.0.0.1", port), PATIENCE) as plain:
+        with socket.create_connection(("127.0.0.1", port), TIME_LIMIT) as plain:
             context = ssl._create_unverified_context()
             with context.wrap_socket(plain) as secure:
                 return secure.getpeercert(binary_form=True)
@@ -207,7 +207,7 @@ def test_a_slow_client_delays_no_other(url, monkeypatch):
     monkeypatch.setattr(http_server, "_CONNECTION_TIMEOUT", 1.0)
     with running(url) as port:
         slow = [
-            socket.create_connection(("127.0.0.1", port), PATIENCE) for _ in range(3 * http_server._MAX_CONNECTIONS)
+            socket.create_connection(("127.0.0.1", port), TIME_LIMIT) for _ in range(3 * http_server._MAX_CONNECTIONS)
         ]
         try:
             for one in slow[-http_server._MAX_CONNECTIONS :]:
@@ -218,7 +218,7 @@ def test_a_slow_client_delays_no_other(url, monkeypatch):
             )  # including connections that are just being closed
             # The server closes all slow connections, although some send data now and then.
             for one in slow:
-                one.settimeout(PATIENCE)
+                one.settimeout(TIME_LIMIT)
                 while True:
                     try:
                         if not one.recv(4096):
@@ -232,7 +232,7 @@ def test_a_slow_client_delays_no_other(url, monkeypatch):
 
 
 def test_endless_request_heads_are_refused(url):
-    with running(url) as port, socket.create_connection(("127.0.0.1", port), PATIENCE) as one:
+    with running(url) as port, socket.create_connection(("127.0.0.1", port), TIME_LIMIT) as one:
         one.sendall(b"GET / HTTP/1.1\r\nX: " + b"a" * 9000)
         assert one.recv(4096).startswith(b"HTTP/1.1 431 ")
 
@@ -247,7 +247,7 @@ def test_the_server_retries_a_port_in_use(url, monkeypatch, caplog):
                 "one message"
             )
             taken.close()
-            assert telemetry.server.wait_until_listening(PATIENCE)
+            assert telemetry.server.wait_until_listening(TIME_LIMIT)
             assert asked(port, "/healthz")[0] == 200
 
 
@@ -263,7 +263,7 @@ def test_an_unavailable_database_is_reported(tmp_path):
         status, body, _ = asked(port)
         assert status == 200
         assert b"The database does not answer" in body
-        assert json.loads(asked(port, "/status.json")[1])["level"] == "trouble"
+        assert json.loads(asked(port, "/status.json")[1])["level"] == "critical"
         told = asked(port, "/metrics")[1].decode()
         assert "amphora_fleet_up 0.0" in told
         assert "amphora_fleet_load_balancers" not in told
@@ -289,7 +289,7 @@ def test_ended_failovers_are_counted_once(url, database):
             "fail-overs that ended before the start are not counted"
         )
         write(database, {"failover": [{**before, "ended_at": time.time()}]})
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + TIME_LIMIT
         while counted("amphora_failovers_total", *labels) == first and time.monotonic() < deadline:
             asked(port, "/metrics")
         for _ in range(3):

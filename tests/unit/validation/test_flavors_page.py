@@ -17,6 +17,8 @@ FALLS_BACK = {
     "loadbalancer_topology": "[amp_controller] loadbalancer_topology",
     "compute_driver": "[amp_compute] driver",
     "network_driver": "[amp_network] driver",
+    "admin_log_targets": "[amp_logs] admin_targets",
+    "tenant_log_targets": "[amp_logs] tenant_targets",
     "warm_spares": f"[amp_spares] number ({config.GROUPS['amp_spares'][0].default})",
     "vrrp_advert_interval": f"[amp_vrrp] advert_interval ({config.GROUPS['amp_vrrp'][0].default})",
 }

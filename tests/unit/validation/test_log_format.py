@@ -51,6 +51,25 @@ def test_accepted_formats_are_accepted_by_haproxy(tmp_path, text):
     assert found.returncode == 0, found.stderr
 
 
+@pytest.mark.parametrize(
+    ("text", "added"),
+    [
+        ("%f %ci", False),
+        ("{{ project_id }} {{lb_id}} %f", False),
+        ("{{lb_id}} %f %r", False),
+        ("%ci %f", True),
+        ("%fc", True),
+        ("%ft %ci", True),
+        ("%f,%ci", True),
+        ("{{lb_id}}", True),
+        ("%{+Q}o %f", True),
+        ("x %f", True),
+    ],
+)
+def test_the_listener_precedes_all_values_of_clients(text, added):
+    assert log_format.with_listener(text) == (f"%f {text}" if added else text)
+
+
 @pytest.mark.parametrize("text", REFUSED)
 def test_refused_formats_are_named(text):
     with pytest.raises(UnsupportedOption, match="log_format"):

@@ -32,6 +32,8 @@ GOOD = {
     "tls_ciphers": "ECDHE+AESGCM:!aNULL:@SECLEVEL=2:TLS_AES_128_GCM_SHA256",
     "connection_logging": False,
     "log_format": '%ci:%cp [%tr] "%{+Q}r" %[ssl_c_verify] 100%%',
+    "admin_log_targets": ["udp://192.0.2.9:514", "tcp://[2001:db8::9]:601"],
+    "tenant_log_targets": [],
     "vrrp_advert_interval": 0.2,
     "warm_spares": 1,
     "client_address": "hidden",
@@ -115,6 +117,12 @@ def test_the_listing_names_the_available_values():
         (flavors, {"vrrp_advert_interval": 0.01}, "vrrp_advert_interval", "0.05 or more"),
         (flavors, {"vrrp_advert_interval": 41}, "vrrp_advert_interval", "40 or less"),
         (flavors, {"vrrp_advert_interval": True}, "vrrp_advert_interval", "type number"),
+        (flavors, {"admin_log_targets": "udp://192.0.2.9:514"}, "admin_log_targets", "type array"),
+        (flavors, {"admin_log_targets": [5]}, "admin_log_targets", "its item 5 must be of type string"),
+        (flavors, {"admin_log_targets": ["udp://192.0.2.9:1"] * 2}, "admin_log_targets", "twice"),
+        (flavors, {"admin_log_targets": ["udp://a.example:1"]}, "admin_log_targets", "with an IP address and a port"),
+        (flavors, {"admin_log_targets": ["tls://192.0.2.9:6514"]}, "admin_log_targets", "no CA certificate"),
+        (flavors, {"tenant_log_targets": ["relp://192.0.2.9:1"]}, "tenant_log_targets", "udp://, tcp://"),
         (flavors, {"unknown": 1}, "unknown", "key is unknown"),
         (flavors, {7: 1}, "7", "key is unknown"),
         (flavors, ["x"], "flavor", "not a JSON object"),
@@ -154,6 +162,10 @@ def test_invalid_values_are_refused(module, metadata, key, reason):
         ({"tls_minimum_version": "TLSv1.3", "tls_ciphers": "AES256-SHA:ECDHE+AESGCM"}, ["tls_ciphers", "TLS 1.3"]),
         ({"connection_logging": False, "log_format": "%ci"}, ["log_format", "connection_logging"]),
         ({"loadbalancer_topology": "SINGLE", "vrrp_advert_interval": 1}, ["vrrp_advert_interval", "one amphora"]),
+        (
+            {"connection_logging": False, "tenant_log_targets": ["udp://192.0.2.9:1"]},
+            ["tenant_log_targets", "connection_logging"],
+        ),
     ],
 )
 def test_a_contradictory_flavor_is_refused(flavor, words):
@@ -169,6 +181,7 @@ def test_a_contradictory_flavor_is_refused(flavor, words):
         ({"tls_ciphers": "AES256-SHA"}, {"tls_minimum_version": "TLSv1.3"}),
         ({"tls_minimum_version": "TLSv1.3"}, {"tls_ciphers": "AES256-SHA"}),
         ({"log_format": "%ci"}, {"connection_logging": False}),
+        ({"tenant_log_targets": ["udp://192.0.2.9:1"]}, {"connection_logging": False}),
     ],
 )
 def test_a_flavor_that_contradicts_the_configuration_is_refused(flavor, configured):

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process of the log forwarder.
+
+Invariant: the process needs neither the agent nor a file. The agent sends targets and the input socket over the control
+socket. The process has a low priority, so that HAProxy has the processor first.
+
+    python -I -S __main__.py DIRECTORY
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+# Python's options -I and -S save memory, but omit the agent's package from Python's search path.
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))  # noqa: PTH100, PTH118, PTH120
+
+from amphora_agent.log_forwarder.code_version import version
+from amphora_agent.log_forwarder.forwarder import Forwarder
+
+NICENESS = 10
+
+
+def main() -> None:
+    """Forward lines until a signal ends the process."""
+    os.nice(NICENESS)
+    version()
+    directory = sys.argv[1]
+    Forwarder(f"{directory}/admin.sock", f"{directory}/control.sock").run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The WSGI application of the API.
+
+Invariant: each error is JSON with the keys `wanted`, `happened` and `remedy`. An unexpected exception is logged by the
+method and the path, without the query, because the query may contain a token; the caller gets no detail of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from flask import Flask, Response, request
+from werkzeug.exceptions import HTTPException
+
+from amphora_cluster.api.authentication import Replayed, Unauthenticated
+from amphora_cluster.api.parameters import MOST_BYTES
+from amphora_cluster.api.responses import error_json
+from amphora_cluster.api.webhooks import EXTENSION, Service, respond, routes
+from amphora_cluster.database.groups import GroupStore
+from amphora_cluster.database.requests import RequestStore
+from amphora_cluster.database.tables import SCHEMA
+from amphora_cluster.database.tokens import TokenStore
+from amphora_driver.errors import AmphoraDriverError, Conflict, RequestError, StoreError, UnknownObject
+from amphora_driver.untrusted_text import printable
+
+if TYPE_CHECKING:
+    from oslo_config.cfg import ConfigOpts
+
+LOG = logging.getLogger(__name__)
+# Threads that never wait for the end of a request, so that other requests are answered.
+FREE_THREADS = 2
+_RETRY_SECONDS = "5"
+
+
+def create_app(conf: ConfigOpts | None = None) -> Flask:
+    """Return the application for these options; by default for those of the usual file."""
+    from amphora_cluster import config  # noqa: PLC0415 - tests make the application without options
+    from amphora_driver.database.engine import Database  # noqa: PLC0415
+
+    conf = conf or config.load()
+    database, vault = Database(conf.amp_cluster.connection, schema=SCHEMA), config.load_vault(conf)
+    own = conf.amp_cluster_api
+    service = Service(
+        groups=GroupStore(database, vault),
+        requests=RequestStore(database),
+        tokens=TokenStore(database, vault),
+        longest_wait=own.longest_wait,
+        waiting=threading.Semaphore(own.threads - FREE_THREADS),
+    )
+    return make_app(service, database.now)
+
+
+def make_app(service: Service, alive: Callable[[], object] = lambda: None) -> Flask:
+    """Return the application for a service.
+
+    Args:
+        service: what the routes use.
+        alive: raises an error if the database does not answer, for /healthcheck.
+    """
+    app = Flask("amphora-cluster-api", static_folder=None)
+    app.config["MAX_CONTENT_LENGTH"] = MOST_BYTES
+    app.extensions[EXTENSION] = service
+    app.register_blueprint(routes)
+    app.register_error_handler(AmphoraDriverError, _refused)
+    app.register_error_handler(HTTPException, _http_error)
+    app.register_error_handler(Exception, _failed)
+
+    @app.get("/healthcheck")
+    def healthcheck() -> Response:
+        alive()
+        return respond(200, {"status": "ok"})
+
+    return app
+
+
+def _refused(error: AmphoraDriverError) -> Response:
+    match error:
+        case Unauthenticated():
+            LOG.info("refused %s %s from %s: %s", request.method, _path(), request.remote_addr, error.happened)
+            return respond(401, error_json(error), WWW_Authenticate="Bearer")
+        case Replayed():
+            LOG.warning("refused %s %s from %s: %s", request.method, _path(), request.remote_addr, error.happened)
+            return respond(409, error_json(error))
+        case UnknownObject():
+            return respond(404, error_json(error))
+        case Conflict():
+            return respond(409, error_json(error))
+        case RequestError():
+            return respond(400, error_json(error))
+        case StoreError():
+            LOG.error("failed to answer %s %s: %s", request.method, _path(), error)
+            document = {"wanted": "answer the request", "happened": "the database of this service does not answer"}
+            return respond(503, {**document, "remedy": "Send the request again."}, Retry_After=_RETRY_SECONDS)
+        case _:
+            return _failed(error)
+
+
+def _http_error(error: HTTPException) -> Response:
+    status = error.code or 500
+    document = {"wanted": "read the request", "happened": error.name, "remedy": "Check method, URL and size."}
+    return respond(status, document, **({"Allow": ", ".join(_allowed(error))} if status == 405 else {}))
+
+
+def _allowed(error: HTTPException) -> list[str]:
+    return sorted(getattr(error, "valid_methods", None) or ())
+
+
+def _failed(error: Exception) -> Response:
+    LOG.error("failed to answer %s %s", request.method, _path(), exc_info=error)
+    happened, remedy = "an internal error", "Look into the log of the service."
+    return respond(500, {"wanted": "answer the request", "happened": happened, "remedy": remedy})
+
+
+def _path() -> str:
+    return printable(request.path, 200)

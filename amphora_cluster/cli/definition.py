@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arguments that define a group, and the definition that they give."""
+
+from __future__ import annotations
+
+import argparse
+import uuid
+from typing import Any
+
+from amphora_cluster.cloud import options
+from amphora_cluster.cloud.errors import CloudError
+from amphora_cluster.cloud.octavia import OctaviaPools
+from amphora_cluster.cloud.session import CloudConnection
+from amphora_cluster.credential import ApplicationCredential
+from amphora_cluster.model import TAG_PREFIX, Group, MemberTemplate, Selector, SelectorKind, Weight, WeightKind
+from amphora_cluster.policy import PolicySpec, names, to_create_body
+from amphora_driver.cli.command import Argument, argument
+from amphora_driver.errors import RequestError
+
+_MOST_PORT, _MOST_WEIGHT, _MOST_SECONDS = 65535, 256, 86400
+
+
+def number(least: int, most: int) -> Any:
+    """Return a type for argparse: a whole number with limits."""
+
+    def read(text: str) -> int:
+        found = int(text)
+        if not least <= found <= most:
+            raise argparse.ArgumentTypeError(f"{found} is not from {least} to {most}")
+        return found
+
+    read.__name__ = "number"
+    return read
+
+
+SELECTORS: tuple[tuple[SelectorKind, str, str, str], ...] = (
+    (SelectorKind.SERVER_GROUP, "--server-group", "ID", "The members of this Nova server group."),
+    (SelectorKind.METADATA, "--metadata", "KEY=VALUE", "The servers of the project with this metadata."),
+    (SelectorKind.TAG, "--tag", "TAG", "The servers of the project with this tag."),
+    (SelectorKind.HEAT_STACK, "--heat-stack", "STACK/RESOURCE", "The servers of this resource of a Heat stack."),
+)
+PROTECTION: tuple[Argument, ...] = (
+    argument(
+        "--drain-seconds",
+        type=number(0, _MOST_SECONDS),
+        metavar="SECONDS",
+        help="Longest time between weight 0 and the removal of a member. 0 removes members at once.",
+    ),
+    argument("--minimum", type=number(0, 100_000), metavar="NUMBER", help="Smallest number of serving servers."),
+    argument(
+        "--join-timeout",
+        type=number(1, _MOST_SECONDS),
+        metavar="SECONDS",
+        help="Seconds until a joining server counts as failed.",
+    ),
+)
+MEMBERS: tuple[Argument, ...] = (
+    argument(
+        "--port",
+        type=number(1, _MOST_PORT),
+        action="append",
+        metavar="PORT",
+        help="Port of the members; can be repeated: each server has a member for each port. Default with --policy: the "
+        "port of the policy.",
+    ),
+    argument("--subnet", metavar="ID", help="Subnet of the members. Default: the first fixed address of the family."),
+    argument("--family", type=int, choices=(4, 6), default=4, help="Family of the addresses (default: 4)."),
+    argument("--monitor-port", type=number(1, _MOST_PORT), metavar="PORT", help="Port of health checks."),
+    argument("--backup", action="store_true", help="The members are backup members."),
+    argument(
+        "--weight",
+        type=number(0, _MOST_WEIGHT),
+        default=1,
+        metavar="NUMBER",
+        help="Weight of the members (default: 1).",
+    ),
+    argument("--weight-metadata", metavar="KEY", help="The weight of a member is this metadata of its server."),
+    argument("--weight-vcpus", action="store_true", help="The weight of a member is the number of vCPUs."),
+    argument(
+        "--no-drain-on-idle",
+        action="store_true",
+        help="A drain always lasts for --drain-seconds. By default it ends when the statistics show no connection.",
+    ),
+)
+
+
+def selector_arguments() -> tuple[Argument, ...]:
+    """Return the arguments of the selectors; a group has exactly one."""
+    listed = argument("--server", action="append", metavar="ID", help="An explicit list of servers; can be repeated.")
+    return (*(argument(name, metavar=value, help=text) for _, name, value, text in SELECTORS), listed)
+
+
+def read_selector(parsed: argparse.Namespace) -> Selector:
+    """Return the selector; raises RequestError unless there is exactly one."""
+    values = {kind: getattr(parsed, name[2:].replace("-", "_")) for kind, name, _, _ in SELECTORS}
+    given = [Selector(kind=kind, value=value) for kind, value in values.items() if value]
+    if parsed.server:
+        given.append(Selector(kind=SelectorKind.LIST, servers=tuple(dict.fromkeys(parsed.server))))
+    if len(given) != 1:
+        options_ = ", ".join((*(name for _, name, _, _ in SELECTORS), "--server"))
+        raise RequestError("create the group", f"{len(given)} selectors are given", f"Use exactly one of {options_}.")
+    (found,) = given
+    if found.kind is SelectorKind.METADATA and not found.value.partition("=")[1]:
+        raise RequestError("create the group", f"{found.value!r} is not KEY=VALUE", "Write, for example, role=web.")
+    if found.kind is SelectorKind.HEAT_STACK and not all(found.value.rpartition("/")):
+        raise RequestError("create the group", f"{found.value!r} is not STACK/RESOURCE", "Name a resource group.")
+    return found
+
+
+def read_template(parsed: argparse.Namespace, policy: PolicySpec | None) -> MemberTemplate:
+    """Return the properties of the members; port and subnet may come from the policy."""
+    ports = tuple(dict.fromkeys(parsed.port or ([policy.pool.protocol_port] if policy else [])))
+    if not ports:
+        raise RequestError("create the group", "no port is given", "Use --port.")
+    return MemberTemplate(
+        ports=ports,
+        subnet_id=parsed.subnet or (policy.pool.subnet if policy else None),
+        family=parsed.family,
+        monitor_port=parsed.monitor_port,
+        backup=parsed.backup,
+        weight=_weight(parsed),
+    )
+
+
+def protection(parsed: argparse.Namespace) -> dict[str, int]:
+    """Return the values of `PROTECTION` that are given."""
+    values = {name: getattr(parsed, name) for name in ("drain_seconds", "minimum", "join_timeout")}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def connect(conf: Any, credential: ApplicationCredential | None, project_id: str) -> OctaviaPools:
+    """Return Octavia for the owner of a group."""
+    return OctaviaPools(CloudConnection(options.settings(conf), credential, project_id))
+
+
+def create_load_balancer(octavia: OctaviaPools, group_id: str, name: str, policy: PolicySpec) -> tuple[str, str]:
+    """Create the load balancer of a policy; return the ids of load balancer and pool.
+
+    Raises:
+        RequestError: the policy has names in place of ids, which Octavia does not know.
+        CloudError: Octavia refuses the load balancer.
+    """
+    for kind, value in names(policy):
+        if not _is_id(value):
+            raise RequestError("create the load balancer", f"{value!r} is no id", f"Write the id of the {kind}.")
+    body = to_create_body(policy, name, tags=(TAG_PREFIX + group_id,))["loadbalancer"]
+    body.pop("tags", None)
+    made = octavia.create_load_balancer(group_id, body)
+    return made.load_balancer_id, made.pool_id
+
+
+def check_pool(octavia: OctaviaPools, group: Group) -> None:
+    """Read the pool with the credential, to find a wrong id or credential before the group is recorded.
+
+    Raises:
+        CloudError: the pool does not exist, or the credential does not permit to read it.
+        RequestError: a member that the group did not create has its tag.
+    """
+    pool = octavia.read_pool(group)
+    if any(group.tag in one.tags for one in pool.members) and not group.owns_load_balancer:
+        raise RequestError("create the group", f"members of the pool have the tag {group.tag} already", "Use a new id.")
+
+
+def check_credential(octavia: OctaviaPools, group: Group) -> None:
+    """Read the pool of a group with a new credential; raises CloudError if it is refused."""
+    octavia.read_pool(group)
+
+
+def delete_quietly(octavia: OctaviaPools, group_id: str, load_balancer_id: str) -> str:
+    """Delete the load balancer of a group that could not be recorded; return a text if it may still exist."""
+    try:
+        octavia.delete_load_balancer(group_id, load_balancer_id)
+    except CloudError as error:
+        return f" Load balancer {load_balancer_id} could not be deleted: {error}"
+    return ""
+
+
+def _weight(parsed: argparse.Namespace) -> Weight:
+    if parsed.weight_metadata:
+        return Weight(kind=WeightKind.METADATA, key=parsed.weight_metadata, number=parsed.weight)
+    return Weight(kind=WeightKind.VCPUS if parsed.weight_vcpus else WeightKind.NUMBER, number=parsed.weight)
+
+
+def _is_id(text: str) -> bool:
+    try:
+        uuid.UUID(text)
+    except ValueError:
+        return False
+    return True

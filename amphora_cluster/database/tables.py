@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tables of groups, in a database of their own.
+
+Invariant: the rows are authoritative; a process may lose its memory at any moment. Times are seconds since 1970 (UTC)
+as floating point numbers. The names begin with `cluster_`, so that the database may also be that of the driver.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import sqlalchemy as sa
+from sqlalchemy.dialects import mysql
+
+from amphora_driver.database.schema_check import Activity, Schema
+
+metadata = sa.MetaData(
+    naming_convention={
+        "ix": "ix_%(column_0_label)s",
+        "uq": "uq_%(table_name)s_%(column_0_name)s",
+        "fk": "fk_%(table_name)s_%(column_0_name)s",
+        "pk": "pk_%(table_name)s",
+    }
+)
+
+Id = sa.String(36)
+# An explicit list may name servers of a cloud with longer ids.
+ServerId = sa.String(64)
+# MySQL's TEXT and BLOB hold at most 64 KiB. An explicit list of servers may be longer.
+Body = sa.Text().with_variant(mysql.MEDIUMTEXT(), "mysql", "mariadb")
+Sealed = sa.LargeBinary().with_variant(mysql.MEDIUMBLOB(), "mysql", "mariadb")
+Serial = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
+
+# The table `cluster_group` has one row per group. The column `body` is the JSON of `model.Group`, and `credential` the
+# sealed application credential, NULL in a cloud without Keystone. A group with `deleting` set loses its members, and
+# then its row.
+group_row = sa.Table(
+    "cluster_group",
+    metadata,
+    sa.Column("id", Id, primary_key=True),
+    sa.Column("name", sa.String(255), nullable=False),
+    sa.Column("project_id", sa.String(64), nullable=False),
+    sa.Column("body", Body, nullable=False),
+    sa.Column("credential", Sealed, nullable=True),
+    sa.Column("deleting", sa.Boolean, nullable=False, default=False),
+    sa.Column("created_at", sa.Double, nullable=False),
+    # A lease: the owner, a number that grows with each owner, and the end. Every write under a lease increments
+    # `writes`, because MariaDB does not replicate an update that changes no value.
+    sa.Column("owner", sa.String(128), nullable=True),
+    sa.Column("epoch", sa.BigInteger, nullable=False, default=0),
+    sa.Column("writes", sa.BigInteger, nullable=False, default=0),
+    sa.Column("leased_until", sa.Double, nullable=True),
+    # The time of the next pass. An event (a request, a notification) increments `events` and makes the group due. The
+    # end of a pass compares `events` with the value at its begin, so that an event during the pass is not lost.
+    sa.Column("due_at", sa.Double, nullable=False, default=0.0),
+    sa.Column("events", sa.BigInteger, nullable=False, default=0),
+    # The number of failed passes since the last success, the last error, and the time of the last success.
+    sa.Column("attempts", sa.Integer, nullable=False, default=0),
+    sa.Column("error", sa.Text, nullable=True),
+    sa.Column("passed_at", sa.Double, nullable=True),
+    sa.UniqueConstraint("project_id", "name"),
+    sa.Index("ix_cluster_group_due_at", "due_at"),
+)
+
+# The table `cluster_node` has one row per server of a group. The column `body` is the JSON of `model.Node`. The columns
+# `state` and `since` repeat two of its values for queries.
+node_row = sa.Table(
+    "cluster_node",
+    metadata,
+    sa.Column("group_id", Id, primary_key=True),
+    sa.Column("server_id", ServerId, primary_key=True),
+    sa.Column("state", sa.String(16), nullable=False),
+    sa.Column("since", sa.Double, nullable=False),
+    sa.Column("body", Body, nullable=False),
+    sa.Index("ix_cluster_node_server_id", "server_id"),
+)
+
+# The table `cluster_request` has one row per request. The column `body` is the JSON of `model.Request`. A request that
+# is `applied` has changed the recorded nodes. A repeated request with the same key and the same `digest` of its content
+# gets the row of the first one.
+request_row = sa.Table(
+    "cluster_request",
+    metadata,
+    sa.Column("id", Id, primary_key=True),
+    sa.Column("group_id", Id, nullable=False),
+    sa.Column("body", Body, nullable=False),
+    sa.Column("applied", sa.Boolean, nullable=False, default=False),
+    sa.Column("created_at", sa.Double, nullable=False),
+    sa.Column("ended_at", sa.Double, nullable=True),
+    sa.Column("idempotency_key", sa.String(255), nullable=True),
+    sa.Column("digest", sa.String(64), nullable=True),
+    sa.UniqueConstraint("group_id", "idempotency_key"),
+    sa.Index("ix_cluster_request_group_id", "group_id", "ended_at"),
+    sa.Index("ix_cluster_request_ended_at", "ended_at"),
+)
+
+# The table `cluster_event` is the history of the nodes: one row per change of a state.
+event_row = sa.Table(
+    "cluster_event",
+    metadata,
+    sa.Column("id", Serial, primary_key=True, autoincrement=True),
+    sa.Column("group_id", Id, nullable=False),
+    sa.Column("server_id", ServerId, nullable=False),
+    sa.Column("at", sa.Double, nullable=False),
+    sa.Column("state", sa.String(16), nullable=False),
+    sa.Column("reason", sa.Text, nullable=False),
+    sa.Index("ix_cluster_event_group_id", "group_id", "id"),
+    sa.Index("ix_cluster_event_at", "at"),
+)
+
+# The table `cluster_token` has one row per webhook token. The column `digest` is the SHA-256 of the token, sealed by
+# the vault: it is also the key of signatures, so a copy of the database must not contain it.
+token_row = sa.Table(
+    "cluster_token",
+    metadata,
+    sa.Column("id", Id, primary_key=True),
+    sa.Column("group_id", Id, nullable=False, index=True),
+    sa.Column("name", sa.String(255), nullable=False),
+    sa.Column("digest", Sealed, nullable=False),
+    sa.Column("created_at", sa.Double, nullable=False),
+    sa.Column("created_by", sa.String(128), nullable=False),
+    sa.Column("expires_at", sa.Double, nullable=True),
+)
+
+# The table `cluster_nonce` has the nonces of signed requests until their timestamps are too old.
+nonce_row = sa.Table(
+    "cluster_nonce",
+    metadata,
+    sa.Column("token_id", Id, primary_key=True),
+    sa.Column("nonce", sa.String(128), primary_key=True),
+    sa.Column("expires_at", sa.Double, nullable=False, index=True),
+)
+
+SCHEMA = Schema(
+    migrations=Path(__file__).parent / "migrations",
+    metadata=metadata,
+    version_table="cluster_version",
+    lock_name="amphora-cluster schema",
+    lock_number=0x616D_636C,
+    activities=(Activity(table="cluster_group", name="owner", until="leased_until"),),
+    option="[amp_cluster] connection",
+    command="amphoractl group database upgrade",
+    users="the processes amphora-cluster and amphora-cluster-api",
+)

@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The steps that make a pool match the servers of a group. A pure function.
+
+Semantics, for each server:
+
+* **Joining.** A server without members is WAITING until it is ACTIVE and has an address. Then its members join, and it
+  is JOINING until all of them are ONLINE, or NO_MONITOR in a pool without monitor. A member whose weight is 0 by
+  definition of the group never becomes ONLINE: DRAINING counts for it. After `join_timeout` in one of these states the
+  server is FAILED with the reason. A server in ERROR, and one with a conflict, is FAILED at once. The plan continues to
+  join a failed server, and its members stay: it becomes SERVING as soon as the cause is gone.
+* **Serving.** A status other than ACTIVE (SHUTOFF, ERROR, REBOOT) removes no member: the health monitor decides about
+  traffic. If a member is in ERROR, the server is UNHEALTHY with time and reason. Only ERROR counts, because Octavia
+  shows OFFLINE and NO_MONITOR for moments after changes, and a consumer of this state replaces servers.
+* **Leaving by request.** The server is DRAINING: a DRAIN step sets weight 0, unless the weight is 0 already. The drain
+  begins when no own member has another weight or a pending change. It ends after `drain_seconds`. With `drain_on_idle`
+  it ends earlier if the listeners have no connection, but not within STATISTICS_AGE seconds: an older number may not
+  count a connection that was opened just before the drain. Then the members are removed, and the server is LEFT until
+  it vanishes or joins by request. With `drain_seconds` 0 the members are removed at once. A leave that takes
+  `join_timeout` longer than its drain is FAILED with the reason, and continues: it becomes LEFT when it succeeds. A
+  leave is also FAILED while a foreign member has the server's address and port, because the server still receives
+  requests.
+* **Vanished.** A server that the source does not show, or shows as DELETED or SOFT_DELETED, answers no request any
+  more. Its members are removed at once, also those of servers without a recorded state. Meanwhile it is DRAINING. If
+  the source shows it again, it joins again, unless a request had removed it.
+* **Repairs.** A member with another name, weight, monitor port or backup flag than wanted is changed back, but not
+  while its server leaves. After a change of the address or of the group's ports, the new members join first. The old
+  ones are removed when all new ones serve, or as soon as the old ones do not serve.
+* **Conflicts.** A foreign member with the server's address and port makes the server FAILED. No member of this server
+  joins, and the foreign member is not changed. A member that lost the group's tag is foreign, too.
+
+A JOIN, DRAIN or REPAIR step can be repeated after a crash. A LEAVE step names the members that exist.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from amphora_cluster.members import ServerMembers, relate, unchanged
+from amphora_cluster.model import (
+    Group,
+    Member,
+    MemberChange,
+    Node,
+    NodeState,
+    Plan,
+    Pool,
+    Server,
+    Step,
+    StepKind,
+)
+
+# Seconds until the next pass while members join or drain.
+WATCH_SECONDS = 1.0
+# Providers report statistics in intervals of up to ten seconds.
+STATISTICS_AGE = 10.0
+
+NOT_SHOWN = "The source of the group does not show the server."
+
+_SERVED = frozenset({NodeState.SERVING, NodeState.UNHEALTHY})
+
+
+class _Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What one server needs.
+
+    Args:
+        node: its new record; None to forget it.
+        again_at: time of the next look at it.
+        outstanding: a change follows, also if there is no step now.
+    """
+
+    node: Node | None
+    steps: tuple[Step, ...] = ()
+    again_at: float | None = None
+    outstanding: bool = False
+
+
+def plan(group: Group, servers: tuple[Server, ...], pool: Pool, nodes: tuple[Node, ...], now: float) -> Plan:
+    """Compare the servers of a group with the pool.
+
+    Args:
+        servers: all servers that the source of the group shows.
+        pool: the pool with all its members, also foreign ones.
+        nodes: the recorded states of the last pass, with the changes of requests since then.
+        now: seconds since 1970.
+    """
+    related = relate(group, servers, pool)
+    recorded = {node.server_id: node for node in nodes}
+    # The source's order, then vanished servers. A node without server and members may wait for its server.
+    ids = list(dict.fromkeys([*related, *recorded]))
+    outcomes = [
+        _one(group, pool, related.get(one) or ServerMembers(server_id=one, server=None), recorded.get(one), now)
+        for one in ids
+    ]
+    steps = tuple(step for outcome in outcomes for step in outcome.steps)
+    planned = tuple(outcome.node for outcome in outcomes if outcome.node)
+    times = [outcome.again_at for outcome in outcomes if outcome.again_at is not None]
+    return Plan(
+        # Octavia refuses all changes until the load balancer is ACTIVE.
+        steps=steps if pool.changeable else (),
+        nodes=planned,
+        again_at=min(times, default=None),
+        complete=not steps and not any(outcome.outstanding for outcome in outcomes),
+    )
+
+
+def _one(group: Group, pool: Pool, server: ServerMembers, node: Node | None, now: float) -> _Outcome:
+    if server.server is None:
+        return _vanished(group, server, node, now)
+    if node and node.leaving:
+        return _leaving(group, pool, server, node, now)
+    return _wanted(group, pool, server, node, now)
+
+
+# Servers that the source does not show.
+
+
+def _vanished(group: Group, server: ServerMembers, node: Node | None, now: float) -> _Outcome:
+    if server.own:
+        steps = (_leave(server.server_id, server.own),)
+        if node is None:
+            return _Outcome(node=None, steps=steps, again_at=now + WATCH_SECONDS)
+        gone = node
+        if node.state not in {NodeState.DRAINING, NodeState.FAILED}:
+            gone = _moved(node, NodeState.DRAINING, NOT_SHOWN, now)
+        return _watched(_overdue(group, gone, server.own, now), steps, now + WATCH_SECONDS)
+    if node is None or node.leaving or node.state is not NodeState.WAITING or node.reason != NOT_SHOWN:
+        return _Outcome(node=None)
+    # A request may name a server before the source shows it. The pass after the time-out forgets it.
+    return _timed(group, node, NodeState.WAITING, NOT_SHOWN, now)
+
+
+# Servers that leave by request.
+
+
+def _leaving(group: Group, pool: Pool, server: ServerMembers, node: Node, now: float) -> _Outcome:
+    own = server.own
+    if not own:
+        return _Outcome(node=_removed(server, node, now))
+    if node.state not in {NodeState.DRAINING, NodeState.FAILED}:
+        node = _moved(node, NodeState.DRAINING, "", now)
+    node, steps = _drain(node, own, now)
+    ended, again_at = _drain_ended(group, pool, node, now)
+    if ended or group.drain_seconds <= 0:
+        steps = (_leave(server.server_id, own),)
+    return _watched(_overdue(group, node, own, now), steps, again_at)
+
+
+def _removed(server: ServerMembers, node: Node, now: float) -> Node:
+    """The record of a leaving server without own members."""
+    node = msgspec.structs.replace(node, drain_began_at=None)
+    if server.conflict and node.state is not NodeState.LEFT:
+        return _moved(node, NodeState.FAILED, f"The server still receives requests. {server.conflict}", now)
+    return _moved(node, NodeState.LEFT, "", now)
+
+
+def _drain(node: Node, own: tuple[Member, ...], now: float) -> tuple[Node, tuple[Step, ...]]:
+    """Set weight 0, or record the time at which all members have it."""
+    weighted = [member for member in own if member.weight]
+    if weighted:
+        changes = tuple(msgspec.structs.replace(unchanged(member), weight=0) for member in weighted)
+        step = Step(kind=StepKind.DRAIN, server_id=node.server_id, members=changes)
+        return msgspec.structs.replace(node, drain_began_at=None), (step,)
+    if node.drain_began_at is None and not any(_pending(member) for member in own):
+        node = msgspec.structs.replace(node, drain_began_at=now)
+    return node, ()
+
+
+def _drain_ended(group: Group, pool: Pool, node: Node, now: float) -> tuple[bool, float]:
+    """Whether the members can be removed, and the time of the next look."""
+    if node.drain_began_at is None:
+        return False, now + WATCH_SECONDS
+    longest = node.drain_began_at + group.drain_seconds
+    earliest = longest
+    if group.drain_on_idle and pool.active_connections is not None:
+        earliest = min(longest, node.drain_began_at + STATISTICS_AGE)
+    if now >= longest or (now >= earliest and pool.active_connections == 0):
+        return True, now + WATCH_SECONDS
+    return False, min(longest, max(earliest, now + WATCH_SECONDS))
+
+
+def _watched(node: Node, steps: tuple[Step, ...], again_at: float) -> _Outcome:
+    """A failed leave is repeated in the poll interval only. The end of its drain is known."""
+    poll = node.state is NodeState.FAILED and (steps or node.drain_began_at is None)
+    return _Outcome(node=node, steps=steps, again_at=None if poll else again_at, outstanding=True)
+
+
+def _overdue(group: Group, node: Node, own: tuple[Member, ...], now: float) -> Node:
+    """A leave that takes too long is FAILED, and continues. The record keeps the begin of the drain."""
+    limit = group.drain_seconds + group.join_timeout
+    if node.state is NodeState.FAILED or now < node.since + limit:
+        return node
+    statuses = ", ".join(f"{member.id} in {member.provisioning_status}" for member in own)
+    reason = f"{node.reason} The members were not drained and removed within {limit} s: {statuses}."
+    return _moved(node, NodeState.FAILED, reason.strip(), now)
+
+
+# Servers that should serve.
+
+
+def _wanted(group: Group, pool: Pool, server: ServerMembers, node: Node | None, now: float) -> _Outcome:
+    before = node or Node(server_id=server.server_id, state=NodeState.WAITING, since=now)
+    # The begin of an interrupted drain has no meaning any more.
+    before = msgspec.structs.replace(before, drain_began_at=None)
+    outcome = _judged(group, pool, server, before, now)
+    return msgspec.structs.replace(outcome, steps=_steps(pool, server))
+
+
+def _steps(pool: Pool, server: ServerMembers) -> tuple[Step, ...]:
+    steps = []
+    if server.missing and not server.obstacle:
+        steps.append(Step(kind=StepKind.JOIN, server_id=server.server_id, members=server.missing))
+    drifted = tuple(change for member, change in server.current if change != unchanged(member))
+    if drifted:
+        steps.append(Step(kind=StepKind.REPAIR, server_id=server.server_id, members=drifted))
+    replaced = not server.missing and server.current and _all_serve(pool, server)
+    useless = [member for member in server.obsolete if replaced or not _serves(pool, member)]
+    # Without a new member, the old one shows why the server does not serve.
+    if useless and server.current and not server.missing:
+        steps.append(_leave(server.server_id, tuple(useless)))
+    return tuple(steps)
+
+
+def _judged(group: Group, pool: Pool, server: ServerMembers, node: Node, now: float) -> _Outcome:
+    """The state of a server that should serve, by the members that it has."""
+    if server.conflict:
+        return _Outcome(node=_moved(node, NodeState.FAILED, server.conflict, now))
+    if not server.own:
+        return _without_members(group, pool, server, node, now)
+    if not server.missing and server.current and _all_serve(pool, server):
+        return _Outcome(node=_moved(node, NodeState.SERVING, "", now))
+    judged = [member for member, _ in server.current] or list(server.obsolete)
+    if node.state in _SERVED:
+        reason = _statuses([member for member in judged if member.operating_status == "ERROR"])
+        return _Outcome(node=_moved(node, NodeState.UNHEALTHY, reason, now) if reason else node)
+    reason = _statuses([member for member in judged if not _serves(pool, member)])
+    return _timed(group, node, NodeState.JOINING, reason or "Not all members exist.", now)
+
+
+def _without_members(group: Group, pool: Pool, server: ServerMembers, node: Node, now: float) -> _Outcome:
+    if server.server and server.server.status == "ERROR":
+        return _Outcome(node=_moved(node, NodeState.FAILED, server.obstacle, now))
+    if server.obstacle:
+        return _timed(group, node, NodeState.WAITING, server.obstacle, now)
+    if pool.changeable or node.state is NodeState.JOINING:
+        # A batch that Octavia refuses for a moment is repeated in the time of the first attempt.
+        return _timed(group, node, NodeState.JOINING, "Octavia has not created the members yet.", now)
+    return _timed(group, node, NodeState.WAITING, "The load balancer accepts no changes now.", now)
+
+
+def _timed(group: Group, node: Node, state: NodeState, reason: str, now: float) -> _Outcome:
+    """The state WAITING or JOINING, or FAILED after the time-out, until the server serves or joins."""
+    if node.state is NodeState.FAILED:
+        return _Outcome(node=_moved(node, NodeState.FAILED, reason, now))
+    node = _moved(node, state, reason, now)
+    expires = node.since + group.join_timeout
+    if now >= expires:
+        return _Outcome(node=_moved(node, NodeState.FAILED, reason, now))
+    # The poll interval is short enough for a server that boots. Its notification comes earlier.
+    watch = now + WATCH_SECONDS if state is NodeState.JOINING else expires
+    return _Outcome(node=node, again_at=min(expires, watch), outstanding=True)
+
+
+# Members.
+
+
+def _leave(server_id: str, members: tuple[Member, ...]) -> Step:
+    return Step(kind=StepKind.LEAVE, server_id=server_id, members=tuple(unchanged(member) for member in members))
+
+
+def _all_serve(pool: Pool, server: ServerMembers) -> bool:
+    return all(_serves(pool, member, change) for member, change in server.current)
+
+
+def _serves(pool: Pool, member: Member, change: MemberChange | None = None) -> bool:
+    if member.operating_status == "ONLINE":
+        return True
+    if member.operating_status == "NO_MONITOR":
+        return not pool.has_monitor and not _pending(member)
+    return member.operating_status == "DRAINING" and change is not None and change.weight == 0
+
+
+def _pending(member: Member) -> bool:
+    return member.provisioning_status.startswith("PENDING")
+
+
+def _statuses(members: list[Member]) -> str:
+    return " ".join(
+        f"Member {member.id} ({member.address} port {member.port}) is in operating status {member.operating_status}."
+        for member in members
+    )
+
+
+def _moved(node: Node, state: NodeState, reason: str, now: float) -> Node:
+    since = node.since if node.state is state else now
+    return msgspec.structs.replace(node, state=state, reason=reason, since=since)

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cluster membership with the real Octavia API of the sandbox that tests/system uses, and two providers."""
+
+import sys
+import uuid
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "system"))
+
+import nova_stub
+import pytest
+import sandbox_of_a_test
+import service_lab
+from cloud import Cloud
+from other_provider import OtherProvider
+
+from amphora_cluster.cloud import session
+from amphora_cluster.cloud.octavia import OctaviaPools
+from amphora_cluster.cloud.options import CloudSettings
+from amphora_cluster.cloud.session import CloudConnection
+from amphora_cluster.model import Group, MemberTemplate, Selector, SelectorKind
+from amphora_driver.database.engine import Database
+from sandbox import demo, topology
+
+PROJECT = "sandbox"
+MONITOR = {"type": "HTTP", "delay": 1, "timeout": 1, "max_retries": 1, "max_retries_down": 1}
+
+
+@pytest.fixture(scope="session")
+def common_sandbox():
+    with sandbox_of_a_test.common() as common:
+        yield common
+
+
+@pytest.fixture(scope="module")
+def sandbox(common_sandbox):
+    with common_sandbox.used() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def settings(sandbox):
+    return sandbox[1]
+
+
+@pytest.fixture(scope="module")
+def cloud_of_module(settings):
+    database = Database(settings.database_url)
+    connection = demo.connect(settings)
+    yield Cloud(settings, connection, database)
+    connection.close()
+    database.dispose()
+
+
+@pytest.fixture
+def cloud(cloud_of_module):
+    """The sandbox from a user's view, without load balancers before and after the test."""
+    yield cloud_of_module
+    cloud_of_module.clean()
+
+
+@pytest.fixture
+def other_provider(settings, cloud):
+    """Reports the statuses of Octavia's provider `noop_driver`."""
+    with OtherProvider(settings, cloud.balancers) as provider:
+        yield provider
+        provider.remove_all()
+
+
+@pytest.fixture
+def make_connection(settings):
+    """Makes connections to Octavia as the service does; closes them after the test."""
+
+    def make(**endpoints):
+        return CloudConnection(
+            CloudSettings(without_keystone=True, endpoints={"octavia": settings.endpoint, **endpoints}), None, PROJECT
+        )
+
+    yield make
+    session.close_http_sessions()
+
+
+@pytest.fixture
+def pools(make_connection):
+    return OctaviaPools(make_connection())
+
+
+@pytest.fixture
+def make_group():
+    """Makes the definition of a group for the pool of a load balancer."""
+
+    def make(balancer, pool, name="group", **more):
+        member = {"ports": (8080,), "subnet_id": topology.MEMBER_SUBNET, **more.pop("member", {})}
+        values = {"selector": Selector(kind=SelectorKind.LIST), **more}
+        return Group(
+            id=str(uuid.uuid4()),
+            name=name,
+            project_id=PROJECT,
+            load_balancer_id=balancer.id,
+            pool_id=pool.id,
+            member=MemberTemplate(**member),
+            **values,
+        )
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def nova():
+    with nova_stub.running() as stub:
+        yield stub
+
+
+@pytest.fixture(scope="module")
+def lab_of_module(settings, nova, tmp_path_factory):
+    with service_lab.running(tmp_path_factory.mktemp("cluster"), settings, nova) as lab:
+        yield lab
+
+
+@pytest.fixture
+def lab(lab_of_module, nova, cloud):
+    """The service without groups and servers before and after the test."""
+    yield lab_of_module
+    nova.fails = None
+    for record in lab_of_module.groups.list_groups():
+        lab_of_module.groups.delete(record.group.id)
+    cloud.until(lambda: not lab_of_module.groups.list_groups(), "all groups are deleted")
+    nova.servers.clear()
+
+
+class Cluster:
+    """Creates and deletes servers as a cluster does: a host runs before its server joins and after it left."""
+
+    def __init__(self, nova, stack):
+        self.nova, self.stack = nova, stack
+        self.hosts, self._number = {}, 0
+
+    def create(self, *hosts, tag="web"):
+        """Create a server on each of these member hosts; return the ids. Nova never uses an id again."""
+        self.stack.up()
+        made = []
+        for host in hosts:
+            self._number += 1
+            made.append(f"{host}-{self._number}")
+            self.hosts[made[-1]] = host
+            address = f"192.0.2.{topology.MEMBERS[host]}"
+            self.nova.add(made[-1], address, subnet_id=topology.MEMBER_SUBNET, tags=[tag])
+        return made
+
+    def delete(self, *server_ids):
+        self.nova.remove(*server_ids)
+        self.stack.supervision.stop(*(self.hosts[one] for one in server_ids))
+
+
+@pytest.fixture
+def cluster(nova, sandbox):
+    found = Cluster(nova, sandbox[0])
+    yield found
+    # Hosts that the test has deleted.
+    found.stack.up()
+
+
+@pytest.fixture
+def served(cloud, lab, cluster):
+    """A group with one serving server; `others` are members that do not belong to it."""
+
+    def make(provider="haproxy", others=(), **more):
+        balancer = cloud.served("scenario", others, monitor=MONITOR, provider=provider)
+        [first] = cluster.create("member1")
+        web = lab.group(balancer, cloud.pool_of(balancer), "web", **more)
+        web.done("join", {"server": first})
+        return balancer, web, first
+
+    return make

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Log lines of an amphora under systemd: journald forwards the administrative lines."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+import systemd_lab
+from amphora_lab import Network, eventually
+from log_receivers import UdpReceiver
+from systemd_lab import SystemdAmphora
+from test_logs import ask, logged_listener, use
+
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.skipif(systemd_lab.missing() is not None, reason=str(systemd_lab.missing())),
+]
+
+
+@pytest.fixture
+def place():
+    made = Network(f"sl{os.getpid()}")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def machine(place, authority, tmp_path):
+    place.plug()
+    made = SystemdAmphora(place, tmp_path, authority)
+    try:
+        made.start()
+        eventually(made.answers, "the agent answers", 120.0)
+        yield made
+    finally:
+        made.power_off()
+        place.unplug()
+
+
+def test_log_lines_of_units_reach_a_target(machine, place):
+    """Flows arrive from HAProxy itself. The log forwarder is not root and has no capability."""
+    receivers = [place.thread("ctl").run(UdpReceiver) for _ in range(2)]
+    admin, tenant = receivers
+    try:
+        use(machine, admin=[admin.url], tenant=[tenant.url])
+        assert machine.push(1, logged_listener())[0] == 200
+        ask(place, "/under-systemd")
+        assert " haproxy - flow " in tenant.wait_for("/under-systemd")
+        assert machine.call("PUT", "/v2/settings", b"{")[0] == 400
+        refused = admin.wait_for("The agent refused a request")
+        assert re.match(r"<140>1 \S+ \S+ amphora-agent \d+ - \[amphora@32473 ", refused), refused
+        assert not [one for one in admin.messages if "/under-systemd" in one]
+        status = Path(f"/proc/{machine.pid('log-forwarder')}/status").read_text()
+        assert re.search(r"^CapEff:\s0+$", status, re.MULTILINE)
+        assert not re.search(r"^Uid:\s0\s", status, re.MULTILINE)
+        use(machine)
+        eventually(lambda: machine.pid("log-forwarder") is None, "the log forwarder has ended")
+    finally:
+        for one in receivers:
+            one.close()

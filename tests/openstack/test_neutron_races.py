@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several processes use the network backend `neutron` at the same moment, with a real Keystone and a real Neutron."""
+
+import os
+from functools import partial
+from operator import methodcaller
+
+import migrated
+import pytest
+import sqlalchemy as sa
+from network_processes import processes
+from neutron_requests import groups_of, new_id, ports_on, rules_of_groups, take, vip_port_request
+
+from amphora_driver import config
+from amphora_driver.database.engine import Database
+from amphora_driver.database.tables import vip_claim
+from amphora_driver.errors import Conflict
+from amphora_driver.maintenance.orphan_cleanup import OrphanCleaner
+from amphora_driver.model.network import ListenerRule, VipOptions, VipRequest
+from amphora_driver.store import vip_claims
+
+NUMBER = 3
+# VIPs that each process creates while another one cleans up.
+VIPS = 3
+
+
+@pytest.fixture
+def started(write_options, deployment):
+    """Starts the processes, each with its own connection to the cloud."""
+    opened = []
+
+    def start(**options):
+        opened.append(processes([write_options(deployment, **options) for _ in range(NUMBER)]))
+        return opened[-1].__enter__()
+
+    yield start
+    for one in opened:
+        one.__exit__(None, None, None)
+
+
+def allocation(tenant, load_balancer_id, **wanted):
+    return methodcaller("allocate_vip", load_balancer_id, tenant.project_id, [VipRequest(**wanted)])
+
+
+def test_each_object_is_created_once(started, backend, tenant, admin, deployment):
+    several = started()
+    assert len(several.ids - {os.getpid()}) == NUMBER
+    one, request = new_id(), vip_port_request(tenant)
+    vips = several.run(*[allocation(tenant, one, subnet_id=tenant.v4.id)] * NUMBER)
+    ports = several.run(*[methodcaller("ensure_port", request)] * NUMBER)
+    assert (len(set(vips)), len(set(ports))) == (1, 1), (vips, ports)
+    assert {port.id for port in ports_on(admin, tenant)} == {vips[0][0].port_id, ports[0].id}
+    # Neutron may have accepted one rule several times. The next process that reads the group removes the copies.
+    assert backend.ensure_port(request) == ports[0]
+    backend.ensure_port(vip_port_request(tenant))
+    assert rules_of_groups(admin, deployment) == {"octavia-amphora-traffic": [4], "octavia-amphora-vips": [2]}
+
+
+def test_a_group_of_listeners_is_created_once_and_removed(started, make_backend, tenant, admin, deployment):
+    several = started(listener_rules=True)
+    one = new_id()
+    options = VipOptions(listener_rules=(ListenerRule(protocol="tcp", port=80),))
+    requests = [vip_port_request(tenant, one, options=options) for _ in range(NUMBER)]
+    ports = several.run(*(methodcaller("ensure_port", request) for request in requests))
+    # See above for copies of rules.
+    backend = make_backend(deployment, listener_rules=True)
+    backend.apply_vip_options(one, tenant.project_id, options, [port.id for port in ports])
+    (group,) = groups_of(admin, deployment)
+    assert [admin.get_port(port.id).security_group_ids for port in ports] == [[group.id]] * NUMBER
+    web = [rule for rule in group.security_group_rules if rule["port_range_min"] == 80]
+    assert sorted(rule["ethertype"] for rule in web) == ["IPv4", "IPv6"]
+    several.run(*(methodcaller("delete_port", port.id) for port in ports))
+    several.run(*[methodcaller("release_load_balancer", one)] * NUMBER)
+    assert (ports_on(admin, tenant), groups_of(admin, deployment)) == ([], [])
+
+
+def test_load_balancers_do_not_share_a_port_of_the_user(started, backend, tenant, user):
+    several = started()
+    port = user.create_port(network_id=tenant.network.id)
+    ids = [new_id() for _ in range(NUMBER)]
+    answers = several.run(*(allocation(tenant, one, port_id=port.id) for one in ids))
+    # All of them may get a conflict; then the user repeats the request.
+    taken = [one for one in answers if not isinstance(one, Conflict)]
+    assert len(taken) <= 1
+    if not taken:
+        take(backend, tenant, {"port_id": port.id})
+    assert len(user.get_port(port.id).tags) == 1
+    assert user.get_port(port.id).device_id.startswith("lb-")
+
+
+class Backends:
+    """The catalogue of a controller with one network backend."""
+
+    def __init__(self, network):
+        self._network = network
+
+    def computes(self):
+        return {}
+
+    def networks(self):
+        return {"neutron": self._network}
+
+
+def clean_up(file, network):
+    """Clean up as a controller, until the others have created all VIPs; return the number of rounds."""
+    conf = config.load([file])
+    database = Database(conf.amp_database.connection)
+    cleaner, rounds, created = OrphanCleaner(conf, database, Backends(network)), 0, 0
+    while created < VIPS * (NUMBER - 1):
+        created = len(database.read(lambda connection: connection.execute(sa.select(vip_claim)).all()))
+        cleaner.clean_up()
+        rounds += 1
+    return rounds
+
+
+def create(file, project_id, subnet_id, network):
+    """Create VIP ports as octavia-api; return the ids of the ports by load balancer."""
+    database = Database(config.load([file]).amp_database.connection)
+    found = {}
+    for _ in range(VIPS):
+        one = new_id()
+        database.write(partial(vip_claims.record_claim, load_balancer_id=one, network="neutron"))
+        (vip,) = network.allocate_vip(one, project_id, [VipRequest(subnet_id=subnet_id)])
+        found[one] = vip.port_id
+    return found
+
+
+def test_cleanup_removes_orphans_only_while_others_create(started, write_options, backend, tenant, admin, tmp_path):
+    url = f"sqlite:///{tmp_path}/driver.sqlite"
+    migrated.write(url)
+    groups = {"amp_database": {"connection": url}, "amp_controller": {"orphan_grace": 0}}
+    several = started(groups=groups, listing_interval=0)
+    file = str(write_options(groups=groups))
+    # A stopped controller may have continued after the end of its load balancer.
+    take(backend, tenant)
+    creating = partial(create, file, tenant.project_id, tenant.v4.id)
+    rounds, *created = several.run(partial(clean_up, file), *[creating] * (NUMBER - 1))
+    assert rounds > 2
+    kept = {port_id for found in created for port_id in found.values()}
+    assert {port.id for port in ports_on(admin, tenant)} == kept
+    assert backend.owners().load_balancers == {one for found in created for one in found}
