@@ -5,29 +5,15 @@ A cluster creates its servers before they join, and deletes them after they left
 member hosts of the sandbox. The second provider has no data plane, so its scenarios have no traffic.
 """
 
-import http.client
-
 import client_traffic
 import pytest
 
 pytestmark = [pytest.mark.root, pytest.mark.lasts(300)]
 
 
-class SlowTraffic(client_traffic.Traffic):
+def slow_traffic(cloud, balancer):
     """A client whose requests take longer than a pass, so that they run while their server drains."""
-
-    def _one(self):
-        connection = http.client.HTTPConnection(self.address, 80, timeout=5)
-        try:
-            connection.request("GET", "/slow/0.7")
-            answer = connection.getresponse()
-            answer.read()
-        except (OSError, http.client.HTTPException) as error:
-            return type(error).__name__
-        else:
-            return str(answer.status)
-        finally:
-            connection.close()
+    return client_traffic.Traffic(cloud, balancer.vip_address, path="/slow/0.7", timeout=5)
 
 
 def weights(cloud, web):
@@ -86,7 +72,7 @@ def scenarios(web, cluster, first, expect):
 def test_no_request_fails_in_any_scenario(cloud, served, cluster):
     balancer, web, first = served(minimum=1)
     seen = []
-    with client_traffic.Traffic(cloud, balancer.vip_address) as fast, SlowTraffic(cloud, balancer.vip_address) as slow:
+    with client_traffic.Traffic(cloud, balancer.vip_address) as fast, slow_traffic(cloud, balancer) as slow:
 
         def expect(*servers):
             assert weights(cloud, web) == dict.fromkeys(servers, 1)

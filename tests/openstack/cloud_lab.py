@@ -195,8 +195,6 @@ class Cloud:
         return {
             "fernet_tokens": {"key_repository": self.folder / "fernet"},
             "credential": {"key_repository": self.folder / "credential"},
-            # Each request to another service makes Keystone check a token.
-            "cache": {"enabled": True, "backend": "dogpile.cache.memory"},
             # The least of bcrypt: each authentication computes one digest.
             "identity": {"password_hash_rounds": 4},
             # An authentication then takes a sixth of the processor time. Keystone has one process.

@@ -31,11 +31,11 @@ def holder(cloud, balancer, *, but=()):
     return cloud.until(ask, "one amphora holds the VIPs", 30)
 
 
-def request(address, timeout):
+def request(address, timeout, path="/"):
     """Send a request over a new connection; return the status, or the name of the error."""
     connection = http.client.HTTPConnection(address, 80, timeout=timeout)
     try:
-        connection.request("GET", "/")
+        connection.request("GET", path)
         answer = connection.getresponse()
         answer.read()
     except (OSError, http.client.HTTPException) as error:
@@ -52,6 +52,7 @@ class Traffic:
     Args:
         cloud: the sandbox.
         address: the VIP.
+        path: the path of the requests.
         pause: seconds between two requests.
         timeout: seconds after which a request without an answer has failed.
 
@@ -60,12 +61,12 @@ class Traffic:
         gap: the longest time without an answer, in seconds.
     """
 
-    def __init__(self, cloud, address, *, pause=0.01, timeout=1.0):
+    def __init__(self, cloud, address, *, path="/", pause=0.01, timeout=1.0):
         self.cloud = cloud
         self.address = address
         self.answers = Counter()
         self.gap = 0.0
-        self._pause, self._timeout = pause, timeout
+        self._path, self._pause, self._timeout = path, pause, timeout
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run)
 
@@ -94,7 +95,7 @@ class Traffic:
     def _ask(self):
         last = time.monotonic()
         while not self._stopping.wait(self._pause):
-            outcome = request(self.address, self._timeout)
+            outcome = request(self.address, self._timeout, self._path)
             self.answers[outcome] += 1
             if outcome == "200":
                 now = time.monotonic()
