@@ -116,7 +116,7 @@ def _one(group: Group, pool: Pool, server: ServerMembers, node: Node | None, now
     return _wanted(group, pool, server, node, now)
 
 
-# Servers that the source does not show.
+# Servers that vanished: Nova, or the Heat stack of the group, does not list them any more.
 
 
 def _vanished(group: Group, server: ServerMembers, node: Node | None, now: float) -> _Outcome:
