@@ -122,6 +122,7 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
         status: Nova's status, for example ACTIVE, SHUTOFF or DELETED.
         created_at: seconds since 1970.
         vcpus: of the embedded flavor; None if Nova does not show it.
+        selected: False for a server that the group knows, that still exists, and that the selector does not select now.
     """
 
     id: str
@@ -131,6 +132,7 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
     created_at: float
     vcpus: int | None = None
     metadata: dict[str, str] = {}
+    selected: bool = True
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):

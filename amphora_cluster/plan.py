@@ -19,6 +19,8 @@ Semantics, for each server:
   `join_timeout` longer than its drain is FAILED with the reason, and continues: it becomes LEFT when it succeeds. A
   leave is also FAILED while a foreign member has the server's address and port, because the server still receives
   requests.
+* **Not selected.** A server that exists, but lost the tag, metadata or place in a list that selects it, drains as after
+  a request. Then it is forgotten. It joins again if the selector selects it again.
 * **Vanished.** A server that the source does not show, or shows as DELETED or SOFT_DELETED, answers no request any
   more. Its members are removed at once, also those of servers without a recorded state. Meanwhile it is DRAINING. If
   the source shows it again, it joins again, unless a request had removed it.
@@ -55,6 +57,7 @@ WATCH_SECONDS = 1.0
 STATISTICS_AGE = 10.0
 
 NOT_SHOWN = "The source of the group does not show the server."
+NOT_SELECTED = "The selector of the group does not select the server any more."
 
 _SERVED = frozenset({NodeState.SERVING, NodeState.UNHEALTHY})
 
@@ -106,12 +109,14 @@ def plan(group: Group, servers: tuple[Server, ...], pool: Pool, nodes: tuple[Nod
 def _one(group: Group, pool: Pool, server: ServerMembers, node: Node | None, now: float) -> _Outcome:
     if server.server is None:
         return _vanished(group, server, node, now)
+    if not server.server.selected:
+        return _deselected(group, pool, server, node, now)
     if node and node.leaving:
         return _leaving(group, pool, server, node, now)
     return _wanted(group, pool, server, node, now)
 
 
-# Servers that the source does not show.
+# Servers that vanished: Nova, or the Heat stack of the group, does not list them any more.
 
 
 def _vanished(group: Group, server: ServerMembers, node: Node | None, now: float) -> _Outcome:
@@ -129,7 +134,16 @@ def _vanished(group: Group, server: ServerMembers, node: Node | None, now: float
     return _timed(group, node, NodeState.WAITING, NOT_SHOWN, now)
 
 
-# Servers that leave by request.
+# Servers that leave by request, or because they are not selected any more.
+
+
+def _deselected(group: Group, pool: Pool, server: ServerMembers, node: Node | None, now: float) -> _Outcome:
+    if not server.own:
+        return _Outcome(node=None)
+    node = node or Node(server_id=server.server_id, state=NodeState.DRAINING, since=now, reason=NOT_SELECTED)
+    if node.state not in {NodeState.DRAINING, NodeState.FAILED}:
+        node = _moved(node, NodeState.DRAINING, NOT_SELECTED, now)
+    return _leaving(group, pool, server, node, now)
 
 
 def _leaving(group: Group, pool: Pool, server: ServerMembers, node: Node, now: float) -> _Outcome:

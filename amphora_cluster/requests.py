@@ -61,7 +61,7 @@ def apply_request(
         now: seconds since 1970.
         load: connections by server id, for the criterion `least_loaded`.
     """
-    shown = {server.id: server for server in servers if server.status not in GONE}
+    shown = {server.id: server for server in servers if server.selected and server.status not in GONE}
     recorded = {node.server_id: node for node in nodes}
     if request.kind is RequestKind.SYNC:
         named = tuple(dict.fromkeys(request.servers or recorded))

@@ -197,7 +197,7 @@ class Haproxy:
                 why = self._last_alert() or f"no answer within {self._read_seconds:.0f} s"
                 self._services.stop(SERVICE, missed=True)
                 raise HaproxyError("start HAProxy", why)
-            # The agent polls HAProxy, because HAProxy 2.6 reports the end of its start only to systemd.
+            # The agent polls HAProxy, because HAProxy 2.6 reports a completed start to systemd only.
             time.sleep(_POLL_SECONDS)
         # The agent reads HAProxy's counters immediately, because the responder answers no scrape of the metrics before
         # the first reading.

@@ -214,8 +214,9 @@ class NftablesEngine:
             return False
         found = {mark: count for mark, count in self._count_flows().items() if mark}
         rest = LEAST_SHARE * (time.monotonic() - now)
-        # The engine plans the members of new flows until the next count, and assumes that flows continue to begin at
-        # the same rate. `ahead` is the time until the next count, divided by the time since the last count.
+        # The engine decides in advance which members get the new flows until the next count. It assumes that flows
+        # begin at the same rate as before. `ahead` is the time until the next count, divided by the time since the
+        # last count.
         ahead = max(PERIOD_SECONDS, rest) / max(now - self._loads_read_at, MIN_PERIOD_SECONDS)
         former, self._loads_due = self._loads, time.monotonic() + rest
         self._loads_read_at = self._counted_at = now

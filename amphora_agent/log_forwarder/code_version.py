@@ -8,7 +8,7 @@ import sys
 from functools import lru_cache
 from zlib import crc32
 
-# The list has the files outside the package that the process imports. A unit test compares the list with the imports.
+# The process imports these files from outside its package. A unit test compares the list with the imports.
 ELSEWHERE = ("__init__.py", "log_settings.py", "services/__init__.py", "services/output_lines.py")
 
 

@@ -23,7 +23,7 @@ from amphora_agent.log_forwarder.records import LONGEST_LINE, Record, Renderer, 
 from amphora_agent.log_forwarder.target import Target
 from amphora_agent.log_settings import NO_LOGS, LogSettings, LogTarget
 
-# The loop reads at most this number of datagrams at a time. A batch shares the locks of the queues.
+# The loop reads at most this number of datagrams at a time. It takes the locks of the queues once for all of them.
 _BATCH = 256
 _REQUEST_SECONDS = 2.0
 _REQUEST_BYTES = 1 << 18

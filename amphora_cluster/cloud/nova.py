@@ -136,7 +136,8 @@ class NovaServers:
 
         Args:
             selector: how the group finds its servers.
-            known: servers that the group knows. If one is missing in the list, it is read by its id.
+            known: servers that the group knows. If one is missing in the list, it is read by its id. If it exists, the
+                result contains it with `selected` False.
             subnets: read the subnets of the addresses.
             fresh: do not use a list that another group has read; needed for servers of a new request.
 
@@ -152,15 +153,19 @@ class NovaServers:
         else:
             listed = self._all(wanted, fresh=fresh)
         found = {one.id: one for one in listed if selected(one)}
+        former: set[str] = set()
         for server_id in sorted(set(known) - set(found)):
-            if ids is not None and server_id not in ids:
-                continue
             one = self._server(server_id, wanted)
+            if one is None:
+                continue
+            found[server_id] = one
             # Nova does not show tags and metadata of a server in a cell that does not answer. The server was selected
             # before, and stays so.
-            if one is not None and (one.status == "UNKNOWN" or selected(one)):
-                found[server_id] = one
-        return tuple(self._with_subnets(found[one], wanted, subnets=subnets) for one in sorted(found))
+            unreadable = ids is None and one.status == "UNKNOWN"
+            if not unreadable and not selected(one):
+                former.add(server_id)
+        servers = (self._with_subnets(found[one], wanted, subnets=subnets) for one in sorted(found))
+        return tuple(msgspec.structs.replace(one, selected=one.id not in former) for one in servers)
 
     def _ids(self, selector: Selector, wanted: str) -> frozenset[str] | None:
         """Return the ids of a selector; None if it selects by a property of the servers."""

@@ -29,8 +29,8 @@ from amphora_driver.deadline import Deadline, part_of_current
 
 T = TypeVar("T")
 
-# Octavia has additive batches since API version 2.11 (OpenStack Train, 2019). An older one would ignore the parameter,
-# and delete all members that the batch does not name.
+# Octavia has additive batches since API version 2.11 (OpenStack Train, 2019). An older Octavia would ignore the
+# parameter, and delete all members that the batch does not name.
 _NEEDED = (2, 11)
 _POOL_FIELDS = ("id", "healthmonitor_id", "listeners")
 _FIRST_WAIT, _LONGEST_WAIT = 0.1, 1.0

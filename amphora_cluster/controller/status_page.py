@@ -64,7 +64,10 @@ class GroupCollector:
                 try:
                     self._found = self._database.read(_read_metrics)
                 except StoreError as error:
-                    LOG.warning("the metrics of groups are missing: %s", error)
+                    LOG.warning(
+                        "the status page omits the metrics of all groups, because it cannot read the database: %s",
+                        error,
+                    )
                     self._found = []
                 self._read_at = time.monotonic()
             yield from self._found

@@ -101,7 +101,7 @@ class NovaCompute:
         self._profiles.validate(metadata)
 
     def can_separate(self, partners: Sequence[BootPartner], zones: Sequence[str]) -> bool:
-        """Whether zones keep a new server apart from these partners, or Nova's scheduler knows their hypervisors.
+        """Whether a new server can be separated from its partners, by zones or by known hypervisors.
 
         nova-compute reports a server to the scheduler at the end of its build. Until then, neither `different_host` nor
         a server group with soft anti-affinity excludes its hypervisor.

@@ -314,8 +314,8 @@ class Controller:
         hung = {job for job in jobs if job.deadline.left() < -self._conf.amp_controller.lease}
         for job in hung - self._hung:
             LOG.error(
-                "load balancer %s: a call hangs, so the controller lets the lease of the job expire, and any "
-                "controller may take over the job",
+                "load balancer %s: the job has exceeded its deadline, so the controller lets the lease expire, and "
+                "any controller may take over the job",
                 job.lease.load_balancer_id,
             )
         self._hung = hung

@@ -183,8 +183,8 @@ class DriftAuditor:
         # (the drift kind RENDERER), in the order of detection.
         self._outdated: dict[str, None] = {}
         self._pushed_at = time.monotonic()
-        # The keys are load balancer ids. A value is the fingerprint of the content at the last push because of the
-        # drift RENDERER. The drift audit does not request a second such push of the same content.
+        # The keys are load balancer ids. A value is the fingerprint of the content that the controller pushed last
+        # because of a newer renderer. The drift audit requests no further push of the same content for this reason.
         self._pushed: dict[str, str] = {}
         self._renewed_at = 0.0
 

@@ -39,8 +39,8 @@ _AGENT_TIMEOUT = 5.0
 _ROUND_FACTOR = 8
 # Maximum number of seconds until the controller repeats a failed query or a failed change of settings.
 _RETRY_AFTER = 60.0
-# Number of audit intervals after which the controller again queries an amphora that has the configured settings. The
-# drift audit usually compares the settings earlier, and then postpones this query.
+# After this number of audit intervals, the controller asks an amphora again whether it has the configured settings. The
+# drift audit compares the settings too, and each comparison restarts this interval.
 _INTERVALS = 2
 # Maximum duration in seconds of one wait for answers. After each wait, the round checks whether it must end.
 _CHECK_EVERY = 0.2
@@ -88,7 +88,7 @@ class SettingsUpdate:
         roots = self._database.read(
             lambda connection: desired_objects.load_roots(connection, [one.load_balancer_id for one in chosen])
         )
-        # A query may never end. The controller therefore sets the time of the next query before it sends this query.
+        # A query can hang. The controller therefore sets the time of the next query before it sends this query.
         # Otherwise, every round would repeat the query.
         for one in chosen:
             self._put_off(one.id)

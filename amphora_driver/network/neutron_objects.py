@@ -210,8 +210,8 @@ def to_vips(port: Json, wanted: Sequence[VipRequest]) -> tuple[Vip, ...] | None:
     """Return the VIPs in the order of the request; None if the port has no address for one of them."""
     left = [(one["subnet_id"], one["ip_address"]) for one in port["fixed_ips"]]
     chosen: dict[int, tuple[str, str]] = {}
-    # A VIP request may contain an address, a subnet, both or neither. A request with more of this data chooses its
-    # address first. Otherwise, a request with less data could take this address.
+    # A VIP request may contain an address, a subnet, both or neither. The most specific requests get their addresses
+    # first. Otherwise, a request without an address could get the address that another request names.
     for exact in (3, 2, 1, 0):
         for number, request in enumerate(wanted):
             score = 2 * bool(request.address) + bool(request.subnet_id)

@@ -54,8 +54,8 @@ LOG = logging.getLogger(__name__)
 # Time-out in seconds of the controller's first query of an agent. A longer wait would delay the jobs of other load
 # balancers.
 _FIRST_QUERY_TIMEOUT = 3.0
-# Pause in seconds before the controller checks again whether a boot still waits for the placement of its partner, and
-# the longest wait since the boot of the partner.
+# The boot of the second amphora of a pair waits until Nova has chosen a hypervisor for the first one. The controller
+# checks this after each pause, and at most for the second duration after the first boot. Both are in seconds.
 _PARTNER_PAUSE, _MAX_PARTNER_WAIT = 1.0, 60.0
 _WITHOUT_MACHINE: dict[str, Any] = {
     **dict.fromkeys(("management_address", "booted_at", "certificate_issued_at", "certificate_authority", "trusts")),
@@ -277,7 +277,7 @@ class StepExecutor:
         return tuple(one for one in zones if active is None or one != active.wanted.zone)
 
     def _awaits_partner(self, amphora: Amphora, others: Sequence[Amphora], zones: tuple[str, ...]) -> bool:
-        """Whether the boot is delayed until the backend can keep the machine apart from a partner that boots too.
+        """Whether the boot waits until the backend can separate it from a partner that boots too.
 
         The delay is limited, because a pair on one hypervisor is better than half of a pair. A machine that may exist
         already is not delayed.

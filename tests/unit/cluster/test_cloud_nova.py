@@ -140,13 +140,19 @@ class TestMissingServers:
         assert ids(make().servers(selected("tag", "web"), known=["a", "b"])) == ["a"]
         assert fleet.calls["servers/ID"] == 1
 
-    def test_a_server_without_the_tag_is_not_selected_any_more(self, make, fleet):
+    @pytest.mark.parametrize(
+        ("selector", "found"),
+        [
+            (selected("tag", "web"), {"a": True, "b": False}),
+            (selected("server_group", "one"), {"a": True, "b": False, "c": True}),
+            (selected("list", servers=("a",)), {"a": True, "b": False}),
+        ],
+    )
+    def test_a_known_server_is_not_selected_any_more(self, make, fleet, selector, found):
         fleet.servers["b"]["tags"] = []
-        assert ids(make().servers(selected("tag", "web"), known=["a", "b"])) == ["a"]
-
-    def test_a_server_that_left_the_server_group_is_not_read(self, make, fleet):
-        assert ids(make().servers(selected("server_group", "one"), known=["b"])) == ["a", "c"]
-        assert "servers/ID" not in fleet.calls
+        assert {one.id: one.selected for one in make().servers(selector, known=["a", "b"])} == found
+        assert fleet.calls["servers/ID"] == 1
+        assert "b" not in ids(make().servers(selector))
 
 
 class TestSubnets:

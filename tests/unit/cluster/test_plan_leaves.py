@@ -5,7 +5,7 @@ import pytest
 from cluster_data import NOW, group, member, node, planned, pool, server, steps_of
 
 from amphora_cluster.model import NodeState
-from amphora_cluster.plan import NOT_SHOWN, STATISTICS_AGE, WATCH_SECONDS
+from amphora_cluster.plan import NOT_SELECTED, NOT_SHOWN, STATISTICS_AGE, WATCH_SECONDS
 
 
 def leaving(state=NodeState.DRAINING, **changes):
@@ -163,6 +163,25 @@ def test_a_vanished_server_is_removed_at_once(status, known):
     after = planned(group(), [*servers, server("s2", 2)], pool(member("s2", 2)), result.nodes)
     assert after.nodes == (node("s2"),)
     assert after.complete
+
+
+def test_a_server_that_is_not_selected_any_more_is_drained_and_forgotten():
+    former = server(selected=False)
+    first = planned(group(), [former], pool(member()), [node()])
+    assert steps_of(first) == [("drain", "s1", [(80, 0)])]
+    assert first.nodes == (node(state=NodeState.DRAINING, reason=NOT_SELECTED, since=NOW),)
+    second = planned(group(), [former], pool(member(weight=0)), first.nodes)
+    assert (second.steps, second.nodes[0].drain_began_at) == ((), NOW)
+    third = planned(group(), [former], pool(member(weight=0)), second.nodes, NOW + 30)
+    assert steps_of(third) == [("leave", "s1", [(80, 0)])]
+    assert planned(group(), [former], pool(), third.nodes, NOW + 31).nodes == ()
+
+
+def test_a_server_that_is_selected_again_serves():
+    drained = node(state=NodeState.DRAINING, reason=NOT_SELECTED, drain_began_at=NOW)
+    result = planned(group(), [server()], pool(member(weight=0)), [drained])
+    assert steps_of(result) == [("repair", "s1", [(80, 1)])]
+    assert result.nodes[0].drain_began_at is None
 
 
 def test_members_of_a_server_without_record_are_removed():

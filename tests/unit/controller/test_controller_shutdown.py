@@ -101,4 +101,4 @@ def test_leases_are_renewed_after_errors_but_not_for_hanging_calls(controller, c
         thread.join(20)
     assert not thread.is_alive()
     assert {frozenset(one) for one in jobs.renewed} == {frozenset({"well"})}
-    assert caplog.text.count("a call hangs") == 1
+    assert caplog.text.count("has exceeded its deadline") == 1

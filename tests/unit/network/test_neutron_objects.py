@@ -2,7 +2,6 @@
 """Names, marks, request bodies and rules of the network backend `neutron`; nothing is sent."""
 
 import json
-import uuid
 
 import pytest
 
@@ -21,7 +20,7 @@ from amphora_driver.network.neutron_rules import (
 )
 from amphora_driver.openstack.errors import ApiError, read_message, translate, translate_compute
 
-LB, AMPHORA = (str(uuid.uuid4()) for _ in range(2))
+LB, AMPHORA = "6f0a2b2e-8d0c-4a6e-9a51-0d2f6a3c1b01", "0b8f7a54-3f1e-4c59-8f5d-7f1f0a9d2c02"
 MARK = objects.mark("one")
 
 
