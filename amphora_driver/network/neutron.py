@@ -139,9 +139,8 @@ class NeutronNetwork:
         with translated("list the objects of this deployment"):
             fields = ("id", "name", "project_id", "device_id", "security_groups")
             ports = self._neutron.find_paged("ports", fields=fields, description=self._mark)
-            groups = self._groups.all()
-            vip_groups = [one["id"] for one in groups if self._groups.is_of_vip_ports(one)]
-            return objects.to_owners(ports, groups, vip_groups, self._neutron.project_id())
+            vip_groups = self._groups.ids_of_vip_ports()
+            return objects.to_owners(ports, self._groups.all(), vip_groups, self._neutron.project_id())
 
     def subnet(self, subnet_id: str, project_id: str | None = None) -> Subnet:
         """The subnet with this id."""

@@ -107,13 +107,9 @@ class Groups:
 
         return self._neutron.cached(("group", group.value), read)
 
-    def contain_vip_port(self, port: Mapping[str, Any]) -> bool:
-        """Whether a port is in the group of the deployment's VIP ports."""
-        return any(one["id"] in port["security_groups"] for one in self._find(self._full_name(Group.VIPS)))
-
-    def is_of_vip_ports(self, group: Mapping[str, Any]) -> bool:
-        """Whether a group, one of `all`, is that of the deployment's VIP ports."""
-        return bool(group["name"] == self._full_name(Group.VIPS))
+    def ids_of_vip_ports(self) -> frozenset[str]:
+        """Return the ids of the groups that only VIP ports of the deployment have."""
+        return frozenset(one["id"] for one in self._find(self._full_name(Group.VIPS)))
 
     def forget(self) -> None:
         """Read the groups again at their next use, because one of them no longer exists."""
@@ -125,7 +121,7 @@ class Groups:
             self._neutron.delete("groups", one["id"])
 
     def all(self) -> list[Json]:
-        """Return id and name of all groups of the deployment."""
+        """Return the names of all groups of the deployment."""
         project_id = self._neutron.project_id()
         return self._neutron.find_paged("groups", fields=("id", "name"), description=self._mark, project_id=project_id)
 

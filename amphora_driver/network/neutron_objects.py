@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import ipaddress
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from amphora_driver.model.loadbalancer import Vip
@@ -234,7 +234,7 @@ def _fits(request: VipRequest, subnet_id: str, address: str) -> bool:
     )
 
 
-def to_owners(ports: Iterable[Json], groups: Iterable[Json], vip_groups: Collection[str], project_id: str) -> Owners:
+def to_owners(ports: Iterable[Json], groups: Iterable[Json], vip_groups: frozenset[str], project_id: str) -> Owners:
     """Return the owners of marked objects.
 
     Args:
@@ -247,9 +247,7 @@ def to_owners(ports: Iterable[Json], groups: Iterable[Json], vip_groups: Collect
     for port in ports:
         if (found := _AMPHORA_PORT.fullmatch(port["name"])) and port["project_id"] == project_id:
             amphorae.add(found[1])
-        elif (found := _VIP_DEVICE.fullmatch(port["device_id"])) and not set(vip_groups).isdisjoint(
-            port["security_groups"]
-        ):
+        elif (found := _VIP_DEVICE.fullmatch(port["device_id"])) and vip_groups.intersection(port["security_groups"]):
             load_balancers.add(found[1])
     load_balancers |= {found[1] for group in groups if (found := _LOAD_BALANCER.fullmatch(group["name"]))}
     return Owners(amphorae=frozenset(amphorae), load_balancers=frozenset(load_balancers))

@@ -68,10 +68,12 @@ class VipPorts:
     def release(self, load_balancer_id: str) -> None:
         """Delete the VIP port of a load balancer, and give a port of the user back."""
         device_id = objects.vip_device_id(load_balancer_id)
-        for port in self._neutron.find("ports", device_id=device_id):
-            if self._is_ours(port, load_balancer_id):
-                self._neutron.delete("ports", port["id"])
-            elif objects.is_users_port(port):
+        found = self._neutron.find("ports", device_id=device_id)
+        ours = self._select_ours(found, load_balancer_id)
+        for port in ours:
+            self._neutron.delete("ports", port["id"])
+        for port in found:
+            if port not in ours and objects.is_users_port(port):
                 self._give_back(port)
         tag = objects.claim_tag(load_balancer_id)
         for port in self._neutron.find("ports", fields=("id", "device_owner"), tags=tag):
@@ -82,12 +84,14 @@ class VipPorts:
         """Return the port with the VIPs: one of this provider, or one that the user provided."""
         device_id = objects.vip_device_id(load_balancer_id)
         found = self._neutron.find("ports", device_id=device_id, project_id=project_id)
-        ours = [one for one in found if self._is_ours(one, load_balancer_id)]
+        ours = self._select_ours(found, load_balancer_id)
         return objects.oldest(ours or [one for one in found if objects.is_users_port(one)])
 
-    def _is_ours(self, port: Json, load_balancer_id: str) -> bool:
-        """Whether this deployment has created a port as the VIP port of this load balancer."""
-        return objects.claims_vip_port(port, self._mark, load_balancer_id) and self._groups.contain_vip_port(port)
+    def _select_ours(self, found: Sequence[Json], load_balancer_id: str) -> list[Json]:
+        """Return the ports that this deployment has created as the VIP port of this load balancer."""
+        similar = [one for one in found if objects.claims_vip_port(one, self._mark, load_balancer_id)]
+        groups = self._groups.ids_of_vip_ports() if similar else frozenset()
+        return [one for one in similar if groups.intersection(one["security_groups"])]
 
     def _create(self, load_balancer_id: str, project_id: str, requests: Sequence[VipRequest], wanted: str) -> Json:
         fixed = []

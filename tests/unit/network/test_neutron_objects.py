@@ -56,7 +56,7 @@ def vip_port(**values):
     ],
 )
 def test_owners_of_marked_ports(found, amphorae, load_balancers):
-    owners = objects.to_owners([found], [], ["another", "vips"], "service")
+    owners = objects.to_owners([found], [], frozenset({"another", "vips"}), "service")
     assert (owners.amphorae, owners.load_balancers) == (amphorae, load_balancers)
 
 
@@ -64,7 +64,7 @@ def test_owners_of_marked_ports(found, amphorae, load_balancers):
     ("name", "load_balancers"), [(f"octavia-lb-{LB}", {LB}), (f"octavia-lb-{LB}-2", set()), ("octavia-vips", set())]
 )
 def test_owners_of_groups(name, load_balancers):
-    assert objects.to_owners([], [{"id": "g", "name": name}], [], "service").load_balancers == load_balancers
+    assert objects.to_owners([], [{"name": name}], frozenset(), "service").load_balancers == load_balancers
 
 
 @pytest.mark.parametrize(("owner", "users"), [("", True), ("compute:nova", True), ("Octavia", False)])
