@@ -21,6 +21,7 @@ def members(cloud, group):
 
 
 class TestOthers:
+    @pytest.mark.extended
     def test_foreign_members_are_untouched(self, cloud, served, cluster):
         balancer, web, first = served(others=("member2",))
         before = members(cloud, web.group)["member2"]
@@ -42,6 +43,7 @@ class TestOthers:
         web.deleted()
         assert members(cloud, web.group) == {"member2": wanted}
 
+    @pytest.mark.extended
     def test_two_groups_in_one_pool(self, cloud, served, cluster, lab):
         balancer, web, first = served()
         blue = lab.group(balancer, cloud.pool_of(balancer), "blue")
@@ -98,6 +100,7 @@ class TestOthers:
 
 
 class TestOutages:
+    @pytest.mark.extended
     def test_nova_and_octavia_fail_for_some_time(self, cloud, served, cluster, nova, sandbox):
         balancer, web, first = served()
         [second] = cluster.create("member2")
@@ -163,6 +166,7 @@ class TestStrangers:
 
 
 class TestCrashes:
+    @pytest.mark.extended
     def test_killed_controllers_lose_no_request_of_clients_or_callers(self, cloud, served, cluster, lab):
         """SIGKILL during a join and a leave, shortly after their begin; a new controller continues."""
         balancer, web, first = served()

@@ -56,6 +56,7 @@ def test_each_object_is_created_once(started, backend, tenant, admin, deployment
     assert rules_of_groups(admin, deployment) == {"octavia-amphora-traffic": [4], "octavia-amphora-vips": [2]}
 
 
+@pytest.mark.extended
 def test_a_group_of_listeners_is_created_once_and_removed(started, make_backend, tenant, admin, deployment):
     several = started(listener_rules=True)
     one = new_id()

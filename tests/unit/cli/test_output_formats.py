@@ -135,7 +135,7 @@ def named_commands():
     for path in DOCS:
         for line in path.read_text(encoding="utf-8").splitlines():
             for words in re.findall(r"(?:^|[`$#] ?|run(?:s|:)? )\s*amphoractl ([a-z][^`|;]*)", line, re.IGNORECASE):
-                found.setdefault(words.strip(), path.name)
+                found.setdefault(words.strip().rstrip("\\"), path.name)
     return found
 
 

@@ -299,10 +299,10 @@ class Crash(BaseException):
     """Simulates the end of the process before the commit."""
 
 
-def test_a_claim_ends_with_its_load_balancer_in_one_transaction(intents, database):
+def test_a_claim_ends_with_its_load_balancer_in_one_transaction(recorder, database):
     for one in ("lb", "not yet created"):
         database.write(lambda c, one=one: vip_claims.record_claim(c, one, "local"))
-    intents.delete_load_balancer("lb")
+    recorder.delete_load_balancer("lb")
     commit(database)
     serve(database, 2)
     assert rows(database) == [{"lb"}, {"lb", "not yet created"}], "the claim stays until Octavia has the status DELETED"
