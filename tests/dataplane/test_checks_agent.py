@@ -108,7 +108,7 @@ def test_a_failed_member_is_reported_at_once(machine):
     pool = found["virtual servers"]["listeners"][ID]["pool"]
     assert pool["reasons"][ids["c1"]] == "port unreachable"
     assert "amphora_virtual" in found["virtual table"]
-    assert any("is DOWN: port unreachable" in line for line in found["checker log"])
+    assert any("is now DOWN: port unreachable" in line for line in found["checker log"])
     machine.start_member("c1")
     machine.heard(lambda said: words(said) == dict.fromkeys(ids.values(), "UP"), "both members are up again")
     pid = machine.checker()

@@ -92,8 +92,10 @@ def test_log_targets_of_flavor_and_configuration(lab, bound):
     assert f' listener="{listener}"]' in line
 
     lab.configure("amp_logs", "admin_targets", urls[1])
-    serving, spare = lab.of(balancer)[0].id, (ready(lab) - {one.id for one in lab.of(balancer)}).pop()
-    ids = {serving: here[0], spare: ""}
+    # The amphora of the other test's load balancer is ready too.
+    used = {row.id for each in lab.balancers.load_balancers() for row in lab.of(each)}
+    (spare,) = lab.until(lambda: ready(lab) - used, "a spare is ready")
+    ids = {lab.of(balancer)[0].id: here[0], spare: ""}
     for amphora_id, known in ids.items():
         # Each refused request is an administrative line of the agent.
         line = lab.until(
