@@ -169,9 +169,11 @@ class Receiver:
         receive = self._socket.recvfrom_into
         while True:
             selector.select()
+            # `stop` sets the flag before it sends its wake-up message. So the loop reads the messages before the flag:
+            # otherwise it could remove the message of `stop` and then wait for ever.
+            self._drain_wakeups()
             if self._stopping:
                 return
-            self._drain_wakeups()
             while (ready := self._keys.pop_ready()) is not None:
                 datagram, address = ready
                 self._handle_datagram(memoryview(datagram), address, retried=True)

@@ -197,6 +197,23 @@ def test_a_long_datagram_of_an_unknown_amphora_does_not_wait():
         made.wait(lambda: made.receiver.refused["busy"] == 1)
 
 
+def test_the_receiver_ends_if_it_is_stopped_just_before_it_reads_its_wakeups(monkeypatch):
+    read = Receiver._drain_wakeups
+
+    def stop_and_read(receiver):
+        receiver.stop()
+        read(receiver)
+
+    monkeypatch.setattr(Receiver, "_drain_wakeups", stop_and_read)
+    with running() as made:
+        # The key of a known amphora needs no read, whose end would be another wake-up.
+        made.receiver.preload({AMPHORA: Secret(KEY)})
+        made.send(datagram())
+        made.thread.join(5)
+        ended = not made.thread.is_alive()
+    assert ended
+
+
 def test_a_hanging_database_delays_only_unknown_amphorae():
     release = threading.Event()
 
