@@ -28,6 +28,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from feature_matrix import FeatureMatrix
@@ -121,6 +122,16 @@ def scheduler(config: pytest.Config, log: object) -> object:
     from xdist.scheduler import LoadFileScheduling  # noqa: PLC0415
 
     class Scheduling(LoadFileScheduling):
+        def _assign_work_unit(self, node: Any) -> None:
+            """Assign files until the worker has two tests, because it begins a test when it knows the next one.
+
+            xdist assigns one file, also to the replacement of a worker that a test has ended. With one test or none
+            left in this file, the replacement would wait for ever.
+            """
+            super()._assign_work_unit(node)
+            while self.workqueue and self._pending_of(self.assigned_work[node]) < 2:
+                super()._assign_work_unit(node)
+
         def _split_scope(self, nodeid: str) -> str:
             file = str(super()._split_scope(nodeid))
             return SHARED_CLOUD[0] if file in SHARED_CLOUD else file

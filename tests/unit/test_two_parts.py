@@ -149,6 +149,26 @@ def test_one_worker_runs_the_files_that_share_a_cloud(project):
     assert len(workers) == 1
 
 
+CRASHED = """
+import os, pathlib, time
+def test_crashed():
+    here = pathlib.Path("crashed")
+    if not here.exists():
+        here.touch()
+        time.sleep(2)  # Until the other worker has ended.
+        os._exit(1)
+"""
+
+
+@pytest.mark.extended
+def test_a_worker_that_ends_in_the_last_test_is_replaced(project):
+    project.write(RINGS[-1], "test_zz.py", CRASHED)
+    status, said = project.together("--max-worker-restart", "2", workers=2)
+    assert "replacing crashed worker" in said
+    assert "1 failed" in said, said
+    assert status == 1
+
+
 @pytest.mark.extended
 def test_a_failure_in_the_parallel_part_has_a_second_attempt(project):
     project.write("unit", "test_quiet.py", QUIET)
