@@ -73,9 +73,16 @@ TOGETHER, ALONE, SECOND_ATTEMPTS = "together.json", "alone.json", "second-attemp
 # of the last ten seconds in which a process waited for a processor (Documentation/accounting/psi.rst of the kernel).
 # Without it, the limit is running processes per processor in the last minute (proc(5), /proc/loadavg).
 CALM_SECONDS, CALM_PRESSURE, CALM_LOAD = 120.0, 10.0, 0.5
+# Files that one worker runs, because each start of their cloud costs processor time: 8 and 64 seconds.
+SHARED_CLOUD = tuple(f"openstack/test_neutron{name}.py" for name in ("", "_fleet", "_ownership", "_races"))
+WHOLE_CLOUD = tuple(
+    f"openstack/test_{name}.py"
+    for name in ("cloud", "cloud_operations", "cloud_placement", "cluster", "nova", "nova_fleet", "nova_machines")
+)
 # The longest files, longest first, because a long file that starts last would run alone at the end. The rings follow
 # from the slowest on, for the same reason.
 LONGEST = (
+    *WHOLE_CLOUD,
     "system/test_set_clock.py",
     "system/test_kill_matrix_mariadb.py",
     "system/test_kill_failover.py",
@@ -110,12 +117,8 @@ LONGEST = (
 )
 
 
-# Files that one worker runs, because each start of their cloud costs eight seconds of processor time.
-SHARED_CLOUD = tuple(f"tests/openstack/test_neutron{name}.py" for name in ("", "_ownership", "_races"))
-
-
 def scheduler(config: pytest.Config, log: object) -> object:
-    """Return the scheduler of `--dist loadfile`, which gives the files of `SHARED_CLOUD` to one worker."""
+    """Return the scheduler of `--dist loadfile`, which gives the files that share a cloud to one worker."""
     if config.getvalue("dist") != "loadfile":
         return None
     # Runs without workers do not need the plug-in.
@@ -134,7 +137,8 @@ def scheduler(config: pytest.Config, log: object) -> object:
 
         def _split_scope(self, nodeid: str) -> str:
             file = str(super()._split_scope(nodeid))
-            return SHARED_CLOUD[0] if file in SHARED_CLOUD else file
+            name = file.removeprefix("tests/")
+            return next((shared[0] for shared in (SHARED_CLOUD, WHOLE_CLOUD) if name in shared), file)
 
     return Scheduling(config, log)
 

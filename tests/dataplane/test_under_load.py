@@ -74,7 +74,7 @@ def end_long(traffic: Traffic) -> dict[str, dict]:
 @pytest.mark.feature("member.batch", "member.weight", "member.admin_state_up", "listener.default_tls_container_ref")
 @pytest.mark.parametrize(
     ("changes", "replaced", "reloads"),
-    [pytest.param(100, 10, 20, id="130"), pytest.param(1000, 100, 100, id="1200", marks=pytest.mark.extended)],
+    [pytest.param(100, 10, 20, id="130"), pytest.param(500, 50, 50, id="600", marks=pytest.mark.extended)],
 )
 def test_many_changes_interrupt_no_request(served, traffic, tenant, changes, replaced, reloads):
     """No request fails during changes of members and certificates without a reload, and reloads."""

@@ -6,6 +6,7 @@ import json
 import os
 import uuid
 from collections import Counter
+from contextlib import ExitStack
 
 import prepared_cloud
 import pytest
@@ -17,10 +18,27 @@ from amphora_driver import config
 from amphora_driver.network.neutron import NeutronNetwork
 
 
+def _uses_whole_cloud(item):
+    return item is not None and "provider_stack" in getattr(item, "fixturenames", ())
+
+
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items):
-    """Tests of the complete cloud are the last ones: its services use the processor until the run ends."""
-    items.sort(key=lambda item: "provider_stack" in getattr(item, "fixturenames", ()))
+def pytest_collection_modifyitems(config, items):
+    """Without workers, tests of the complete cloud are the last ones; `two_parts.py` starts them first in a worker."""
+    if config.getoption("together") is None:
+        items.sort(key=_uses_whole_cloud)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item, nextitem):
+    """End the complete cloud after its last test, because its services use the processor."""
+    answer = yield
+    if _uses_whole_cloud(item) and not _uses_whole_cloud(nextitem):
+        _whole_cloud.close()
+    return answer
+
+
+_whole_cloud = ExitStack()
 
 
 @pytest.fixture(scope="session")
@@ -165,10 +183,14 @@ def provider_stack():
 
     With AMPHORA_INCUMBENT=1 Octavia's own provider runs too.
     """
-    with whole_cloud() as cloud:
-        stack = ProviderStack(cloud, incumbent=os.environ.get("AMPHORA_INCUMBENT") == "1")
+    with ExitStack() as opened:
+        stack = ProviderStack(
+            opened.enter_context(whole_cloud()), incumbent=os.environ.get("AMPHORA_INCUMBENT") == "1"
+        )
         stack.start()
-        yield stack
+        _whole_cloud.push(opened.pop_all())
+    yield stack
+    _whole_cloud.close()
 
 
 @pytest.fixture(scope="session")

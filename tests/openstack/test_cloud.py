@@ -4,7 +4,7 @@
 import pytest
 
 # In the second part of a run, one process starts one cloud for all tests (tests/README.md).
-pytestmark = [pytest.mark.extended, pytest.mark.quiet, pytest.mark.lasts(900)]
+pytestmark = [pytest.mark.extended, pytest.mark.lasts(900)]
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from amphora_driver.database.tables_fleet import rotation
 from sandbox import demo_hosts
 
 # In the second part of a run, one process starts one cloud for all tests (tests/README.md).
-pytestmark = [pytest.mark.extended, pytest.mark.quiet, pytest.mark.lasts(900)]
+pytestmark = [pytest.mark.extended, pytest.mark.lasts(900)]
 # These tests take four minutes, and do not fit into the 60 minutes of a run yet.
 ALL = pytest.mark.skipif(os.environ.get("AMPHORA_CLOUD") != "all", reason="AMPHORA_CLOUD=all runs this")
 AUTHORITY = Authority("cloud")

@@ -11,7 +11,7 @@ from whole_cloud import BALLAST, WITHOUT_GUEST, ZONES
 from amphora_driver.database.tables import object_status
 
 # In the second part of a run, one process starts one cloud for all tests (tests/README.md).
-pytestmark = [pytest.mark.extended, pytest.mark.quiet, pytest.mark.lasts(900)]
+pytestmark = [pytest.mark.extended, pytest.mark.lasts(900)]
 BOTH = {"member1": 4, "member2": 4}
 # Seconds until the controller has tried a boot `give_up_after` times.
 GIVEN_UP = 240.0

@@ -25,7 +25,7 @@ from amphora_cluster.credential import ApplicationCredential
 from amphora_cluster.model import Group, MemberChange, MemberTemplate, Selector, SelectorKind, Step, StepKind
 from amphora_driver.secret import Secret
 
-pytestmark = [pytest.mark.extended, pytest.mark.quiet, pytest.mark.lasts(900)]
+pytestmark = [pytest.mark.extended, pytest.mark.lasts(900)]
 
 
 class Owner:

@@ -155,7 +155,6 @@ def mac(number):
 
 
 class TestOutage:
-    @pytest.mark.quiet
     def test_neutron_is_away_for_a_minute(self, make_backend, deployment, cloud, tenant):
         backend = make_backend(deployment, allocation_timeout=5)
         one = new_id()

@@ -14,7 +14,7 @@ from amphora_driver.compute.interface import Location, MachineState, Placement
 from amphora_driver.errors import ComputeError
 from amphora_driver.openstack.errors import TimedOut
 
-pytestmark = [pytest.mark.extended, pytest.mark.quiet, pytest.mark.lasts(600)]
+pytestmark = [pytest.mark.extended, pytest.mark.lasts(600)]
 pytest_plugins = ("nova_fixtures",)
 
 

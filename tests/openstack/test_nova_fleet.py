@@ -12,7 +12,6 @@ from faulty_service import Fault
 
 pytestmark = [
     pytest.mark.extended,
-    pytest.mark.quiet,
     pytest.mark.lasts(900),
     # This test has not passed as a whole yet, so CI does not run it.
     pytest.mark.skipif(os.environ.get("AMPHORA_CLOUD") != "all", reason="AMPHORA_CLOUD=all runs this"),

@@ -11,7 +11,7 @@ from whole_cloud import FLAVOR, ZONES
 from amphora_driver.errors import ComputeError, UnsupportedOption
 from amphora_driver.network.interface import PortPurpose, PortRequest
 
-pytestmark = [pytest.mark.extended, pytest.mark.quiet, pytest.mark.lasts(600)]
+pytestmark = [pytest.mark.extended, pytest.mark.lasts(600)]
 pytest_plugins = ("nova_fixtures",)
 
 

@@ -145,7 +145,7 @@ def test_one_worker_runs_the_files_that_share_a_cloud(project):
         project.write("openstack", Path(file).name, WORKER)
     status, said = project.together(workers=len(SHARED_CLOUD))
     assert status == 0, said
-    workers = {project.text(Path(file).with_suffix(".worker")) for file in SHARED_CLOUD}
+    workers = {project.text(Path("tests", file).with_suffix(".worker")) for file in SHARED_CLOUD}
     assert len(workers) == 1
 
 
