@@ -125,8 +125,8 @@ class CertificateRenewer:
         if amphora.certificate_issued_at is not None and exists():
             by = by if by == amphora.certificate_authority else None
             trusts = ca_rotation.common_trust(amphora.trusts, trusts)
-        # Progress of a job resets the number of its crashes. The record of a certificate does not count as progress,
-        # because the boot that follows may crash each controller.
+        # The record of a step that made progress resets the number of the job's crashes. This record does not count as
+        # progress, because the following boot may crash every controller.
         self._record(amphora.id, by, trusts, issued.expires_at, is_progress=False)
         return credentials, issued
 
@@ -156,8 +156,8 @@ class CertificateRenewer:
             self._agents.renew(amphora.id, address, issued.bundle(), **cas, deadline=deadline)
             self._agents.verify_certificate(amphora.id, address, fingerprint(issued.certificate), deadline=deadline)
         except (AgentError, CertificateError) as error:
-            # An interruption of this job may have caused the error, for example by a request with precedence.
-            # `ensure_may_act` then raises an exception, and the job ends here.
+            # The job may have been interrupted by a more urgent request, which causes this error too. In this case,
+            # `ensure_may_act` raises an exception and ends the job.
             self._job.ensure_may_act()
             _FAILED[amphora.id] = time.monotonic()
             LOG.warning(
@@ -248,8 +248,8 @@ class CertificateMaintenance:
 
         found = self._database.read(read)
         if found.moves:
-            # After a jump of the database clock, the computed age of the current rotation step may be wrong. So the
-            # controller takes no step until the minimum duration of a step has passed since the jump.
+            # After a jump of the database clock, the computed duration of the current rotation step may be wrong. So
+            # the controller begins no new step until the minimum duration of a step has passed since the jump.
             reliable = self._database.seconds_since_clock_jump() >= self._settle
             found = self._database.write(write) if reliable else ca_rotation.RotationPhase()
         if found.moves:

@@ -142,9 +142,9 @@ class TrustStore:
                 if self._recorded is None:
                     self._unavailable = time.monotonic() + self._max_age, error
                     raise
-                # The CAs in memory remain valid after the failed read, because no rotation can continue without the
-                # database. The age of the CAs counts from the end of the failed read. Otherwise, each thread would
-                # start another slow read of the unavailable database.
+                # After a failed read, the CAs in memory remain valid, because a CA rotation cannot continue without the
+                # database. Their age counts from the end of the failed read. Otherwise, each thread would start another
+                # slow read of the unavailable database.
                 ended = time.monotonic()
                 self._known_at = ended if ended - begun < _LONGEST_READ else begun
             LOG.warning(
