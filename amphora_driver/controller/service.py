@@ -59,13 +59,13 @@ _STOP_GRACE = 3.0
 _CHECK_JOBS_EVERY = 0.25
 # Seconds between two searches for dead controllers on the same host.
 _REAP_EVERY = 1.0
-# A due time is implausible if it is further in the future than this multiple of the longest retry back-off. Then the
-# database clock was set back.
+# A due time is the time at which a job may run again. If it is further ahead than this multiple of the longest retry
+# back-off, the database clock was set back.
 _PAUSE_FACTOR = 2
-# A due time that is less than 30 seconds in the future is always plausible.
+# The controller never corrects a due time that is less than 30 seconds in the future.
 _LEAST_PAUSE = 30.0
-# While many retries are running, the controller starts only jobs without a failed attempt. This is the minimum time in
-# seconds before the controller polls again for such jobs.
+# If many retries are running, the controller starts only jobs that have not failed yet. This is the minimum time in
+# seconds between two searches for such jobs.
 _CLAIM_FRESH_EVERY = 0.1
 # Seconds for which a thread of the controller pauses after an unexpected error or a failed renewal of leases.
 _ERROR_BACKOFF = 1.0
@@ -202,8 +202,8 @@ class Controller:
         if load_balancer_id is None:
             self._wakeup.wake()
             return
-        # While this thread waited for a free worker slot, the controller may have begun to stop or to drain. In this
-        # case, the controller claims no job.
+        # While this thread waited for a free worker slot, the controller may have begun to stop or to drain. In both
+        # cases, the controller claims no job.
         if self._stopping.is_set() or self._draining.is_set():
             return
         try:
@@ -257,7 +257,7 @@ class Controller:
                 break
             self._start_job(pool, lease)
         else:
-            # No worker slot is free, so the thread sleeps until a job ends and wakes it.
+            # No worker slot is free. So the thread waits until a job ends and wakes it.
             return poll
         due = self._jobs.next_due()
         soonest = _CLAIM_FRESH_EVERY if fresh else 0.02
