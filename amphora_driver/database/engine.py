@@ -237,7 +237,7 @@ class Database:
                 self._check_schema(connection)
                 result = work(connection)
                 # An earlier attempt may have been committed although the server did not answer its COMMIT. `Database`
-                # checks this after `work` has locked the rows, because no earlier attempt can be committed after that.
+                # checks this now, because `work` has locked the rows. From now on, no earlier attempt can be committed.
                 _raise_if_committed(connection, unconfirmed)
             except BaseException as error:
                 transaction.rollback()
@@ -246,8 +246,9 @@ class Database:
                     # such as a duplicate key. So `Database` checks whether an earlier attempt was committed.
                     self._raise_if_any_committed(unconfirmed)
                 raise
-            # `Database` reads the commit marker before COMMIT. After a connection loss in COMMIT, SQLAlchemy no longer
-            # provides the `info` of the connection.
+            # The commit marker is a value by which the driver later finds out whether a COMMIT succeeded. `Database`
+            # reads the marker before COMMIT. After a connection loss, SQLAlchemy no longer provides the `info` of the
+            # connection.
             marker = connection.info.get(_COMMIT_MARKER)
             try:
                 transaction.commit()
@@ -294,8 +295,8 @@ class Database:
         if url.get_backend_name() != "sqlite":
             options: dict[str, Any] = {"isolation_level": "READ COMMITTED", "pool_pre_ping": True, "pool_recycle": 3600}
             limits, postgresql = _connect_arguments(url, self._answer_timeout), url.get_backend_name() == "postgresql"
-            # A ROLLBACK without an open transaction only costs time. psycopg skips an unneeded ROLLBACK itself. For
-            # MariaDB, the function `_reset_mariadb` skips an unneeded ROLLBACK.
+            # The connection pool sends ROLLBACK when a connection returns, and a ROLLBACK without an open transaction
+            # only costs time. psycopg skips it itself. For MariaDB, the function `_reset_mariadb` skips it.
             options["pool_reset_on_return"] = "rollback" if postgresql else None
             engine = sa.create_engine(url, **options, **_POOL_OPTIONS, connect_args=limits)
             if postgresql:

@@ -38,8 +38,8 @@ _OPTION = "[amp_database] encryption_key_file"
 # other software computes from the key.
 _FINGERPRINT_PREFIX = b"amphora-driver encryption key "
 _FINGERPRINT_DIGITS = 12
-# A rewrite of the key file may remove a key for a moment. So the vault still decrypts with a key for a minute after the
-# key has disappeared.
+# An editor may remove a key from the key file for a moment while it rewrites the file. So the vault still decrypts with
+# a key for a minute after the key has disappeared.
 _REMOVED_KEY_SECONDS = 60.0
 # The vault detects a changed key file by four numbers: the inode, the modification time in nanoseconds, the size and
 # the mode.
@@ -112,8 +112,8 @@ class Vault:
         """Return the index of the sealing key, from 0; None if it is unknown."""
         for index, cipher in enumerate(self._current_ring().ciphers):
             with contextlib.suppress(InvalidToken):
-                # `Fernet.extract_timestamp` verifies the signature but does not decrypt the secret. So the search for
-                # the right key is cheap.
+                # `Fernet.extract_timestamp` verifies the signature but does not decrypt the secret. So the vault
+                # quickly finds the key that encrypted a secret.
                 cipher.extract_timestamp(sealed)
                 return index
         return None
