@@ -251,8 +251,8 @@ class Receiver:
         try:
             self._wakeup_writer.send(b"\0")
         except OSError:
-            # The wake-up message to the receive loop fails if earlier messages fill the socket buffer, or if the loop
-            # has ended. Neither case needs an action.
+            # The wake-up message to the receive loop fails in two cases: earlier messages fill the socket buffer, or
+            # the loop has ended. In both cases, the loop needs no further message.
             return
 
     def _drain_wakeups(self) -> None:
