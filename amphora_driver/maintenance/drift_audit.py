@@ -53,7 +53,7 @@ _LONGEST_ROUND, _SHORTEST_ROUND = 5.0, 0.2
 # Number of rounds of the drift audit in one audit interval.
 _ROUNDS = 10
 # Maximum number of amphorae that a round of the drift audit queries, as a multiple of the number that the audit
-# interval requires. The additional queries repeat failed ones.
+# interval requires. The reserve is for queries that failed before.
 _RESERVE = 1.5
 # Time-out in seconds of a query from the drift audit to an agent.
 _AGENT_TIMEOUT = 5.0
@@ -153,8 +153,8 @@ class _Target(msgspec.Struct, frozen=True):
     digest: str
 
 
-# The state that an agent reports, and the reason why the agent still has other settings than the configured ones. The
-# reason is empty if the settings are equal.
+# Answer to one query: the state that the agent reports, and the reason why the agent's settings differ from the
+# configured ones. The reason is empty if the settings are equal.
 _Answer: TypeAlias = "tuple[BundleState, str]"
 
 
@@ -183,8 +183,9 @@ class DriftAuditor:
         # (the drift kind RENDERER), in the order of detection.
         self._outdated: dict[str, None] = {}
         self._pushed_at = time.monotonic()
-        # The keys are load balancer ids. A value is the fingerprint of the content that the controller pushed last
-        # because of a newer renderer. The drift audit requests no further push of the same content for this reason.
+        # A newer version of the driver may render other content for the same load balancer. The keys are load balancer
+        # ids. The values are fingerprints of the content that was last pushed for this reason, so that no push is
+        # repeated.
         self._pushed: dict[str, str] = {}
         self._renewed_at = 0.0
 
@@ -222,7 +223,8 @@ class DriftAuditor:
         return True
 
     def _update_settings(self, pool: ThreadPoolExecutor, goes_on: Callable[[], bool]) -> None:
-        # Each round reads the addresses of all amphorae, so the pause limits the load of the database.
+        # Each comparison of settings reads the addresses of all amphorae from the database. So it runs only after a
+        # pause.
         if time.monotonic() >= self._settings_at:
             self._settings.run_round(pool, goes_on)
             self._settings_at = time.monotonic() + min(_SETTINGS_PAUSE, self._interval)
@@ -382,7 +384,8 @@ class DriftAuditor:
         ready = [one for one in recorded.amphorae if one.confirmed == recorded.generation]
         different = []
         for one, answer in [(one, pool.submit(self._get_state, one)) for one in ready]:
-            # An amphora that does not answer causes no push. A later round of the drift audit queries it again.
+            # An amphora that does not answer causes no push. A later round of the drift audit queries the amphora
+            # again.
             if not isinstance(answer.exception(), AmphoraDriverError):
                 drift = classify_drift(recorded.generation, expected[one.id], answer.result())
                 if drift is Drift.RENDERER:
@@ -393,14 +396,14 @@ class DriftAuditor:
         if len(self._pushed) >= _MOST_REMEMBERED:
             self._pushed.clear()
         self._pushed[of] = _fingerprint(recorded)
-        # The controller requests the push by a change in the database: it revokes the confirmation of the generation.
-        # The change of one amphora is enough, because the push sends a new generation to all amphorae.
+        # To request a push, the controller deletes the confirmation of the generation in the database. One amphora
+        # without a confirmation is enough, because the push sends a new generation to all amphorae.
         first = different[0]
         why = "renderer: this version renders the load balancer in another way"
         if self._database.write(lambda c: config_drift.revoke_confirmation(c, first.id, recorded.generation, why)):
             LOG.info(
-                "the drift audit requests a new push of the configuration of load balancer %s, because this version of "
-                "the driver renders it in another way",
+                "the drift audit requests a new push of the configuration of load balancer %s, because this version "
+                "of the driver renders the configuration differently",
                 of,
             )
             self._on_due()
