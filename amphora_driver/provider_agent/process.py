@@ -32,7 +32,7 @@ LOG = logging.getLogger(__name__)
 # whole processor.
 _RESTART_DELAY = 0.2
 # Seconds between two checks whether the provider agent must stop. The processes do not wait for octavia-driver-agent's
-# exit event. If a process died during such a wait, octavia-driver-agent would block forever when it sets the event.
+# exit event. If a process died during the wait, octavia-driver-agent would block forever when it sets the event.
 _POLL_INTERVAL = 0.5
 # The supervisor of the provider agent kills a child process that does not stop within 3 s.
 _STOP_TIMEOUT = 3.0
@@ -57,7 +57,8 @@ class _DriverAgent:
             self._poll.register(os.pidfd_open(os.getppid()), select.POLLIN)
         except OSError as error:
             LOG.info(
-                "the provider agent cannot detect a crash of octavia-driver-agent and would continue after a crash: %s",
+                "the provider agent cannot detect a crash of octavia-driver-agent, and would continue to run after "
+                "such a crash: %s",
                 error,
             )
 
