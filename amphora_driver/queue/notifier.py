@@ -126,8 +126,8 @@ class Publisher:
         sender = HintSender(self._url)
         pause = _BACKOFF[0]
         while (hint := self._next()) is not None:
-            # If the broker has closed an idle connection, the publisher notices only when a write fails. So the
-            # publisher sends a failed hint again over a new connection.
+            # If the broker has closed an idle connection, the publisher notices this only when it sends a hint. So the
+            # publisher sends a failed hint once more over a new connection.
             if self._send(sender, hint) or self._send(sender, hint):
                 pause = _BACKOFF[0]
             else:
@@ -164,5 +164,5 @@ class Publisher:
 
 
 _publishers: dict[str, Publisher] = {}
-# After a fork, the child process has no publisher threads, so the child forgets the publishers of the parent process.
+# A child process after a fork has no publisher threads, so it forgets the publishers of the parent process.
 os.register_at_fork(after_in_child=_publishers.clear)
