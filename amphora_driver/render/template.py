@@ -14,8 +14,8 @@ from amphora_driver.render import quoting
 
 
 class _Environment(jinja2.Environment):
-    # Jinja2's default method would look up a missing attribute as a key of a mapping. The built-in `getattr` raises an
-    # error instead.
+    # If an attribute is missing, Jinja2 would look up a key with the same name in a mapping. The built-in `getattr`
+    # raises an error instead.
     getattr = staticmethod(getattr)  # type: ignore[assignment]
 
 
