@@ -26,8 +26,8 @@ from amphora_driver.validation.unsupported import NOT_SUPPORTED, refuse, require
 _PROXIED = (PoolProtocol.HTTP, PoolProtocol.TCP, PoolProtocol.HTTPS, PoolProtocol.PROXY, PoolProtocol.PROXYV2)
 POOL_PROTOCOLS = (*_PROXIED, PoolProtocol.UDP, PoolProtocol.SCTP)
 ALGORITHMS = tuple(Algorithm)
-# Octavia permits the vnic_type `direct` for a member only if the flavor sets allow_member_sriov. The driver accepts
-# this key only if the network backend supports the key.
+# The driver accepts the vnic_type `direct` only if the network backend supports it. Octavia permits this value for a
+# member only if the flavor sets allow_member_sriov.
 VNIC_TYPES = (None, "", "normal", "direct")
 MAX_WEIGHT = 256
 MAX_TIMEOUT = 2**31 - 1
