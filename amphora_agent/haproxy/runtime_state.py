@@ -223,8 +223,8 @@ def _same_endpoint(server: Server, host: str, port: int) -> bool:
         return True
     wanted, number = server.endpoint
     if not (_is_address(wanted) and number.isdecimal()):
-        # No runtime command changes a host name, a socket path or a port offset. The agent therefore does not compare
-        # an address with one of these parts.
+        # No runtime command can change a host name, a socket path or a port offset. So the agent does not compare
+        # addresses of these kinds.
         return True
     return _same_address(wanted, host) and int(number) == port
 
