@@ -51,8 +51,8 @@ def reset_connections(instance: VrrpInstance) -> int:
         finally:
             for address in wanted:
                 with suppress(NetlinkError):
-                    # If the kernel has refused to add a VIP, the loopback interface does not have every VIP. In this
-                    # case the agent ignores the kernel's error about the removal of a missing VIP.
+                    # The kernel may have refused to add a VIP, so the removal of this VIP fails. The agent ignores the
+                    # error.
                     route.addr("del", **address)
     return len(connections)
 

@@ -80,8 +80,8 @@ def _sockets(version: int, vips: Collection[Host]) -> Iterator[Connection]:
         for line in lines:
             _, local, remote, word, *_, inode = line.split(None, 10)[:10]
             state = int(word, 16)
-            # A connection in FIN_WAIT_2 without a process counts as ended, because the client has received all data.
-            # The kernel still waits for the client's FIN, which may have been lost when the VIPs moved.
+            # A connection in the state FIN_WAIT_2 without a process has no more data for the client, so it counts as
+            # ended. The kernel only waits for the client's FIN, which may have been lost when the VIPs moved.
             if state in _LIVING and not (state == _FIN_WAIT_2 and inode == "0"):
                 vip, port = _endpoint(local)
                 if vip in vips:
@@ -105,8 +105,8 @@ def create_tunnel(instance: VrrpInstance) -> None:
     with IPRoute() as route:
         found = route.link_lookup(ifname=NAME)
         if found and _peer(route, found[0]) != remote:
-            # The redirect rules contain the interface index of the old hand-over tunnel. The new tunnel gets another
-            # index, so the agent removes the rules first.
+            # The redirect rules contain the interface index of the old hand-over tunnel, and a new tunnel has another
+            # index. So the agent removes the rules before it replaces the tunnel.
             stop_redirect()
             route.link("del", index=found[0])
             found = ()
