@@ -99,8 +99,8 @@ class WatchedService:
         try:
             self._descriptor = os.pidfd_open(pid)
         except (ProcessLookupError, FileNotFoundError):
-            # For a process that has exited, pidfd_open fails with ESRCH. Some versions of Linux return ENOENT if the
-            # process exits during the call.
+            # If the process has exited, pidfd_open fails with ESRCH. If it exits during the call, some versions of
+            # Linux return ENOENT instead.
             return False
         self._selector.register(self._descriptor, selectors.EVENT_READ, self._process_exited)
         return True
