@@ -35,8 +35,8 @@ def enable(one: socket.socket) -> None:
 
 def read_errors(one: socket.socket) -> Iterator[tuple[str, str, bytes]]:
     """Yield each error: its text, the address it is about, and the packet without the IP header."""
-    # The next call on the socket would raise the pending error. Reading SO_ERROR clears the pending error, so that
-    # recvmsg() can read the error queue.
+    # If the socket has a pending error, the next call on the socket would raise it. Reading SO_ERROR clears the pending
+    # error, so that recvmsg() can read the error queue.
     one.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
     while True:
         try:

@@ -54,7 +54,8 @@ _IPV6_HEADER, _ICMP_HEADER = 40, 8
 # 3.1).
 _PORT = {socket.AF_INET: 3, socket.AF_INET6: 4}
 
-# The header linux/netfilter/nfnetlink_conntrack.h defines the numbers of the conntrack request and its attributes.
+# Numbers of the request to the kernel's connection tracking, and of its attributes. The header
+# linux/netfilter/nfnetlink_conntrack.h defines them.
 _GET = 1 << 8 | 1
 _TUPLE_REPLY, _TUPLE_IP, _TUPLE_PROTO = 2, 1, 2
 _SOURCE_OF, _DESTINATION_OF = {socket.AF_INET: 1, socket.AF_INET6: 3}, {socket.AF_INET: 2, socket.AF_INET6: 4}

@@ -30,7 +30,7 @@ _BUFFER = 1 << 20
 # The pattern finds the mark attribute in a dump of flows. The kernel aligns attributes to four bytes, so the L4 daemon
 # ignores matches at other offsets.
 _MARKED = re.compile(rb"\x08\x00\x08\x00(.{4})" if sys.byteorder == "little" else rb"\x00\x08\x00\x08(.{4})", re.DOTALL)
-# To end the flows of one mark, the kernel searches all flows. For more marks than this number, a single dump of all
+# The kernel searches all flows to end the flows of one mark. So for more than this number of marks, one dump of all
 # flows is faster.
 _MAX_DUMPS = 8
 # Number of requests that the L4 daemon sends before it reads the answers. The answers to 200 requests fit into the
