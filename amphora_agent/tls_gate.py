@@ -36,9 +36,8 @@ EXCHANGE_SECONDS = 30.0
 # request.
 MOST = 128
 _MOST_REASONS = 64
-# The TLS gate limits the rate of handshakes from each address. In 10 s, the time-out of a handshake, all unknown
-# addresses together can start at most 120 handshakes. The gate has room for 128 handshakes, so room for controllers
-# with known addresses remains.
+# The TLS gate limits the rate of handshakes from each address, so that unknown clients cannot use all 128 places for
+# handshakes. In 10 s, the time-out of a handshake, all unknown addresses together can start at most 120 handshakes.
 ADDRESS_RATE, ADDRESS_BURST = 1.0, 10.0
 UNKNOWN_RATE, UNKNOWN_BURST = 8.0, 40.0
 # For an hour after a controller's handshake, the TLS gate does not limit handshakes from the address of the controller.
