@@ -66,7 +66,8 @@ def translate(error: ApiError, wanted: str) -> CloudError:
         case 429:
             return CloudError(wanted, f"the service limits the rate of requests: {reason}")
         case status if 400 <= status < 500 or status == 501:
-            # Octavia answers 501 for an option that the provider of the load balancer does not support.
+            # Octavia answers 501 if the provider of the load balancer does not support an option. A repetition would
+            # not help, so the error is final.
             return CloudError(wanted, reason, final=True)
         case status:
             return CloudError(wanted, f"status {status}: {reason}")
