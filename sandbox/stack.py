@@ -89,7 +89,7 @@ class Stack:
             removed = namespaces.names(f"{self.settings.prefix}-")
             for name in removed:
                 # A network namespace may contain processes that the sandbox has not recorded. So the sandbox kills all
-                # processes in the namespace.
+                # processes in the namespace before it removes the namespace.
                 if not signal_and_wait(namespaces.processes(name), signal.SIGKILL, _KILL_SECONDS):
                     raise SandboxError(f"remove the namespace {name}", "a process in it does not end after SIGKILL")
                 namespaces.remove(name)
