@@ -221,7 +221,8 @@ def _user_data_files(root: int) -> dict[str, bytes] | None:
     try:
         files = {name: data.encode() for name, data in listed.items()}
     except UnicodeEncodeError:
-        # The program hides the encoder's error. The error contains the text of the file, which may be a private key.
+        # The program hides the encoder's error, because the error contains the text of the file, which may be a private
+        # key.
         raise SettingsError(wanted, "the content of a file is not Unicode") from None
     for name, data in files.items():
         if len(data) > LARGEST_FILE:
@@ -281,8 +282,8 @@ def _document(root: int, name: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
-        # The program hides the JSON parser's error. The error would quote a document of the config drive, which may
-        # contain keys.
+        # The program hides the JSON parser's error, because the error would quote a document of the config drive, which
+        # may contain keys.
         raise SettingsError(f"read {name}", f"it is not JSON ({type(error).__name__})") from None
     if not isinstance(found, dict):
         raise SettingsError(f"read {name}", "it is not an object")

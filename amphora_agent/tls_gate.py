@@ -43,8 +43,8 @@ UNKNOWN_RATE, UNKNOWN_BURST = 8.0, 40.0
 # For an hour after a controller's handshake, the TLS gate does not limit handshakes from the address of the controller.
 KNOWN_SECONDS = 3600.0
 _MOST_KNOWN, _MOST_UNKNOWN = 256, 1024
-# With the option SO_LINGER and a time of 0 s, closing a connection resets the connection. The kernel keeps no state
-# afterwards.
+# With the option SO_LINGER and a time of 0 s, close() resets the connection, and the kernel keeps no
+# state of it.
 _RESET = struct.pack("ii", 1, 0)
 
 
@@ -119,7 +119,7 @@ class TlsGate:
         self._ready: deque[tuple[Connection, Any]] = deque()
         self._wakeup, self._waker = socket.socketpair()
         self._wakeup.setblocking(False)
-        # In the dictionaries `_handshakes` and `_idle`, the connection with the earliest deadline is the first.
+        # The dictionaries `_handshakes` and `_idle` are sorted: the connection with the earliest deadline comes first.
         self._handshakes: dict[int, _Peer] = {}
         self._idle: dict[int, _Peer] = {}
         self._budget = Budget(time.monotonic())

@@ -31,8 +31,8 @@ from amphora_agent.paths import Paths, file_identity, read_if_exists, write, wri
 
 _log = logging.getLogger(__name__)
 _PEM = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
-# OpenSSL accepts expired certificates with the flag X509_V_FLAG_NO_CHECK_TIME. Python's ssl module has no name for the
-# flag.
+# Value of OpenSSL's flag X509_V_FLAG_NO_CHECK_TIME, for which Python's ssl module has no name. With this flag, OpenSSL
+# accepts expired certificates.
 _NO_CHECK_TIME = 0x200000
 _MOST_FLIGHTS = 8
 SELF_SECONDS = 5.0

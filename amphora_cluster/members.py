@@ -63,8 +63,8 @@ def weight_of(server: Server, weight: Weight) -> int:
         value = server.vcpus
     elif weight.kind is WeightKind.METADATA:
         text = server.metadata.get(weight.key, "").strip()
-        # isdecimal() is also true for digits of other scripts, which int() can read. A text with a minus sign is not
-        # usable as a weight.
+        # isdecimal() is also true for digits of other scripts, and int() can read these digits. So such a weight is
+        # usable, but a weight with a minus sign is not.
         value = int(text) if text.isdecimal() and len(text) < 10 else None
     return max(0, min(MOST_WEIGHT, weight.number if value is None else value))
 

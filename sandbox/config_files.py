@@ -162,8 +162,8 @@ def _clouds(settings: Settings) -> str:
 def _env(settings: Settings) -> str:
     """The shell environment for clients of this sandbox."""
     exports = {**settings.environment(), "PATH": f"{Path(sys.executable).parent}:$PATH"}
-    # The quickstart script chooses the directory of Python's bytecode cache. All programs of the sandbox use this
-    # directory.
+    # All programs of the sandbox must use the directory of Python's bytecode cache that the quickstart script has
+    # chosen.
     prefix = os.environ.get("PYTHONPYCACHEPREFIX")
     if prefix:
         exports["PYTHONPYCACHEPREFIX"] = prefix

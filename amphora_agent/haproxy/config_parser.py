@@ -26,7 +26,7 @@ _RELATED = frozenset({"cookie", "guid", "id", "track"})
 ALLOWED = frozenset({"defaults", "frontend", "backend"})
 AGENT_PREFIX = "amphora:"
 """The prefix of the names of the agent's own sections."""
-# HAProxy up to version 3.2 starts a new section at a word such as `global` or `peers`, even in an indented line. The
+# HAProxy up to version 3.2 starts a new section at a word such as `global` or `peers`, even in an indented line. So the
 # parser refuses a configuration with such a line.
 _AGENT_SECTIONS = {
     "acme", "cache", "crt-store", "fcgi-app", "global", "haterm", "http-errors", "listen", "log-forward", "log-profile",

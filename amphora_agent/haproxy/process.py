@@ -312,8 +312,8 @@ class Haproxy:
             deadline = time.monotonic() + OLD_WORKER_END_SECONDS
             while pid in self._workers().replaced:
                 if time.monotonic() > deadline:
-                    # An old HAProxy worker stays while another process is connected to the worker, or while a client's
-                    # connection is open.
+                    # HAProxy's old worker stays while another process is connected to the worker, or while a client's
+                    # connection is open. So the agent kills the worker.
                     _log.warning(
                         "The agent kills HAProxy's old worker with process id %d, because HAProxy has too many old "
                         "workers and this worker does not end",

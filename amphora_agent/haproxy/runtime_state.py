@@ -16,8 +16,7 @@ from amphora_agent.haproxy.config_parser import AGENT_PREFIX, Configuration, Sec
 
 PROXIES, SERVERS = "show stat -1 3 -1", "show servers state"
 _Key = tuple[str, str]
-# The following constants are the positions of columns in HAProxy's answer to `show servers state` (management guide,
-# 9.3).
+# Positions of columns in HAProxy's answer to `show servers state` (management guide, 9.3).
 _BACKEND, _NAME, _ADDRESS, _RUNNING, _ADMIN, _WEIGHT, _PORT = 1, 3, 4, 5, 6, 7, 18
 _CHECK_PORT, _CHECK_ADDRESS, _FIELDS = 21, 22, 25
 # In HAProxy's administrative state of a server, the bit 0x01 means maintenance, and the bit 0x08 means draining. The

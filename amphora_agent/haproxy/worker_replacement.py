@@ -11,7 +11,7 @@ from amphora_agent.haproxy.config_parser import Configuration, Server
 from amphora_agent.haproxy.runtime_state import ServerState
 
 _VERSION = "1"
-# The following constants are the positions of columns in HAProxy's server-state file (management guide, 9.3).
+# Positions of columns in HAProxy's server-state file (management guide, 9.3).
 _BACKEND, _NAME, _ADDRESS, _ADMIN, _WEIGHT, _INITIAL_WEIGHT, _PORT, _FIELDS = 1, 3, 4, 6, 7, 8, 18, 25
 _MAINTENANCE_BY_CONFIGURATION = "5"
 NO_STATES = f"{_VERSION}\n"

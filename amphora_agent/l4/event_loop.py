@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 # libnftables waits with select(2), which supports only file descriptors below 1024. So the L4 daemon keeps the
 # descriptors from 512 to 1023 free for libnftables.
 _RESERVED_FROM, _RESERVED_BELOW = 512, 1024
-# epoll_wait(2) accepts at most 2^31 milliseconds, which are 24 days. The event loop stays far below this limit.
+# epoll_wait(2) accepts at most 2^31 milliseconds (24 days) as a time-out. So the event loop waits at most this number
+# of seconds at a time.
 _MAX_WAIT_SECONDS = 3600.0
 
 

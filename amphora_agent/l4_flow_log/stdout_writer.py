@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 MAX_BACKLOG = 1 << 18
-# If a write to a pipe has at most this number of bytes, the pipe accepts all bytes or none (pipe(7), PIPE_BUF).
+# A pipe accepts a write of at most this number of bytes either completely or not at all (pipe(7), PIPE_BUF).
 _PIPE_BYTES = 4096
 
 

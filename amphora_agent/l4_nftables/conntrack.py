@@ -122,7 +122,8 @@ def _flows(link: socket.socket, only: bytes = b"") -> Iterator[tuple[bytes, int]
     for answer, spans in _dump(link, only):
         for at, stop in spans:
             mark = _find(answer, at + netlink.FIRST_ATTRIBUTE, stop, _MARK)
-            # The kernel may omit the mark attribute of a flow whose mark is 0.
+            # The kernel may omit the mark attribute of a flow whose mark is 0. So a flow without the attribute has the
+            # mark 0.
             yield answer[at:stop], 0 if mark is None else int.from_bytes(answer[mark + 4 : mark + 8], "big")
 
 

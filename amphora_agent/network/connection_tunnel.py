@@ -123,8 +123,8 @@ def add_vips(instance: VrrpInstance) -> None:
             more = {"flags": _NODAD, "preferred_lft": 0, "valid_lft": _FOREVER} if vip.version == 6 else {}
             route.addr("replace", index=index, address=str(vip.ip), prefixlen=vip.max_prefixlen, **more)
         deadline = time.monotonic() + _READY_SECONDS
-        # Even without duplicate address detection, a new IPv6 address is tentative for a moment. The kernel does not
-        # use a tentative address.
+        # Even without duplicate address detection, a new IPv6 address is tentative for a moment, and the kernel does
+        # not use it. So the agent waits.
         while any(message["flags"] & _TENTATIVE for message in route.get_addr(family=socket.AF_INET6, index=index)):
             if time.monotonic() > deadline:
                 raise NetlinkError(errno.ETIMEDOUT, "an IPv6 address is not ready")

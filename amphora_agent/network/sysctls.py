@@ -40,8 +40,8 @@ _SETTINGS = {
     # Otherwise, clients and members would send their packets directly to each other.
     "ipv4/conf/all/send_redirects": "0",
     "ipv4/conf/default/send_redirects": "0",
-    # Without the promotion of secondary addresses, the kernel removes all addresses of a subnet when the subnet's
-    # primary address is removed.
+    # With this setting, the other addresses of a subnet stay when the subnet's primary address is removed. Otherwise,
+    # the kernel would remove all of them.
     "ipv4/conf/all/promote_secondaries": "1",
     # The kernel must permit accept queues that are as long as HAProxy's connection limits.
     "core/somaxconn": "65535",

@@ -39,8 +39,8 @@ def main() -> None:
     responder = Responder(
         lambda function, *arguments: function(*arguments),
         int(port),
-        # The responder derives the paths of two other sockets from the path of HAProxy's main socket. So it needs no
-        # further arguments, which an upgrade of the running responder could not change.
+        # The responder derives the paths of two other sockets from the path of HAProxy's main socket. An upgrade of a
+        # running responder keeps its arguments, so new code must not need other arguments.
         lambda: prometheus.scrape(_worker(place, stats), sums, f"{place}/checker/rows.sock"),
         Targets(pings),
         version=version(),

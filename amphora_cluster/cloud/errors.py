@@ -81,7 +81,8 @@ def no_answer(error: Exception, wanted: str) -> CloudError | ConfigurationError:
     if isinstance(error, exceptions.Unauthorized | exceptions.NotFound) and not isinstance(
         error, exceptions.EndpointNotFound
     ):
-        # Keystone answers 401 for a wrong secret, and 404 for the id of a deleted application credential.
+        # Keystone answers 401 if the secret is wrong, and 404 if the application credential was deleted. So the user
+        # must give the group a new credential.
         remedy = "Give the group a new application credential."
         return CredentialRefused(wanted, reason, remedy, final=True)
     if isinstance(error, exceptions.MissingRequiredOptions | exceptions.EndpointNotFound):

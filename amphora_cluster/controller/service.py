@@ -162,7 +162,8 @@ class Controller:
             )
             return _ERROR_BACKOFF
         except Exception:
-            # An error must not end this thread. Otherwise, the process would still run, but would work on no group.
+            # An error must not end the main thread of the controller. Otherwise, the process would still run, but would
+            # work on no group.
             LOG.exception(
                 "the controller cannot claim the groups that are due because of an unexpected error, and tries "
                 "again in %g s",
@@ -246,7 +247,8 @@ class Controller:
                 pause = min(_ERROR_BACKOFF, every)
                 LOG.warning("the controller could not %s and tries again in %g s: %s", task, pause, error)
             except Exception:
-                # An error must not end this thread. Otherwise, the controller's leases would expire during passes.
+                # An error must not end the thread of a repeated task, for example of the renewal of leases. Otherwise,
+                # the controller's leases would expire during passes.
                 LOG.exception("the controller could not %s because of an unexpected error, and tries again later", task)
 
     def _renew(self) -> None:

@@ -27,7 +27,8 @@ Id = sa.String(36)
 # Server ids of Nova have 36 characters. A group with an explicit list may name servers of another cloud, whose ids may
 # be longer.
 ServerId = sa.String(64)
-# MySQL's TEXT and BLOB hold at most 64 KiB. An explicit list of servers may be longer.
+# MySQL's TEXT and BLOB hold at most 64 KiB, but an explicit list of servers may be longer. So the types on MySQL and
+# MariaDB are larger.
 Body = sa.Text().with_variant(mysql.MEDIUMTEXT(), "mysql", "mariadb")
 Sealed = sa.LargeBinary().with_variant(mysql.MEDIUMBLOB(), "mysql", "mariadb")
 Serial = sa.BigInteger().with_variant(sa.Integer(), "sqlite")

@@ -297,8 +297,8 @@ class AgentClient:
                     raise AgentUnreachable(call.wanted, f"{address} {_words(error)}") from error
             except NewConnectionError as error:
                 # urllib3 raises NewConnectionError if it cannot open a connection, for example because the agent's port
-                # is closed. The class is a subclass of urllib3's TimeoutError, so this branch must precede the branch
-                # for time-outs.
+                # is closed. This class is a subclass of urllib3's TimeoutError, so the code checks for
+                # NewConnectionError first.
                 raise AgentUnreachable(call.wanted, f"{address}: {_words(error)}") from error
             except HTTPTimeoutError as error:
                 raise AgentUnreachable(call.wanted, f"{address} did not answer in time") from error

@@ -24,7 +24,8 @@ from amphora_driver.secret import Secret
 
 T = TypeVar("T")
 LOG = logging.getLogger(__name__)
-# Python's ssl module does not define OpenSSL's flag X509_V_FLAG_NO_CHECK_TIME.
+# Value of OpenSSL's flag X509_V_FLAG_NO_CHECK_TIME, for which Python's ssl module has no name. With this flag, OpenSSL
+# accepts expired certificates.
 _NO_CHECK_TIME = 0x200000
 # Another thread may move the deadline of a request to an earlier time. So the socket checks the deadline every 0.25 s.
 _SLICE = 0.25

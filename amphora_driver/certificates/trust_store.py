@@ -73,7 +73,7 @@ class TrustStore:
         self._recorded: tuple[CaRecord, ...] | None = None
         # Time at which the CAs were read from the database, on the clock of `time.monotonic()`.
         self._known_at = 0.0
-        # If the first read of the CAs has failed, the value contains the time of the next attempt and the error.
+        # After a failed first read of the CAs, the pair contains the time of the next attempt and the error.
         self._unavailable: tuple[float, StoreError] | None = None
         self._issuers: dict[int, Authority] = {}
         self._file_issuer: tuple[object, Authority] | None = None

@@ -108,8 +108,8 @@ class NetnsCompute(HostCompute):
 
     def _remove_machine(self, amphora_id: str, wanted: str) -> None:
         process = self._process(amphora_id)
-        # If the first process of a PID namespace ends, the kernel ends all other processes of the namespace and waits
-        # for them.
+        # If the first process of a PID namespace ends, the kernel ends all other processes of the namespace. So the
+        # backend kills only the outermost process and its children.
         known = [] if process is None else [*process.children(), process]
         # If the outermost process has just started, its child may be missing, or may not end together with its parent.
         # So the backend also kills all processes in the network namespace.

@@ -68,7 +68,8 @@ class NovaCompute:
         {"compute_flavor", "amp_image_tag", "compute_zone", "compute_zones", "volume_zone", "management_network"}
     )
     wiring: ClassVar[str] = "nova"
-    # Nova refuses to attach a port to a server that is being built.
+    # Nova refuses to attach a port to a server that is being built. So the controller attaches ports only after the
+    # boot.
     plugs_while_booting: ClassVar[bool] = False
 
     def __init__(self, conf: cfg.ConfigOpts, network: CloudNetwork) -> None:

@@ -23,8 +23,8 @@ Json = dict[str, Any]
 MICROVERSION = "2.67"
 _HEADERS = {"OpenStack-API-Version": f"compute {MICROVERSION}"}
 _DETAIL, _USER_DATA = "/servers/detail", "OS-EXT-SRV-ATTR:user_data"
-# Nova's error message quotes the refused request. Long runs of these characters may be encoded user data, which the
-# client hides.
+# Nova's error message quotes the refused request, which contains encoded user data with secrets. So the client hides
+# long runs of these characters.
 _ENCODED = re.compile(r"[A-Za-z0-9+/=]{64,}")
 
 

@@ -127,7 +127,8 @@ class QemuCompute(HostCompute):
         self._spawn(folder, qemu_command.build_command(hardware, folder, ports))
 
     def _spawn(self, folder: Path, argv: list[str]) -> None:
-        # The backend discards the console output of the previous boot before QEMU starts.
+        # The console file must contain only the output of the present boot. So the backend empties the file before QEMU
+        # starts.
         write_private(folder / CONSOLE, b"")
         inside = ("nsenter", f"--net={namespaces.path(self._switch_name)}", f"--wd={folder}", "--")
         environment = {name: os.environ[name] for name in ("PATH",) if name in os.environ} | {"LANG": "C.UTF-8"}

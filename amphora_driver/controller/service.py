@@ -49,11 +49,10 @@ from amphora_driver.telemetry.http_server import Telemetry
 LOG = logging.getLogger(__name__)
 # Seconds for which a stopping controller waits for its running jobs.
 _STOP_TIMEOUT = 20.0
-# A hint is a message that the job of a load balancer is due. The controller drops a hint if no worker slot becomes free
-# within five seconds. A later poll then finds the job.
+# A hint is a message that the job of a load balancer is due. If no worker slot becomes free within five seconds, the
+# controller drops the hint and finds the job at a later poll.
 _HINT_TIMEOUT = 5.0
-# When the controller begins to stop, it shortens the time-outs of the pending calls of its jobs to this number of
-# seconds.
+# A stopping controller lets the pending calls of its jobs continue for at most this number of seconds.
 _STOP_GRACE = 3.0
 # Seconds between two checks whether running jobs must end early, for example because of a newer request.
 _CHECK_JOBS_EVERY = 0.25
@@ -111,8 +110,8 @@ class Controller:
         self._reconciler = Reconciler(context, self._jobs, on_status, self._boot_wait)
         self._stopping = threading.Event()
         self._ended = threading.Event()
-        # The set holds the hanging jobs, whose deadline passed longer ago than a lease lasts. The controller no longer
-        # renews the leases of these jobs.
+        # A job hangs if its deadline passed longer ago than a lease lasts. The controller no longer renews the leases
+        # of these jobs.
         self._hung: set[Job] = set()
         self._slots = WorkerSlots(conf.amp_controller.threads)
         self._liveness = ControllerLiveness(self._database, name, lambda: len(self._slots.jobs()))
@@ -180,8 +179,8 @@ class Controller:
             pause = float(self._conf.amp_queue.poll_interval)
             LOG.warning("the controller cannot claim jobs and tries again in %g s: %s", pause, error)
         except Exception:
-            # This thread must survive any error. Otherwise, the controller would start no more jobs although its
-            # process still runs.
+            # An error must not end the thread that claims jobs. Otherwise, the controller would start no more jobs
+            # although its process still runs.
             LOG.exception(
                 "the controller cannot claim jobs because of an unexpected error and tries again in %g s",
                 _ERROR_BACKOFF,
@@ -264,8 +263,7 @@ class Controller:
         return poll if due is None else min(max(due - self._database.now(), soonest), poll)
 
     def _run_job(self, job: Job) -> None:
-        # The job may have waited in the queue of the thread pool. This wait does not count as part of the job's first
-        # step.
+        # The job may have waited in the queue of the thread pool. The time of its first step counts only from now on.
         job.begin_step()
         try:
             self._boot_wait.remove_load_balancer(job.lease.load_balancer_id)
@@ -382,8 +380,7 @@ class ControllerService(cotyledon.Service):
 
     def terminate(self) -> None:
         self._controller.stop()
-        # The process ends when `terminate` returns. Then another controller continues the jobs that are still running
-        # here.
+        # The process ends when `terminate` returns. If jobs are still running then, another controller continues them.
         if not self._controller.wait(_STOP_TIMEOUT):
             LOG.warning(
                 "controller %s stops although some of its jobs still run; other controllers continue these jobs after "

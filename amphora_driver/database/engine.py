@@ -50,8 +50,8 @@ _UNAVAILABLE_CODES = {1047, 1180, 1053, 1927, "57P01", "57P02", "57P03", "25P03"
 # an idle transaction of another process earlier, and thereby release its locks. Even if four hosts write the same rows
 # through two Galera nodes, 20 seconds are enough.
 _RETRY_SECONDS = 20.0
-# If the database server seems unavailable, `Database` tries a transaction twice. The first attempt may use an old
-# pooled connection to a server that has restarted since.
+# If the database server seems unavailable, `Database` tries a transaction twice. The first attempt may have used an old
+# connection to a server that has restarted since.
 _UNAVAILABLE_ATTEMPTS = 2
 # If the database server has not answered a COMMIT, `Database.write` tries for six seconds to find out whether the
 # COMMIT succeeded.
@@ -74,7 +74,7 @@ _SCHEMA_VALID_SECONDS = 10.0
 _WRITE, _READ = "write to the database", "read from the database"
 _POOL_EXHAUSTED = "every connection of the pool is in use"
 _COMMIT_MARKER = "amphora_commit_marker"
-# _IN_TRANSACTION is the flag SERVER_STATUS_IN_TRANS, which MariaDB sets in every answer while a transaction is open.
+# Value of MariaDB's flag SERVER_STATUS_IN_TRANS. MariaDB sets the flag in every answer while a transaction is open.
 _IN_TRANSACTION = 1
 
 
@@ -119,12 +119,12 @@ class Database:
         self._durable = durable
         self._answer_timeout = answer_timeout
         self._engine: sa.Engine | None = None
-        # The field holds the value of `time.monotonic()` at the last successful check of the database schema.
+        # Time of the last successful check of the database schema, on the clock of `time.monotonic()`.
         self._schema_checked_at: float | None = None
         self._pid = 0
         self._engine_lock = threading.Lock()
-        # The pair holds the measured offset of the database clock from `time.monotonic()`, and the monotonic time of
-        # the measurement.
+        # The offset of the database clock from `time.monotonic()`, and the monotonic time at which the offset was
+        # measured.
         self._clock_offset: tuple[float, float] | None = None
         self._jump_monitor = clock.ClockJumpMonitor()
 
@@ -392,7 +392,7 @@ def _is_unavailable(error: DBAPIError) -> bool:
     if hasattr(original, "sqlstate"):
         # psycopg sets a SQLSTATE only on errors from the server, so an error without a SQLSTATE comes from the client.
         return isinstance(error, sa.exc.OperationalError) and original.sqlstate is None
-    # The client libraries of MySQL and MariaDB use error codes from 2000 to 2099. These codes mean that the server did
+    # An error code from 2000 to 2099 comes from the client library of MySQL or MariaDB. It means that the server did
     # not answer.
     return isinstance(code, int) and 2000 <= code < 2100
 

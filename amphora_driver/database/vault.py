@@ -81,8 +81,8 @@ class Vault:
         Raises:
             ConfigurationError: the file is missing, empty, readable by other users, or contains an invalid key.
         """
-        # The vault reads the version of the key file before the keys. If the file changes in between, the vault later
-        # detects the change.
+        # The vault reads the version of the key file before the keys. So if the file changes between the two reads, the
+        # vault detects the change later and reads the keys again.
         version = _file_version(Path(path))
         vault = cls(_read_keys(Path(path), option))
         vault._path, vault._version, vault._option = Path(path), version, option

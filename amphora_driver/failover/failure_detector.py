@@ -49,7 +49,8 @@ LOG = logging.getLogger(__name__)
 # Longest time in seconds between two reads of heartbeats. The failure detector reads at least eight times within
 # `silent_after`.
 _READ_EVERY = 0.5
-# One controller at a time holds the lease of failure detection. Seconds until the lease expires without a renewal.
+# One controller at a time holds the lease of failure detection. Without a renewal, the lease expires after this number
+# of seconds.
 _DUTY_LEASE = 6.0
 # Seconds between two renewals of the lease of failure detection.
 _RENEW_EVERY = 1.5

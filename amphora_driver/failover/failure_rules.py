@@ -286,8 +286,8 @@ def judge_silence(
         over = now - period.since >= limits.mute_after
         answers = f"its agent answers ({result.detail})" if result.detail else "its agent answers"
         text = f"{answers}; it is replaced after {limits.mute_after:g} s of silence"
-        # An amphora whose agent answers may still serve traffic. The amphora counts as mute and not as dead, even if
-        # the amphora never sent a heartbeat.
+        # An amphora whose agent answers may still serve traffic. So it counts as mute and not as dead, even if it never
+        # sent a heartbeat.
         return Verdict(kind=kind, text=text, cause=Cause.MUTE if over else None, stale=stale)
     if result.inconclusive_at is not None and now - result.inconclusive_at < limits.silent_after:
         # A short time ago, the controller's host could not send a probe, so the network of this host may have failed.

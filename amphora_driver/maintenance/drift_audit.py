@@ -66,7 +66,8 @@ _SETTINGS_PAUSE = 10.0
 _ROUND_TIMEOUT = 20.0
 # Maximum duration in seconds of one wait for answers. After each wait, the round checks whether it must end.
 _CHECK_EVERY = 0.2
-# One controller at a time holds the lease of the drift audit. Seconds until the lease expires without a renewal.
+# One controller at a time holds the lease of the drift audit. Without a renewal, the lease expires after this number of
+# seconds.
 _DUTY_LEASE = 60.0
 # Seconds between two renewals of the lease of the drift audit.
 _RENEW_EVERY = 10.0
@@ -76,7 +77,7 @@ _QUEUED = 2
 # If the generation that an amphora reports exceeds the recorded generation by more than this number, the drift audit
 # regards the reported generation as impossible.
 _IMPLAUSIBLE = 2**31
-# The function `next` returns this value after the last amphora that is due for an audit.
+# The round gets this value from the function `next` if no amphora is due for an audit any more.
 _END = object()
 
 
@@ -269,8 +270,8 @@ class DriftAuditor:
                     done += self._handle_answer(asked.pop(answer), answer)
         finally:
             for answer, target in asked.items():
-                # The method `cancel` returns False if the query still runs. Such a query may never end. The drift audit
-                # therefore postpones this amphora and audits the others first.
+                # The method `cancel` returns False if the query still runs, and such a query may never end. So the
+                # drift audit postpones this amphora and audits the others first.
                 if answer.done():
                     done += self._handle_answer(target, answer)
                 elif not answer.cancel():

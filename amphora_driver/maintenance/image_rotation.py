@@ -40,7 +40,8 @@ LOG = logging.getLogger(__name__)
 DUTY = "rotation"
 # Seconds between two rounds of the image rotation.
 _EVERY = 1.0
-# One controller at a time holds the lease of the image rotation. Seconds until the lease expires without a renewal.
+# One controller at a time holds the lease of the image rotation. Without a renewal, the lease expires after this number
+# of seconds.
 _DUTY_SECONDS = 10.0
 # The image rotation measures durations as sums of the times between its rounds. A longer time than this number of
 # seconds means that the process or the database was paused, and counts only as this number.

@@ -146,7 +146,8 @@ class Jobs:
                 # wait for another transaction, and would afterwards see outdated rows of other tables. It could then
                 # mark the job as done although an amphora has just reported the loss of its configuration.
                 connection.execute(_LOCK_ROW, {"of": lease.load_balancer_id})
-            # A single statement checks that the controller still owns the lease of the job, and returns the lease.
+            # One UPDATE statement checks that the controller still owns the lease of the job, and returns the lease. If
+            # it changes no row, the lease is lost.
             if connection.execute(statement, bound).rowcount != 1:
                 raise _lost(lease)
 

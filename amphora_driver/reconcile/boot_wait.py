@@ -190,8 +190,8 @@ class BootWait:
             )
             return
         try:
-            # The connection may be established before `connect_ex` returns. The selector reports the socket as writable
-            # in this case too.
+            # The connection may already be established when `connect_ex` returns. This case needs no special code,
+            # because the selector then reports the socket as writable.
             code = connection.connect_ex((entry.awaited.address, self._port))
             if code in (0, errno.EINPROGRESS):
                 self._selector.register(connection, selectors.EVENT_WRITE, entry)

@@ -156,8 +156,8 @@ class Reconciler:
         pause = max(until - self._database.now(), min(_MIN_PAUSE, until - view.now))
         if step.amphorae and self._boot_wait is not None:
             pause = max(pause, _PAUSE_PER_BOOT * len(self._boot_wait))
-        # `Jobs.clamp_due_times` regards a longer pause as the result of a clock jump, and ends it. The pause therefore
-        # has a maximum.
+        # A longer pause would look like the result of a jump of the database clock, and `Jobs.clamp_due_times` would
+        # end it. So the pause has a maximum.
         pause = min(pause, max(self._context.conf.amp_controller.retry_most, _MAX_PAUSE))
         if view.applied >= view.generation:
             self._jobs.complete(job.lease, view.generation, self._database.now() + pause)

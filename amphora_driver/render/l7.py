@@ -50,7 +50,8 @@ _IS_NOT_EMPTY = quoting.keywords("-m len 1:")
 _HAS_CERTIFICATE = quoting.keywords("ssl_c_used")
 _VERIFY_RESULT = quoting.keywords("ssl_c_verify -m int --")
 
-# For FILE_TYPE rules, HAProxy stores the file extension of the request path in a variable once for each request.
+# HAProxy stores the file extension of the request path in a variable. So it computes the extension only once per
+# request for all FILE_TYPE rules.
 _WITH_DOT = quoting.keywords(
     "http-request set-var(txn.extension) path,field(-1,/),field(-1,.) if { path,field(-1,/) -m sub"
 )
@@ -265,7 +266,7 @@ def _fetches(rule: L7Rule) -> tuple[str, ...]:
 _PATH = ("path",)
 _FIXED = {
     L7RuleType.PATH: _PATH,
-    # A HOST_NAME rule compares two forms of the Host header: with the port and without the port.
+    # A HOST_NAME rule matches the Host header with the port or without the port.
     L7RuleType.HOST_NAME: ("req.fhdr(host)", "req.fhdr(host),host_only"),
     L7RuleType.FILE_TYPE: ("var(txn.extension)",),
 }

@@ -23,8 +23,8 @@ _ENVIRONMENT = _Environment(
     loader=jinja2.PackageLoader("amphora_agent", "templates"),
     undefined=jinja2.StrictUndefined,
     finalize=quoting.finalize,
-    # The template produces a configuration file, so HTML escaping would corrupt the values. The function `finalize`
-    # refuses unquoted values.
+    # The template produces a configuration file, so HTML escaping would corrupt the values. Instead, the function
+    # `finalize` refuses values that are not quoted.
     autoescape=False,
     trim_blocks=True,
     lstrip_blocks=True,

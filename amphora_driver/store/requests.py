@@ -359,7 +359,7 @@ def _advance_owner(connection: sa.Connection, object_id: str) -> tuple[str, int]
     """Make the job of an object's load balancer due; return the load balancer's id and its new generation."""
     row = connection.execute(_LOCK_OWNER, {"of": object_id}).first()
     if row is None:
-        # The statement finds no row if the object or the load balancer is missing. The two separate look-ups raise an
+        # The search finds no row if the object or the load balancer is missing. The following two look-ups raise an
         # error that names the missing one.
         load_balancer_id = desired_objects.load_balancer_id_of(connection, object_id)
         return load_balancer_id, _advance(connection, load_balancer_id)

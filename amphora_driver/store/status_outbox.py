@@ -69,7 +69,8 @@ _OBSERVE = (
         version=object_status.c.version + 1,
     )
 )
-# The statement changes an operating status only if the database still contains the status that the caller has read.
+# The UPDATE statement changes an operating status only if the database still contains the status that the caller has
+# read before.
 _PREVIOUS = sa.bindparam("was", type_=sa.String)
 _OBSERVE_IF_UNCHANGED = _OBSERVE.where(
     sa.or_(object_status.c.operating == _PREVIOUS, sa.and_(object_status.c.operating.is_(None), _PREVIOUS.is_(None)))

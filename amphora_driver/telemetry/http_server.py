@@ -114,7 +114,8 @@ class StatusServer:
 
     def _bind(self) -> socket.socket:
         family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
-        # The status page server cannot bind its port while another process of the host uses the port.
+        # The status page server cannot bind its port while another process of the host uses the port. So it tries again
+        # later.
         made = socket.create_server((self._address, self.port), family=family, backlog=_BACKLOG)
         made.setblocking(False)
         self.port = made.getsockname()[1]

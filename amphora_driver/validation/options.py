@@ -106,8 +106,8 @@ def check_listener(listener: Listener) -> None:
 def _check_hsts(listener: Listener) -> None:
     age = listener.hsts_max_age
     if age is None:
-        # Without hsts_max_age, HSTS is disabled. Octavia keeps the other HSTS options when a user disables HSTS, so the
-        # driver ignores these options.
+        # Octavia keeps the other HSTS options when a user disables HSTS. So the driver ignores these options if
+        # hsts_max_age is missing.
         return
     if listener.protocol is not ListenerProtocol.TERMINATED_HTTPS:
         reason = "only a TERMINATED_HTTPS listener can send the HSTS header"

@@ -118,8 +118,8 @@ def _judge(pattern: str, caseless: bool) -> PatternFacts | _Refusal:
     if _WHOLE.search(pattern):
         return _Refusal("it refers to itself as a whole", "Use a named group and refer to that group.")
     try:
-        # PCRE2 accepts settings such as (*UTF) only at the start of a pattern. With an empty group in front, PCRE2
-        # refuses a user's pattern that begins with settings.
+        # PCRE2 accepts settings such as (*UTF) only at the start of a pattern. The driver puts an empty group in front
+        # of the user's pattern, so that PCRE2 refuses such settings.
         _Code(f"(?:){pattern}", flags)
     except _CompileError as error:
         return _Refusal(f"settings at its start are not permitted: {error}", "Remove the settings.")
