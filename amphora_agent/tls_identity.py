@@ -104,7 +104,7 @@ class Identity:
             if _digest(self._callers.read_text(encoding="utf-8")) in replaced:
                 write_atomically(self._callers, callers)
                 _log.warning(
-                    "The agent wrote the current CA of the controllers again, because the file %s had an older one",
+                    "The agent wrote the current CA of the controllers again, because the file %s had an older CA",
                     self._callers,
                 )
         except FileNotFoundError:

@@ -54,7 +54,9 @@ class VrrpState:
                 self._remove_stale_vips(instance)
         if changed:
             places = {None: "not under VRRP", True: "on this amphora", False: "on a partner"}
-            _log.info("The agent has noticed that the VIPs of the load balancer are now %s", places[self.holds_vip])
+            _log.info(
+                "The agent has noticed a VRRP change: the VIPs of the load balancer are now %s", places[self.holds_vip]
+            )
             self._changed()
 
     def _remove_stale_vips(self, instance: VrrpInstance) -> None:

@@ -130,8 +130,8 @@ class Collector:
                     self._store.keep(held.name, held.fileno())
             except AgentError as error:
                 _log.warning(
-                    "The agent failed to store its connection to HAProxy's worker %s, so a restart of the agent would "
-                    "lose the counters of this worker: %s",
+                    "The agent failed to store its connection to HAProxy's stopping worker %s, so a restart of the "
+                    "agent would lose the last counters of this worker: %s",
                     identity,
                     error,
                 )

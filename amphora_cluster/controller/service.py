@@ -282,7 +282,7 @@ class Controller:
     def _on_servers(self, changed: Mapping[str, str]) -> None:
         """Make the groups of changed servers and of their projects due: a new server is in no group."""
         number = self._groups.make_due(server_ids=changed.keys(), project_ids=set(changed.values()))
-        LOG.debug("notifications of %d servers made %d groups due", len(changed), number)
+        LOG.debug("Nova's notifications about %d servers made %d groups due", len(changed), number)
 
     def _passes_now(self) -> list[_Running]:
         with self._lock:

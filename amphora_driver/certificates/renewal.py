@@ -256,8 +256,8 @@ class CertificateMaintenance:
             failpoints.reach_step(f"Authority-{kind.value}", failpoints.Moment.MARKED)
             steps = ", ".join(f"{one.id} is {state.value}" for one, state in found.moves.items())
             LOG.info(
-                "the controller took the next step in the rotation of the certificate authority of kind %s; "
-                "new states by id of the authority: %s",
+                "the controller took the next step in the rotation of the %s certificate authority; new states by "
+                "id of the authority: %s",
                 kind.value,
                 steps,
             )
@@ -271,8 +271,8 @@ class CertificateMaintenance:
             names = ", ".join(waits[:_NAMED]) + (" and others" if len(waits) > _NAMED else "")
             words = (kind.value, found.reason, len(waits), names)
             LOG.warning(
-                "the rotation of the certificate authority of kind %s waits for a condition (%s) that %d amphorae "
-                "do not meet: %s",
+                "the rotation of the %s certificate authority waits until all amphorae meet a condition (%s); %d "
+                "amphorae do not meet the condition yet: %s",
                 *words,
             )
         self._logged[kind] = waits

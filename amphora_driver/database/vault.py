@@ -162,7 +162,7 @@ class Vault:
         removed = [key for key in (*before.keys, *before.removed) if key not in keys]
         self._key_ring = _KeyRing(keys, removed)
         LOG.info(
-            "the vault has reloaded the encryption keys and now encrypts with the key of fingerprint %s",
+            "the vault has reloaded the encryption keys and now encrypts with the key that has the fingerprint %s",
             self._key_ring.fingerprints[0],
         )
         if removed:

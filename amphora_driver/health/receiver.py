@@ -276,7 +276,7 @@ def _bind(address: str, port: int) -> socket.socket:
         except PermissionError:
             LOG.info(
                 "the health manager does not have CAP_NET_ADMIN, so the kernel limits the receive buffer for "
-                "heartbeats to net.core.rmem_max"
+                "heartbeats to net.core.rmem_max; if heartbeats are lost, increase this limit"
             )
         made.bind((address, port))
     except (OSError, ValueError) as error:

@@ -94,7 +94,9 @@ class OctaviaReader:
                 return self._read_with_retry(row, verify)
             except Exception:
                 LOG.exception(
-                    "the provider agent could not read load balancer %s from Octavia and tries again", load_balancer_id
+                    "the provider agent could not read load balancer %s from Octavia because of an unexpected error "
+                    "and tries again",
+                    load_balancer_id,
                 )
                 return False
             finally:

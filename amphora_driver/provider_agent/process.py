@@ -119,7 +119,9 @@ def _run_standby(supervisor: int, stopping: ctypes.c_bool, exit_event: Event, dr
     while not _is_stopped(stopping, supervisor):
         time.sleep(_POLL_INTERVAL)
     if not (stopping.value or driver_agent.has_ended() or exit_event.is_set()):
-        LOG.warning("the supervisor process of the provider agent has died; the standby process replaces it")
+        LOG.warning(
+            "the supervisor process of the provider agent has died; the standby process takes over as supervisor"
+        )
         run(exit_event, driver_agent)
 
 

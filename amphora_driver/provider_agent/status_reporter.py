@@ -269,8 +269,8 @@ class Reporter:
             if error.status_object_id is None or len(barriers) == 1:
                 raise
             LOG.warning(
-                "Octavia refused status updates (barriers) of several load balancers; the provider agent repeats the "
-                "updates one by one: %s",
+                "Octavia refused status updates of several load balancers; the provider agent repeats the updates "
+                "for one load balancer at a time: %s",
                 error.fault_string,
             )
         else:
@@ -313,7 +313,7 @@ class Reporter:
             if error.status_object_id is None:
                 raise
             LOG.warning(
-                "Octavia refused one of several statuses; the provider agent sends the statuses one by one: %s",
+                "Octavia refused a call with several statuses; the provider agent sends the statuses one by one: %s",
                 error.fault_string,
             )
             due = (report for report in reports if self._is_due(report) and self._acquire_duty())

@@ -155,7 +155,8 @@ class Publisher:
             sender.send(*hint)
         except Exception as error:  # noqa: BLE001 - the library's, broker's and network's errors have no common base
             LOG.info(
-                "this process failed to send a hint about new work and closes its connection to the message broker: %s",
+                "this process failed to send a hint about new work, and closes its connection to the message broker "
+                "to open a new one: %s",
                 type(error).__name__,
             )
             sender.discard_connection()

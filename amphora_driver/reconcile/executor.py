@@ -386,7 +386,8 @@ class StepExecutor:
             # The agent already answers. So an error of the compute backend at this point must not delay the service of
             # the load balancer.
             LOG.warning(
-                "the controller could not read the hypervisor and the zone of amphora %s, and continues: %s",
+                "the controller could not read the hypervisor and the zone of amphora %s, and continues without "
+                "this information: %s",
                 amphora.id,
                 error,
             )

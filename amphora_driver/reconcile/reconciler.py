@@ -113,7 +113,8 @@ class Reconciler:
             self._handle_failure(job, error)
         except Exception as error:
             LOG.exception(
-                "load balancer %s: the controller's job failed with an unexpected error, and the controller repeats it",
+                "load balancer %s: the controller's job failed with an unexpected error, and the controller repeats "
+                "the job later",
                 lease.load_balancer_id,
             )
             self._handle_failure(job, error)
@@ -284,7 +285,12 @@ class Reconciler:
             final = isinstance(error, AmphoraDriverError) and error.final
             pause = conf.retry_most if final else min(conf.retry_first * 2**lease.attempts, conf.retry_most)
             pause *= random.uniform(0.8, 1.2)  # noqa: S311 - jitter, no secret
-            LOG.warning("load balancer %s: the controller's job failed: %s; trying again in %.1f s", of, error, pause)
+            LOG.warning(
+                "load balancer %s: the controller's job failed: %s; the controller tries again in %.1f s",
+                of,
+                error,
+                pause,
+            )
             if job.replacing:
                 self._write(job, lambda c: failovers.record_failure(c, of, now, str(error)))
             tried = lease.attempts + 1
@@ -299,8 +305,8 @@ class Reconciler:
             self._jobs.retry_later(lease, pause, str(error), job.generation or None, crashes=crashes)
         except (AmphoraDriverError, OSError) as failure:
             LOG.warning(
-                "load balancer %s: the controller could not release the lease of the failed job, and the "
-                "lease expires by itself: %s",
+                "load balancer %s: the controller could not release the lease of the failed job, and repeats the "
+                "job after the lease expires: %s",
                 of,
                 failure,
             )
