@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 Report = Callable[[str], None]
 _READY_SECONDS = 60.0
 _KILL_SECONDS = 5.0
-# In /proc/net/unix, the flag __SO_ACCEPTCON marks a listening socket.
+# Value of the flag __SO_ACCEPTCON in /proc/net/unix, which marks a listening socket.
 _LISTENING = "00010000"
 _NEEDED = {
     "haproxy": "haproxy",

@@ -66,8 +66,8 @@ class UdpUpdate:
         """Restore the virtual servers of the previous bundle, unless they are still served."""
         before = replace(failed, virtual_servers=(), vrrp=None) if served is None else served
         wanted = _wanted(before)
-        # If only the failed bundle has virtual servers, the agent may have started the L4 daemon for this bundle. The
-        # agent then stops the L4 daemon again.
+        # A failed change may have started the L4 daemon. If the configuration before has no virtual servers, the agent
+        # stops the L4 daemon again.
         is_idle = bool(failed.virtual_servers) and not wanted[0]
         if not is_idle and (wanted == self._served or (self._served is None and not wanted[0])):
             return

@@ -102,8 +102,8 @@ class Stream:
         self._stopping = stopping
         self._socket: socket.socket | None = None
         self._sent_bytes = 0
-        # Batches of lines that the target's kernel may not have acknowledged. Each pair has the position of the batch's
-        # end in the stream, and the number of lines.
+        # Batches of lines that the target may not have received yet. Each pair has the position of the batch's end in
+        # the stream, and the number of lines.
         self._unacknowledged: deque[tuple[int, int]] = deque()
         self.uncertain = self.lost = 0
 

@@ -193,8 +193,8 @@ class Collector:
                 return
             sample = self._read_held(held)
         except HaproxyError:
-            # The old HAProxy worker does not answer, because the worker has crashed or has reached the time
-            # `hard-stop-after`.
+            # The old HAProxy worker does not answer, because it has crashed or has reached the time `hard-stop-after`.
+            # So the collector releases the worker.
             self._release(held)
             return
         if present:

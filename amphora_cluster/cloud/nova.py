@@ -202,8 +202,8 @@ class NovaServers:
             last = [("marker", found[-1].id)] if found else []
             page: _Servers = self._get("/servers/detail", _Servers, wanted, [*params, limit, *last])
             found += page.servers
-            # A page may be shorter than the requested limit, because Nova has a limit of its own. Nova adds a link to
-            # the page if more servers follow.
+            # Nova has its own limit, so a page may be shorter than the requested limit although more servers follow.
+            # Nova then adds a link to the page, so the loop reads on until a page has no link.
             if not (page.servers and page.servers_links):
                 return found
 

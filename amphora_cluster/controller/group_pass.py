@@ -261,7 +261,8 @@ class GroupPass:
             nodes, busy = self._apply(claimed, cloud, view)
             there = any(group.tag in member.tags for member in view.pool.members)
         except Missing as error:
-            # The user has deleted the pool, the load balancer, or the source of the servers before the group.
+            # The user has deleted the pool, the load balancer, or the source of the servers before the group. This does
+            # not prevent the deletion of the group.
             LOG.info(
                 "group %s: the pool or the source of the servers does not exist any more, but the controller "
                 "continues to delete the group: %s",

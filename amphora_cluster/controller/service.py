@@ -195,8 +195,8 @@ class Controller:
         try:
             loaded = self._passes.load(claims)
         except BaseException:
-            # The load failed, so the controller returns the leases. The groups are due again at once, for any
-            # controller.
+            # The controller could not read the claimed groups, so it returns their leases. The groups are due again at
+            # once, for any controller.
             now = self._database.now()
             self._keep_ends([PassEnd(claim=one, due_at=now, attempts=one.attempts) for one in claims])
             raise

@@ -125,8 +125,8 @@ class CertificateRenewer:
         if amphora.certificate_issued_at is not None and exists():
             by = by if by == amphora.certificate_authority else None
             trusts = ca_rotation.common_trust(amphora.trusts, trusts)
-        # The record of a step that made progress resets the number of the job's crashes. This record does not count as
-        # progress, because the following boot may crash every controller.
+        # A record of a new certificate would normally count as progress of the job, and reset the number of its
+        # crashes. Here it does not, because the boot of the amphora may crash every controller.
         self._record(amphora.id, by, trusts, issued.expires_at, is_progress=False)
         return credentials, issued
 

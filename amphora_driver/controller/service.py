@@ -68,7 +68,8 @@ _LEAST_PAUSE = 30.0
 _CLAIM_FRESH_EVERY = 0.1
 # Seconds for which a thread of the controller pauses after an unexpected error or a failed renewal of leases.
 _ERROR_BACKOFF = 1.0
-# Seconds without a successful claim after which the controller reports itself as unhealthy.
+# If the controller has not searched successfully for due jobs for this number of seconds, it reports itself as
+# unhealthy.
 _UNHEALTHY_AFTER = 15.0
 
 

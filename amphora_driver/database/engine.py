@@ -237,7 +237,8 @@ class Database:
                 self._check_schema(connection)
                 result = work(connection)
                 # An earlier attempt may have been committed although the server did not answer its COMMIT. `Database`
-                # checks this now, because `work` has locked the rows. From now on, no earlier attempt can be committed.
+                # checks this after the function `work` has locked the rows. From now on, no earlier attempt can be
+                # committed.
                 _raise_if_committed(connection, unconfirmed)
             except BaseException as error:
                 transaction.rollback()
@@ -329,7 +330,7 @@ def parse_url(text: str, option: str = schema_check.DRIVER.option) -> sa.URL:
         raise ConfigurationError(attempt, f"its driver is not installed ({error})", remedy) from error
     if "@" in (url.host or ""):
         # In a database URL with a second @, SQLAlchemy reads the end of the password as the host name. Error messages
-        # would then show that part of the password.
+        # would then show that part of the password, so the driver refuses such a URL.
         raise ConfigurationError(attempt, "its URL has more than one @", f"{remedy} Write %40 in a password.")
     return url
 

@@ -52,8 +52,8 @@ class _DriverAgent:
     def __init__(self) -> None:
         self._poll = select.poll()
         try:
-            # The system call pidfd_open, which detects the death of octavia-driver-agent, needs Linux 5.3, and some
-            # containers forbid the call.
+            # The system call pidfd_open detects the death of octavia-driver-agent. It needs Linux 5.3, and some
+            # containers forbid it. If the call fails, the provider agent works without this detection.
             self._poll.register(os.pidfd_open(os.getppid()), select.POLLIN)
         except OSError as error:
             LOG.info(

@@ -47,10 +47,11 @@ LOG = logging.getLogger(__name__)
 _BUSY_DELAY, _RETRY_DELAY = 1.0, 15.0
 _BUSY = "waits until all requests of its users are served and reported to Octavia"
 _CREATING = "waits until Octavia has committed its creation"
-# On a busy machine, Octavia needs up to 0.5 s for a deletion. A call with 15 deletions then takes 7.5 s, well below
-# Octavia's time-out of 30 s.
+# Maximum number of deletions in one call to Octavia. On a busy machine, Octavia needs up to 0.5 s for a deletion. So
+# the call takes at most 7.5 s, well below Octavia's time-out of 30 s.
 _MAX_DELETED = 15
-# The recorded differences must fit into the database column for the result of a resync.
+# Maximum number of characters of the recorded differences, because they must fit into the database column for the
+# result of a resync.
 _MAX_DETAIL = 2000
 
 

@@ -174,7 +174,8 @@ class StatusServer:
                 connection = self._wrap_tls(number, connection)
             self._answer(connection, peer)
         except (OSError, ValueError) as error:
-            # The connection fails if the client closes it or does not speak TLS. Neither case needs a warning.
+            # A client has closed its connection to the status page, or does not speak TLS. Neither case needs a
+            # warning.
             LOG.debug("a connection to the status page failed, and the server closes it: %s", error)
         except Exception:
             LOG.exception(
