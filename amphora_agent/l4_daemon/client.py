@@ -100,8 +100,8 @@ class CheckerClient:
         self._services = services
         self._lock = threading.Lock()
         self._version = version()
-        # A reader of the L4 daemon's final state must not wait for a running request to the L4 daemon. So a separate
-        # lock protects the final state.
+        # A separate lock protects the L4 daemon's final state, so that a reader does not wait for a running request to
+        # the L4 daemon.
         self._final_state_lock = threading.Lock()
         self._final_state: CheckerState | None = None
 

@@ -9,7 +9,8 @@ from zlib import crc32
 
 _SUMS = ("stats/__init__.py", "stats/former_workers.py")
 _NETWORK = ("network/__init__.py", "network/icmp_echo.py")
-# The responder imports these files from outside its package. A unit test compares the list with the imports.
+# The list has the files outside the responder's package that the responder imports. A unit test compares the list with
+# the imports.
 ELSEWHERE = ("__init__.py", "errors.py", "haproxy/__init__.py", "haproxy/runtime_socket.py", *_NETWORK, *_SUMS)
 
 

@@ -129,8 +129,7 @@ class GroupPass:
     def _view(self, claimed: ClaimedGroup, cloud: Cloud, begun: float) -> _View:
         group, nodes = claimed.group, claimed.nodes
         new = any(not one.applied for one in claimed.requests)
-        # A request may name new servers, which an older list from Nova does not contain. So a new request causes a
-        # fresh read of the servers.
+        # A request may name servers that are younger than a list that another group has read.
         servers = cloud.servers(group, [node.server_id for node in nodes], fresh=new)
         pool = cloud.read_pool(group, connections=new or any(map(_drains, nodes)))
         now = self._now()

@@ -139,9 +139,8 @@ class Service:
         session = loading.load_session_from_conf_options(conf, group, auth=auth, session=_http(self._timeout))
         adapter = getattr(Connection(session=session, **self._endpoint(conf, groups[0])), self._kind)
         if self._kind == "network" and adapter.endpoint_override:
-            # If `network_endpoint_override` has no version, openstacksdk asks Neutron for the version. If Neutron does
-            # not answer, openstacksdk never adds the version, and each request fails with status 404. So the driver
-            # adds the version itself.
+            # Without a version in `network_endpoint_override`, openstacksdk asks Neutron for it. If Neutron does not
+            # answer, openstacksdk keeps the address, and each request of this process would fail with status 404.
             adapter.endpoint_override = f"{adapter.endpoint_override.rstrip('/').removesuffix('/v2.0')}/v2.0"
         return adapter
 
