@@ -215,7 +215,7 @@ def _overdue(group: Group, node: Node, own: tuple[Member, ...], now: float) -> N
 
 def _wanted(group: Group, pool: Pool, server: ServerMembers, node: Node | None, now: float) -> _Outcome:
     before = node or Node(server_id=server.server_id, state=NodeState.WAITING, since=now)
-    # If the server was draining before, the start of the interrupted drain no longer matters.
+    # The server may have been draining before. The drain is interrupted, so its start time is removed.
     before = msgspec.structs.replace(before, drain_began_at=None)
     outcome = _judged(group, pool, server, before, now)
     return msgspec.structs.replace(outcome, steps=_steps(pool, server))

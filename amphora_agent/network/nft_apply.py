@@ -24,8 +24,8 @@ _MISSING = f"table {FAMILY} {TABLE}\ndelete table {FAMILY} {TABLE}\n"
 _SETS = re.compile(r"^\tset (?P<name>\S+) \{\n.*?^\t\}\n\n?", re.MULTILINE | re.DOTALL)
 _CHAINS = re.compile(r"^\tchain (\S+) \{", re.MULTILINE)
 _OBJECTS = re.compile(r"^\t(\w+) ", re.MULTILINE)
-# nft 1.1.3 (Debian 13) lists TCP flags with a mask in this form. Before the agent compares tables, it rewrites the
-# flags to the form of nft 1.0.6.
+# This pattern matches TCP flags with a mask as nft 1.1.3 (Debian 13) lists them. Before the agent compares tables, it
+# rewrites the flags to the form of nft 1.0.6.
 _FLAGS = re.compile(r"tcp flags & \(([0-9a-fx| ]+)\) == (0x[0-9a-f]+(?: \| 0x[0-9a-f]+)*)")
 
 

@@ -355,8 +355,8 @@ class GroupPass:
         if not overdue:
             return end
         try:
-            # This pass may have outdated nodes, because it failed. So it leaves the recorded nodes unchanged, and
-            # records only the failed requests.
+            # A failed pass may have outdated states of the servers. So it does not change the recorded states, and
+            # records only that requests have failed.
             self._store.finish(end, (), (), overdue)
         except AmphoraDriverError as failure:
             LOG.warning(

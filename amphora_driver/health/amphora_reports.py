@@ -201,8 +201,8 @@ class _AmphoraState:
 
     def _has_too_many_names(self) -> bool:
         # Counting the distinct object ids of an amphora is slow. So the health manager counts them only if the upper
-        # bound `_name_bound` exceeds the limit. It forgets the reports if the count exceeds half of the limit, because
-        # otherwise the next count would follow too soon.
+        # bound `_name_bound` exceeds the limit. A count of more than half of the limit is too many, because the next
+        # count would follow soon.
         if self._name_bound <= _MAX_NAMES:
             return False
         self._name_bound = len(self._listeners) + sum(pool.count_names() for pool in self._pools.values())

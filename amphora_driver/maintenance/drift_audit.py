@@ -184,9 +184,9 @@ class DriftAuditor:
         # (the drift kind RENDERER), in the order of detection.
         self._outdated: dict[str, None] = {}
         self._pushed_at = time.monotonic()
-        # A newer version of the driver may render other content for the same load balancer. The keys are load balancer
-        # ids. The values are fingerprints of the content that was last pushed for this reason, so that no push is
-        # repeated.
+        # A newer version of the driver may render other content for the same load balancer, and pushes this content
+        # once. The keys are load balancer ids. The values are fingerprints of the pushed content, which prevent a
+        # second push.
         self._pushed: dict[str, str] = {}
         self._renewed_at = 0.0
 

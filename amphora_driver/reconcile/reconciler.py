@@ -298,9 +298,9 @@ class Reconciler:
                 first = final or tried == conf.give_up_after
                 if self._database.write(lambda c: _report_error(c, job, str(error), always=first)):
                     self._on_status()
-            # This attempt ended without a crash of its controller, so the count of crashes returns to zero. A CrashLoop
-            # means that too many crashes prevented the attempt. Then the count decreases by one, so that the next
-            # controller tries the job once.
+            # The job has failed, but the controller has not crashed, so the count of crashes returns to zero. A
+            # CrashLoop error is different: too many earlier crashes prevented the attempt. Then the count decreases by
+            # one, so that the next controller tries the job once.
             crashes = lease.crashes - 1 if isinstance(error, CrashLoop) else 0
             self._jobs.retry_later(lease, pause, str(error), job.generation or None, crashes=crashes)
         except (AmphoraDriverError, OSError) as failure:

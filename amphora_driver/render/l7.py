@@ -31,8 +31,8 @@ from amphora_driver.render.quoting import Quoted
 from amphora_driver.validation import l7, regex
 
 _REMEMBERED = 8_192
-# The renderer makes some values longer, for example by percent-encoding, which at most triples a text. So the limit for
-# expanded values is four times the limit for plain values.
+# The renderer makes some values longer. For example, percent-encoding makes a text up to three times as long. So the
+# limit for such values is four times the usual limit.
 _LONGEST = 4 * quoting.MAX_TEXT
 
 _ACL = quoting.keywords("acl")
