@@ -48,9 +48,8 @@ from amphora_agent.tls_identity import Identity
 
 _log = logging.getLogger(__name__)
 LARGEST_BODY = 32 * 1024 * 1024
-# HAProxy asks the responder daemon for the states of members with PING monitors. Without an answer, HAProxy would
-# report these members as down. Before starting HAProxy, the agent therefore waits at most this number of seconds for
-# the responder.
+# The responder daemon tells HAProxy whether members with PING monitors are up. Without an answer, HAProxy would report
+# these members as down. So the agent waits at most this number of seconds for the responder before it starts HAProxy.
 RESPONDER_SECONDS = 3.0
 
 
@@ -66,8 +65,8 @@ def create(settings: Settings, paths: Paths, identity: Identity, inheritance: In
 
     def sender_for(wanted: Settings) -> Sender:
         if wanted.heartbeat_format == "octavia":
-            # The function `create` assigns the variable `octavia` further below. The lambda expression reads the
-            # variable only when the heartbeat sender calls the expression.
+            # The variable `octavia` is assigned further below. The lambda expression may already use it, because the
+            # heartbeat sender calls the expression only later.
             return OctaviaSender(wanted, paths, collector, lambda: octavia.draining())  # noqa: PLW0108
         return HeartbeatSender(
             wanted, paths, collector, lambda: applier.generation, lambda: vrrp_state.holds_vip, drift.heartbeat

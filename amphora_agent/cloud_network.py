@@ -158,7 +158,7 @@ def _routes(network: Mapping[str, Any]) -> list[Route]:
     found = []
     listed = _listed(network, "routes")
     if network.get("gateway"):
-        # Nova before 2016 and other clouds give the default route by the key `gateway`.
+        # Nova before 2016 and some other clouds store the default route under the key `gateway`.
         everything = "::" if network["type"] == "ipv6" else "0.0.0.0"
         listed = [{"network": everything, "netmask": everything, "gateway": network["gateway"]}, *listed]
     for route in listed:

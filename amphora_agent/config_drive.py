@@ -30,8 +30,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Python's option -I removes the directory of the agent's package from the search path. The program derives this
-# directory from its own path, and adds the directory again.
+# Python's option -I removes the directory of the agent's package from the search path. So the program adds the
+# directory again, which it derives from its own path.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from amphora_agent import cloud_network
@@ -92,8 +92,8 @@ def label(header: bytes) -> tuple[str, str] | None:
     if descriptor[:6] == b"\x01CD001":
         return "iso9660", descriptor[40:72].decode("ascii", "replace").strip()
     if header[510:512] == b"\x55\xaa":
-        # The type and label of a FAT32 file system have other offsets than in FAT12 and FAT16. The program tries both
-        # offsets.
+        # A FAT file system stores its type and label at different offsets in FAT32 than in FAT12 and FAT16. So the
+        # program tries both pairs of offsets.
         for kind, name in ((82, 71), (54, 43)):
             if header[kind : kind + 3] == b"FAT":
                 return "vfat", header[name : name + 11].decode("ascii", "replace").strip()
@@ -104,8 +104,8 @@ def find(places: Places, seconds: float) -> tuple[Path, str]:
     """Wait up to `seconds` for the drive; return its device and file system. Raises SettingsError."""
     deadline = time.monotonic() + seconds
     with socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM, _KOBJECT_UEVENT) as events:
-        # The program subscribes to the kernel's device events before first searching for the config drive, so that no
-        # event is lost.
+        # The program subscribes to the kernel's device events before it searches for the config drive. Otherwise, it
+        # could miss a drive that appears between the search and the subscription.
         events.bind((0, 1))
         first = True
         while True:
@@ -168,8 +168,8 @@ def read(root: int) -> DriveContent:
         if _agent_file(f"{_FOLDER}/{name}") is None:
             skipped.append(f"user_data: {name[:200]}")
         elif name in files:
-            # If meta_data.json and the user data both contain the file, the program cannot know which content is
-            # correct.
+            # The file is in meta_data.json and in the user data. The program cannot know which content is correct, so
+            # it accepts neither.
             raise SettingsError("read the files of the config drive", f"{name} is in meta_data.json and in user_data")
         else:
             files[name] = data
@@ -221,7 +221,8 @@ def _user_data_files(root: int) -> dict[str, bytes] | None:
     try:
         files = {name: data.encode() for name, data in listed.items()}
     except UnicodeEncodeError:
-        # The program hides the encoder's error. The error contains the text of the file, which may be a private key.
+        # The program hides the encoder's error, because the error contains the text of the file, which may be a private
+        # key.
         raise SettingsError(wanted, "the content of a file is not Unicode") from None
     for name, data in files.items():
         if len(data) > LARGEST_FILE:
@@ -281,8 +282,8 @@ def _document(root: int, name: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
-        # The program hides the JSON parser's error. The error would quote a document of the config drive, which may
-        # contain keys.
+        # The program hides the JSON parser's error, because the error would quote a document of the config drive, which
+        # may contain keys.
         raise SettingsError(f"read {name}", f"it is not JSON ({type(error).__name__})") from None
     if not isinstance(found, dict):
         raise SettingsError(f"read {name}", "it is not an object")

@@ -72,7 +72,7 @@ def _stop(armed: Path) -> None:
             armed.unlink()
             os.kill(os.getpid(), signal.SIGKILL)
     while armed.exists():
-        # The agent creates a file with the suffix `.here` to show a test that the agent waits at the failpoint.
+        # A test waits for this file with the suffix `.here`. The file shows that the agent has reached the failpoint.
         armed.with_suffix(".here").touch()
         time.sleep(_POLL_SECONDS)
     armed.with_suffix(".here").unlink(missing_ok=True)

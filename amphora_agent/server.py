@@ -72,7 +72,7 @@ class Server(BaseApplication):
         # Only gunicorn's worker imports the application. After an import in gunicorn's master, Python's reference
         # counting would make the kernel copy nearly all shared memory pages.
         sys.setswitchinterval(SWITCH_SECONDS)
-        # The agent disables Python's garbage collector during its imports, because imports create no garbage.
+        # Imports create no garbage, so the agent disables Python's garbage collector during its imports to save time.
         gc.disable()
         from amphora_agent import app  # noqa: PLC0415
         from amphora_agent.tls_identity import Identity  # noqa: PLC0415
@@ -122,7 +122,7 @@ def main() -> None:
         sys.exit(str(error))
     logging.getLogger().setLevel(settings.log_level)
     paths.run.mkdir(parents=True, exist_ok=True, mode=0o700)
-    # Other users may enter the agent's run directory, because the responder and the L4 daemon run as other users.
+    # The responder and the L4 daemon run as other users. So other users may enter the agent's run directory.
     paths.run.chmod(0o711)
     paths.var.mkdir(parents=True, exist_ok=True, mode=0o700)
     paths.empty.mkdir(exist_ok=True, mode=0o755)

@@ -36,16 +36,15 @@ EXCHANGE_SECONDS = 30.0
 # request.
 MOST = 128
 _MOST_REASONS = 64
-# The TLS gate limits the rate of handshakes from each address. In 10 s, the time-out of a handshake, all unknown
-# addresses together can start at most 120 handshakes. The gate has room for 128 handshakes, so room for controllers
-# with known addresses remains.
+# The TLS gate limits the rate of handshakes from each address, so that unknown clients cannot use all 128 places for
+# handshakes. In 10 s, the time-out of a handshake, all unknown addresses together can start at most 120 handshakes.
 ADDRESS_RATE, ADDRESS_BURST = 1.0, 10.0
 UNKNOWN_RATE, UNKNOWN_BURST = 8.0, 40.0
 # For an hour after a controller's handshake, the TLS gate does not limit handshakes from the address of the controller.
 KNOWN_SECONDS = 3600.0
 _MOST_KNOWN, _MOST_UNKNOWN = 256, 1024
-# With the option SO_LINGER and a time of 0 s, closing a connection resets the connection. The kernel keeps no state
-# afterwards.
+# With the option SO_LINGER and a time of 0 s, close() resets the connection, and the kernel keeps no
+# state of it.
 _RESET = struct.pack("ii", 1, 0)
 
 
@@ -120,7 +119,7 @@ class TlsGate:
         self._ready: deque[tuple[Connection, Any]] = deque()
         self._wakeup, self._waker = socket.socketpair()
         self._wakeup.setblocking(False)
-        # In the dictionaries `_handshakes` and `_idle`, the connection with the earliest deadline is the first.
+        # The dictionaries `_handshakes` and `_idle` are sorted: the connection with the earliest deadline comes first.
         self._handshakes: dict[int, _Peer] = {}
         self._idle: dict[int, _Peer] = {}
         self._budget = Budget(time.monotonic())

@@ -31,8 +31,8 @@ from amphora_agent.paths import Paths, file_identity, read_if_exists, write, wri
 
 _log = logging.getLogger(__name__)
 _PEM = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
-# OpenSSL accepts expired certificates with the flag X509_V_FLAG_NO_CHECK_TIME. Python's ssl module has no name for the
-# flag.
+# Value of OpenSSL's flag X509_V_FLAG_NO_CHECK_TIME, for which Python's ssl module has no name. With this flag, OpenSSL
+# accepts expired certificates.
 _NO_CHECK_TIME = 0x200000
 _MOST_FLIGHTS = 8
 SELF_SECONDS = 5.0
@@ -90,7 +90,7 @@ class Identity:
                         "The agent cannot read its certificate files, and the former certificates stay in use: %s",
                         error,
                     )
-                # After an error, the agent reads the certificate files again only after a change of the files.
+                # After an error, the agent does not read the certificate files again until a file changes.
                 self._marks = marks
             return self._context
 
@@ -104,7 +104,7 @@ class Identity:
             if _digest(self._callers.read_text(encoding="utf-8")) in replaced:
                 write_atomically(self._callers, callers)
                 _log.warning(
-                    "The agent wrote the current CA of the controllers again, because the file %s had an older one",
+                    "The agent wrote the current CA of the controllers again, because the file %s had an older CA",
                     self._callers,
                 )
         except FileNotFoundError:
@@ -234,8 +234,8 @@ class Identity:
             if prove() != wanted.fingerprint:
                 raise MachineError(_WANTED, "handshakes still show another certificate")
             if (callers := contents.get(self._callers)) is not None:
-                # If the agent cannot store the controllers' CA, the installation of the certificate fails. Otherwise
-                # the next boot would restore the old CA.
+                # If the agent cannot store the controllers' CA, the next boot would restore the old CA. So the
+                # installation of the certificate fails.
                 self._note(callers)
         except (AgentError, OSError) as error:
             for file, old in reversed(before.items()):
@@ -304,8 +304,8 @@ def _shake(server: ssl.SSLContext, client: ssl.SSLContext, name: str | None) -> 
 
 
 def _describe(server: ssl.SSLContext, pem: str) -> Certificate:
-    # Python's ssl module returns the fields of a certificate only after the verification of the certificate. So a test
-    # client in this process trusts the agent's certificate itself instead of a CA.
+    # Python's ssl module shows the fields of a certificate only after it has verified the certificate. So a test client
+    # in this process trusts the agent's certificate itself, instead of a CA.
     client = _client(_leaf(pem), timeless=True)
     client.check_hostname = False
     end = _shake(server, client, None)

@@ -27,7 +27,8 @@ def choose_address(server: Server, template: MemberTemplate) -> Address | str:
 
 def canonical(ip: str) -> str:
     """The usual spelling of an IP address. Octavia keeps the spelling of the creating request."""
-    # IPv4 has one spelling. A pass over many members is three times as fast without parsing it.
+    # An IPv4 address has only one spelling, so only IPv6 addresses are parsed. Without parsing IPv4 addresses, a pass
+    # over many members is three times as fast.
     if ":" not in ip:
         return ip
     try:

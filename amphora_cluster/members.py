@@ -21,10 +21,11 @@ from amphora_cluster.addresses import canonical, choose_address
 from amphora_cluster.model import Group, Member, MemberChange, Pool, Server, Weight, WeightKind
 
 MOST_WEIGHT = 256
-# Nova's states of a server that does not exist any more.
+# In these states, Nova still shows a server that does not exist any more.
 GONE = frozenset({"DELETED", "SOFT_DELETED"})
 
-# Address in its usual spelling, and port. Octavia accepts one member of a pool with this pair.
+# The IP address of a member in its usual spelling, and its port. Octavia permits only one member of a pool with the
+# same pair.
 Endpoint = tuple[str, int]
 
 
@@ -62,7 +63,8 @@ def weight_of(server: Server, weight: Weight) -> int:
         value = server.vcpus
     elif weight.kind is WeightKind.METADATA:
         text = server.metadata.get(weight.key, "").strip()
-        # isdecimal() is also true for other scripts, and int() reads them; a minus sign makes the value unusable.
+        # isdecimal() is also true for digits of other scripts, and int() can read these digits. So such a weight is
+        # usable, but a weight with a minus sign is not.
         value = int(text) if text.isdecimal() and len(text) < 10 else None
     return max(0, min(MOST_WEIGHT, weight.number if value is None else value))
 
@@ -170,7 +172,8 @@ def _related(
             conflict = f"Server {holders[endpoint]} has the same address {change.address} and port {change.port}."
         elif endpoint in own:
             member = own[endpoint]
-            # Octavia ignores a changed subnet and compares the spelling of addresses.
+            # Octavia ignores a changed subnet, and treats another spelling of an address as another address. So the
+            # change keeps the subnet and the spelling of the existing member.
             known = {"member_id": member.id, "address": member.address, "subnet_id": member.subnet_id}
             current.append((member, msgspec.structs.replace(change, **known)))
         elif endpoint in foreign:

@@ -12,7 +12,8 @@ from enum import Enum
 
 import msgspec
 
-# The tag that marks a member as property of a group: this prefix and the group's id.
+# Each member of a group has a tag, which consists of this prefix and the group's id. The controller changes only
+# members with the tag.
 TAG_PREFIX = "amphora-cluster:"
 
 

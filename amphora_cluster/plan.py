@@ -51,9 +51,9 @@ from amphora_cluster.model import (
     StepKind,
 )
 
-# Seconds until the next pass while members join or drain.
+# Seconds until the next pass over a group while members are being added or drained.
 WATCH_SECONDS = 1.0
-# Providers report statistics in intervals of up to ten seconds.
+# Octavia's statistics may be up to this number of seconds old, because providers report statistics in intervals.
 STATISTICS_AGE = 10.0
 
 NOT_SHOWN = "The source of the group does not show the server."
@@ -98,7 +98,7 @@ def plan(group: Group, servers: tuple[Server, ...], pool: Pool, nodes: tuple[Nod
     planned = tuple(outcome.node for outcome in outcomes if outcome.node)
     times = [outcome.again_at for outcome in outcomes if outcome.again_at is not None]
     return Plan(
-        # Octavia refuses all changes until the load balancer is ACTIVE.
+        # While the load balancer is not ACTIVE, Octavia refuses all changes. So the plan has no steps.
         steps=steps if pool.changeable else (),
         nodes=planned,
         again_at=min(times, default=None),
@@ -116,7 +116,7 @@ def _one(group: Group, pool: Pool, server: ServerMembers, node: Node | None, now
     return _wanted(group, pool, server, node, now)
 
 
-# Servers that vanished: Nova, or the Heat stack of the group, does not list them any more.
+# A server has vanished if Nova, or the Heat stack of the group, does not list it any more.
 
 
 def _vanished(group: Group, server: ServerMembers, node: Node | None, now: float) -> _Outcome:
@@ -130,11 +130,13 @@ def _vanished(group: Group, server: ServerMembers, node: Node | None, now: float
         return _watched(_overdue(group, gone, server.own, now), steps, now + WATCH_SECONDS)
     if node is None or node.leaving or node.state is not NodeState.WAITING or node.reason != NOT_SHOWN:
         return _Outcome(node=None)
-    # A request may name a server before the source shows it. The pass after the time-out forgets it.
+    # A request may name a server that the source of the group does not show yet. After the time-out, the controller
+    # forgets the server.
     return _timed(group, node, NodeState.WAITING, NOT_SHOWN, now)
 
 
-# Servers that leave by request, or because they are not selected any more.
+# These functions handle servers that leave because of a request, or because the group's selector does not select them
+# any more.
 
 
 def _deselected(group: Group, pool: Pool, server: ServerMembers, node: Node | None, now: float) -> _Outcome:
@@ -208,12 +210,12 @@ def _overdue(group: Group, node: Node, own: tuple[Member, ...], now: float) -> N
     return _moved(node, NodeState.FAILED, reason.strip(), now)
 
 
-# Servers that should serve.
+# These functions handle servers that must serve.
 
 
 def _wanted(group: Group, pool: Pool, server: ServerMembers, node: Node | None, now: float) -> _Outcome:
     before = node or Node(server_id=server.server_id, state=NodeState.WAITING, since=now)
-    # The begin of an interrupted drain has no meaning any more.
+    # The server may have been draining before. The drain is interrupted, so its start time is removed.
     before = msgspec.structs.replace(before, drain_began_at=None)
     outcome = _judged(group, pool, server, before, now)
     return msgspec.structs.replace(outcome, steps=_steps(pool, server))
@@ -228,7 +230,8 @@ def _steps(pool: Pool, server: ServerMembers) -> tuple[Step, ...]:
         steps.append(Step(kind=StepKind.REPAIR, server_id=server.server_id, members=drifted))
     replaced = not server.missing and server.current and _all_serve(pool, server)
     useless = [member for member in server.obsolete if replaced or not _serves(pool, member)]
-    # Without a new member, the old one shows why the server does not serve.
+    # The plan removes an old member only if a new member replaces it. Otherwise, the status of the old member shows why
+    # the server does not serve.
     if useless and server.current and not server.missing:
         steps.append(_leave(server.server_id, tuple(useless)))
     return tuple(steps)
@@ -256,7 +259,8 @@ def _without_members(group: Group, pool: Pool, server: ServerMembers, node: Node
     if server.obstacle:
         return _timed(group, node, NodeState.WAITING, server.obstacle, now)
     if pool.changeable or node.state is NodeState.JOINING:
-        # A batch that Octavia refuses for a moment is repeated in the time of the first attempt.
+        # Octavia may refuse a batch of new members for a short time. The time-out counts from the first attempt, so a
+        # repetition does not extend it.
         return _timed(group, node, NodeState.JOINING, "Octavia has not created the members yet.", now)
     return _timed(group, node, NodeState.WAITING, "The load balancer accepts no changes now.", now)
 
@@ -269,12 +273,13 @@ def _timed(group: Group, node: Node, state: NodeState, reason: str, now: float) 
     expires = node.since + group.join_timeout
     if now >= expires:
         return _Outcome(node=_moved(node, NodeState.FAILED, reason, now))
-    # The poll interval is short enough for a server that boots. Its notification comes earlier.
+    # The plan does not check a booting server more often than the poll interval, because Nova's notification about the
+    # end of the boot arrives earlier.
     watch = now + WATCH_SECONDS if state is NodeState.JOINING else expires
     return _Outcome(node=node, again_at=min(expires, watch), outstanding=True)
 
 
-# Members.
+# --- members ----------------------------------------------------------------------------------------------------------
 
 
 def _leave(server_id: str, members: tuple[Member, ...]) -> Step:

@@ -27,7 +27,7 @@ _PERSISTENCE = ("SOURCE_IP", "HTTP_COOKIE", "APP_COOKIE", "NONE")
 _MONITORS = ("PING", "TCP", "HTTP", "HTTPS")
 _HTTP_METHODS = ("GET", "POST", "PUT", "DELETE")
 _CODES = re.compile(r"\d{3}(\s*,\s*\d{3})*|\d{3}-\d{3}")
-# Octavia's columns for seconds and limits are 32-bit integers.
+# Octavia stores seconds and limits as 32-bit integers, so larger values are not permitted.
 _MOST = 2**31 - 1
 
 
@@ -223,7 +223,7 @@ def _given(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value is not None}
 
 
-# Validation of single values. Each function gets the value and its path.
+# The following functions validate single values of a policy. Each function gets the value and its path in the document.
 
 _Check = Callable[[Any, str], Any]
 

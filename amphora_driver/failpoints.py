@@ -24,59 +24,65 @@ _POLL_SECONDS = 0.005
 class Point(Enum):
     """Failpoints in the order in which a request reaches them; no request reaches all."""
 
-    # The driver in octavia-api has recorded the claim of VIP addresses and has not allocated any VIP address yet.
+    # At this failpoint, the driver in octavia-api has recorded the claim of VIP addresses and has not allocated any VIP
+    # address yet.
     CLAIM_NOTED = "claim-noted"
-    # The driver has allocated the VIP addresses, and Octavia does not know the addresses yet.
+    # At this failpoint, the driver has allocated the VIP addresses, and Octavia does not know the addresses yet.
     ADDRESSES_TAKEN = "addresses-taken"
-    # The driver has written the desired state in a transaction that is still open.
+    # At this failpoint, the driver has written the desired state in a transaction that is still open.
     INTENT_WRITTEN = "intent-written"
-    # The driver has committed the desired state and has notified no other process yet.
+    # At this failpoint, the driver has committed the desired state and has notified no other process yet.
     INTENT_COMMITTED = "intent-committed"
 
-    # The provider agent is about to wait until Octavia has committed or rolled back the transactions of the requests.
+    # At this failpoint, the provider agent is about to wait until Octavia has committed or rolled back the transactions
+    # of the requests.
     BARRIER_NEXT = "barrier-next"
-    # The provider agent has seen the end of Octavia's transactions and has not recorded the end yet.
+    # At this failpoint, the provider agent has seen the end of Octavia's transactions and has not recorded the end yet.
     BARRIER_PASSED = "barrier-passed"
-    # The provider agent has recorded the end of Octavia's transactions.
+    # At this failpoint, the provider agent has recorded the end of Octavia's transactions.
     COMMITTED = "committed"
-    # The provider agent has read objects from Octavia and has not recorded the objects yet.
+    # At this failpoint, the provider agent has read objects from Octavia and has not recorded the objects yet.
     TREE_READ = "tree-read"
-    # The provider agent has recorded the objects that Octavia returned.
+    # At this failpoint, the provider agent has recorded the objects that Octavia returned.
     TREE_TAKEN = "tree-taken"
-    # Octavia has accepted statuses, and the provider agent has not recorded the acceptance yet.
+    # At this failpoint, Octavia has accepted statuses, and the provider agent has not recorded the acceptance yet.
     REPORT_SENT = "report-sent"
-    # The provider agent has recorded which statuses Octavia has accepted.
+    # At this failpoint, the provider agent has recorded which statuses Octavia has accepted.
     REPORT_TAKEN = "report-taken"
 
-    # The controller has acquired the lease of a load balancer.
+    # At this failpoint, the controller has acquired the lease of a load balancer.
     CLAIMED = "claimed"
-    # The controller has executed all steps for a load balancer and is about to return the lease.
+    # At this failpoint, the controller has executed all steps for a load balancer and is about to return the lease.
     FINISHING = "finishing"
-    # The controller has returned the lease of a load balancer.
+    # At this failpoint, the controller has returned the lease of a load balancer.
     FINISHED = "finished"
-    # A process has written a fail-over, for any cause, in a transaction that is still open.
+    # At this failpoint, a process has written a fail-over, for any cause, in a transaction that is still open.
     FAILOVER_WRITTEN = "failover-written"
-    # The failure detector has committed an automatic fail-over and has notified no other process yet.
+    # At this failpoint, the failure detector has committed an automatic fail-over and has notified no other process
+    # yet.
     FAILOVER_BEGUN = "failover-begun"
-    # The image rotation has written the next state changes of load balancers in a transaction that is still open.
+    # At this failpoint, the image rotation has written the next state changes of load balancers in a transaction that
+    # is still open.
     ROTATION_WRITTEN = "rotation-written"
-    # The image rotation has committed the state changes of load balancers and has notified no other process yet.
+    # At this failpoint, the image rotation has committed the state changes of load balancers and has notified no other
+    # process yet.
     ROTATION_MOVED = "rotation-moved"
 
-    # The health manager is about to write the reports of amphorae to the database.
+    # At this failpoint, the health manager is about to write the reports of amphorae to the database.
     FLUSHING = "flushing"
-    # The health manager has written the reports of amphorae to the database.
+    # At this failpoint, the health manager has written the reports of amphorae to the database.
     FLUSHED = "flushed"
 
 
 class Moment(Enum):
     """Failpoints of every step of a controller."""
 
-    # The controller is about to start a step of a job.
+    # At this failpoint, the controller is about to start a step of a job.
     BEFORE = "before"
-    # The controller has caused the external effect of a step, and is about to record the step in the database.
+    # At this failpoint, the controller has caused the external effect of a step, and is about to record the step in the
+    # database.
     DONE = "done"
-    # The controller has recorded a step of a job in the database.
+    # At this failpoint, the controller has recorded a step of a job in the database.
     MARKED = "marked"
 
 
@@ -95,8 +101,7 @@ def reach_step(step: str, moment: Moment) -> None:
 def _stop(armed: Path) -> None:
     _die_if_told(armed)
     while armed.exists():
-        # The process creates a file with the suffix `.here`. The file tells the test that the process waits at the
-        # failpoint.
+        # A test waits for this file with the suffix `.here`. The file shows that the process has reached the failpoint.
         armed.with_suffix(".here").touch()
         time.sleep(_POLL_SECONDS)
         _die_if_told(armed)

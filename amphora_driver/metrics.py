@@ -148,8 +148,8 @@ class ProcessMetrics:
             try:
                 yield
             except Exception as error:
-                # The metrics module imports no other module of the project. So the module identifies the error classes
-                # by name.
+                # The metrics module imports no other module of the project. So it identifies the two error classes by
+                # their names.
                 if type(error).__name__ in {"StoreError", "SchemaMismatch"}:
                     self.database_failures.labels(kind).inc()
                 raise
@@ -168,8 +168,8 @@ class ProcessMetrics:
             try:
                 yield
             except Exception as error:
-                # octavia_lib raises the same error class for a failed connection and for a refusal by Octavia. Only the
-                # error of a refusal contains an object id. The metric does not count refusals.
+                # octavia_lib raises the same error class if a connection fails and if Octavia refuses a status. The
+                # metric counts only failed connections. A refusal is recognized by its object id.
                 if getattr(error, "status_object_id", None) is None:
                     self.octavia_failures.labels(name).inc()
                 raise

@@ -30,8 +30,8 @@ from amphora_driver.model.network import FixedAddress, Port, Subnet
 from sandbox.settings import bind_port
 
 _AGENT_PORT = 9443
-# QEMU's user network assigns the address 10.0.2.15 to the guest (QEMU's documentation, "Using the user mode network
-# stack").
+# QEMU's user network always assigns the address 10.0.2.15 to the guest (QEMU's documentation, "Using the user mode
+# network stack"). So the sandbox uses this subnet.
 _SUBNET = Subnet(id="qemu", network_id="qemu", cidr="10.0.2.0/24", gateway="10.0.2.2")
 _ADDRESS, _MAC = "10.0.2.15", "52:54:00:12:34:56"
 _DAYS = 30

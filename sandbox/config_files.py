@@ -56,8 +56,8 @@ def _driver_options(settings: Settings) -> _Sections:
             "socket_dir": str(settings.run / "sockets"),
             **({"engine": "celery", "broker_url": settings.broker_url} if settings.broker_url else {}),
         },
-        # All controllers of a sandbox run on one machine. So a controller that has not renewed its leases for 3 s has
-        # ended.
+        # All controllers of a sandbox run on one machine. So if a controller has not renewed its leases for 3 s, the
+        # controller has ended.
         "amp_controller": {"lease": "3"},
         "amp_agent": {"services": "supervisor"},
         "amp_octavia": {f"{name}_socket": str(settings.run / f"{name}.sock") for name in ("status", "stats", "get")},
@@ -118,7 +118,7 @@ def _qemu_options(*, emulated: bool) -> _Sections:
 
 def _octavia_options(settings: Settings) -> _Sections:
     ours: _Sections = {
-        # The driver uses no worker of Octavia. So Octavia's API server sends no messages to workers, and needs no
+        # The driver uses no workers of Octavia. So Octavia's API server sends no messages to workers, and needs no
         # message broker.
         "DEFAULT": {"transport_url": "fake://"},
         "oslo_messaging_notifications": {"driver": "noop"},
@@ -135,7 +135,7 @@ def _octavia_options(settings: Settings) -> _Sections:
             "default_provider_driver": "haproxy",
         },
         "controller_worker": {"network_driver": "amphora_sandbox_network"},
-        # If Octavia's default time-outs are not 0, Octavia copies them into every listener. The time-outs of a flavor
+        # Octavia copies its default time-outs into every listener unless they are 0. The time-outs of a flavor would
         # then have no effect.
         "haproxy_amphora": {f"timeout_{one}": "0" for one in ("client_data", "member_connect", "member_data")},
         "certificates": {"cert_manager": "local_cert_manager", "storage_path": str(settings.tls)},
@@ -162,8 +162,8 @@ def _clouds(settings: Settings) -> str:
 def _env(settings: Settings) -> str:
     """The shell environment for clients of this sandbox."""
     exports = {**settings.environment(), "PATH": f"{Path(sys.executable).parent}:$PATH"}
-    # The quickstart script chooses the directory of Python's bytecode cache. All programs of the sandbox use this
-    # directory.
+    # All programs of the sandbox must use the directory of Python's bytecode cache that the quickstart script has
+    # chosen.
     prefix = os.environ.get("PYTHONPYCACHEPREFIX")
     if prefix:
         exports["PYTHONPYCACHEPREFIX"] = prefix

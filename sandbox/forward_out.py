@@ -89,8 +89,8 @@ async def copy_stream(source: asyncio.StreamReader, target: asyncio.StreamWriter
             target.write(data)
             await target.drain()
     except OSError:
-        # An OSError means that one side has closed the forwarded connection. The forwarder then closes the connection
-        # to the other side.
+        # An OSError means that one side has closed the forwarded connection. So the forwarder closes the connection to
+        # the other side.
         pass
     finally:
         target.close()

@@ -108,8 +108,8 @@ def _subnet(subnet: AddressRange) -> Any:
 
 def _port(port: Port) -> Any:
     owner = local_network().owner(port.id) or ""
-    # Octavia refuses a VIP port that has a device id. So the sandbox hides the device id of a port that a user has
-    # created.
+    # If a user created the port, the sandbox hides the device id of the port, because Octavia refuses a VIP port with a
+    # device id.
     use = {"name": owner, "device_id": "" if owner == f"user-{port.id}" else owner}
     addresses = [shown.FixedIP(subnet_id=one.subnet_id, ip_address=one.address) for one in port.addresses]
     state = {"status": "ACTIVE", "admin_state_up": True, "fixed_ips": addresses}

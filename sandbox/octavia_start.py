@@ -43,8 +43,8 @@ def _is_octavia_database(connection: Any) -> bool:
 
 
 def _begin(connection: Any) -> None:
-    # The sandbox takes its write lock before the transaction begins, so the sandbox itself sends BEGIN. While
-    # `in_transaction` is set, oslo.db sends no second BEGIN. At the end of the transaction, oslo.db removes this mark.
+    # The sandbox sends BEGIN itself, because it must take its write lock before the transaction begins. While
+    # `in_transaction` is set, oslo.db sends no second BEGIN. oslo.db removes the mark at the end of the transaction.
     if not _is_octavia_database(connection) or "in_transaction" in connection.info:
         return
     connection.info["in_transaction"] = True
@@ -59,8 +59,8 @@ def _begin(connection: Any) -> None:
 
 
 def _checkin(dbapi_connection: Any, _record: Any) -> None:
-    # SQLAlchemy raises the event "commit" before the database commits. So the sandbox keeps the write lock until the
-    # connection returns to the pool.
+    # SQLAlchemy raises the event "commit" before the database commits. So the sandbox releases the write lock only when
+    # the connection returns to the pool.
     if _write_lock.lock is not None and _write_lock.holder == id(dbapi_connection):
         os.close(_write_lock.lock)
         _write_lock.lock = _write_lock.holder = None

@@ -22,7 +22,7 @@ NETWORK_PORT = 9696
 STATUS_PORT = 9878
 _START_AGAIN = "Remove the state directory to create a new sandbox."
 # The kernel permits at most 107 bytes in the path of a Unix socket. The socket of a controller has the longest path
-# below the state directory.
+# below the state directory, so it limits the length of the state directory's path.
 _LONGEST_STATE = 107 - len("/run/sockets/controller-4194304-7fffffffffff")
 
 

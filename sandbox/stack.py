@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 Report = Callable[[str], None]
 _READY_SECONDS = 60.0
 _KILL_SECONDS = 5.0
-# In /proc/net/unix, the flag __SO_ACCEPTCON marks a listening socket.
+# Value of the flag __SO_ACCEPTCON in /proc/net/unix, which marks a listening socket.
 _LISTENING = "00010000"
 _NEEDED = {
     "haproxy": "haproxy",
@@ -89,7 +89,7 @@ class Stack:
             removed = namespaces.names(f"{self.settings.prefix}-")
             for name in removed:
                 # A network namespace may contain processes that the sandbox has not recorded. So the sandbox kills all
-                # processes in the namespace.
+                # processes in the namespace before it removes the namespace.
                 if not signal_and_wait(namespaces.processes(name), signal.SIGKILL, _KILL_SECONDS):
                     raise SandboxError(f"remove the namespace {name}", "a process in it does not end after SIGKILL")
                 namespaces.remove(name)

@@ -199,8 +199,8 @@ class Applier:
         Returns False if another attempt is necessary.
         """
         with self._lock:
-            # A controller may have pushed a bundle during the agent's start. In this case the agent serves the pushed
-            # bundle, and does not apply the older bundle from the disk.
+            # A controller may have pushed a bundle since the agent's start. The agent then keeps the pushed bundle, and
+            # does not apply the older bundle from the disk.
             if self._confirmed is None or (self._has_applied and not self._parts.swap.is_interrupted):
                 return True
             try:
@@ -245,8 +245,8 @@ class Applier:
     def _verifiable(self) -> Bundle | None:
         """The confirmed bundle, if drift from that bundle has to be repaired."""
         bundle = self._served
-        # Octavia's own worker repairs the amphorae that the worker controls. On such an amphora, the agent repairs no
-        # drift.
+        # If Octavia's own worker controls the amphora, the worker also repairs it. On such an amphora, the agent
+        # repairs no drift.
         ours = bundle is not None and bundle.load_balancer_id != OCTAVIA_API_V1_ID
         return bundle if ours and self._has_applied and not self._parts.swap.is_interrupted else None
 
@@ -286,8 +286,8 @@ class Applier:
             else:
                 change, loaded = self._update_haproxy(attempt, bundle.haproxy, network)
             change = self._update_udp(bundle, change)
-            # keepalived announces the VIPs. The agent updates keepalived last, so that keepalived announces no VIP
-            # before the amphora serves.
+            # keepalived announces the VIPs. So the agent updates keepalived last, after all other parts of the amphora
+            # are ready to serve.
             self._parts.keepalived.apply(bundle.vrrp_instance)
             self._confirm(attempt.draft)
         except (AgentError, OSError) as error:
@@ -306,7 +306,7 @@ class Applier:
             listener()
         if self._confirmed is not None and bundle == self._confirmed.bundle:
             # If a controller pushes the confirmed bundle again, the agent compares the whole amphora with the bundle.
-            # For this comparison, the agent empties its caches.
+            # So the agent first empties its caches of the amphora's state.
             self._parts.plumbing.invalidate()
             self._parts.files.invalidate()
             self._parts.swap.invalidate()

@@ -32,8 +32,8 @@ class ConfigSwap:
         """The document of HAProxy's file; None without a file."""
         try:
             found = self._paths.configuration.stat()
-            # At each change, the agent replaces HAProxy's configuration file by a new file with another inode. An
-            # unchanged inode therefore means unchanged content.
+            # At each change, the agent writes a new configuration file with a new inode. So an unchanged inode, size
+            # and time mean unchanged content.
             identity = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
             if self._read is None or self._read[0] != identity:
                 self._read = identity, config_file.read(self._paths.configuration.read_text(encoding="utf-8"))

@@ -94,8 +94,8 @@ class Draft:
         try:
             self._new_path.unlink()
         except FileNotFoundError:
-            # Without the file of a new record (`_new_path`), HAProxy's configuration text at `_text_path` may belong to
-            # the confirmed bundle. In this case the agent must not delete the text.
+            # If the file `_new_path` of a new record is missing, HAProxy's configuration text at `_text_path` may
+            # belong to the confirmed bundle. So the agent must not delete the text.
             return
         self._text_path.unlink(missing_ok=True)
 
@@ -123,7 +123,7 @@ def _link(file: Path, name: Path) -> None:
     temporary.unlink(missing_ok=True)
     os.link(file, temporary)
     temporary.replace(name)
-    # If `name` and `temporary` already refer to the same inode, rename(2) does nothing. The agent therefore deletes
+    # rename(2) does nothing if `name` and `temporary` are already the same file (inode). So the agent deletes
     # `temporary` itself.
     temporary.unlink(missing_ok=True)
 

@@ -52,8 +52,8 @@ class UdpUpdate:
             return
         known, self._served = self._served, None
         if known is None:
-            # If the agent does not know which rules the L4 daemon has applied, the agent first requests a drift check.
-            # For this check, the L4 daemon reads the kernel's rules before it writes new rules.
+            # The agent does not know which rules the L4 daemon has applied. So it first requests a drift check, in
+            # which the L4 daemon reads the kernel's rules before it writes new ones.
             self._service.find_drift(wanted[0], paired=wanted[1])
         self._serve(bundle)
 
@@ -66,8 +66,8 @@ class UdpUpdate:
         """Restore the virtual servers of the previous bundle, unless they are still served."""
         before = replace(failed, virtual_servers=(), vrrp=None) if served is None else served
         wanted = _wanted(before)
-        # The agent may have started the L4 daemon for the failed bundle. If the previous bundle has no virtual servers,
-        # the agent stops the L4 daemon again.
+        # A failed change may have started the L4 daemon. If the configuration before has no virtual servers, the agent
+        # stops the L4 daemon again.
         is_idle = bool(failed.virtual_servers) and not wanted[0]
         if not is_idle and (wanted == self._served or (self._served is None and not wanted[0])):
             return

@@ -28,9 +28,8 @@ class DriftChecker:
         self._applier = applier
         self._parts = parts
         self._file = parts.paths.configuration
-        # The last check that found the correct content in HAProxy's configuration file has stored the pair `_intact`.
-        # The first value has the inode number, size and times of the file. The second value is the process id of
-        # HAProxy's worker.
+        # Result of the last check that found the correct content in HAProxy's configuration file. The first value has
+        # the file's inode number, size and times. The second value is the process id of HAProxy's worker.
         self._intact: tuple[tuple[int, ...] | None, int | None] | None = None
         self._misread = False
         applier.add_change_listener(self.invalidate)
@@ -80,8 +79,8 @@ class DriftChecker:
         if not haproxy.is_wanted():
             yield Difference("haproxy", "HAProxy does not run, and the service manager does not start it")
         elif haproxy.worker_pid() is not None:
-            # During its start and under high load, HAProxy gives no answer. The agent does not count a missing answer
-            # as drift.
+            # HAProxy gives no answer while it starts or when the load is high. So the agent does not count a missing
+            # answer as drift.
             try:
                 haproxy.verify(wanted, directory)
             except (HaproxyError, OSError) as error:
@@ -95,8 +94,8 @@ class DriftChecker:
             if identity is None or self._file.read_bytes() != wanted.content.encode():
                 yield Difference("haproxy.cfg", "haproxy.cfg was modified")
                 return
-            # The content is correct, but another program may have changed the file and restored the content since the
-            # last check. A HAProxy worker that has started since the last check may have read other content.
+            # The file has the correct content now. But another program may have changed and restored it since the last
+            # check. A HAProxy worker that started in this time may have read the changed content.
             earlier = None if self._intact is None else self._intact[1]
             self._misread = self._misread or (None not in (earlier, worker) and earlier != worker)
         self._intact = identity, worker

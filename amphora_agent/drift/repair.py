@@ -140,8 +140,8 @@ class DriftRepair:
             self._backoff = 1
         if self._report.unrepaired:
             _log.info(
-                "The agent no longer finds the configuration drift that it could not repair; the drift had these "
-                "kinds: %s",
+                "The agent no longer finds configuration drift that it could not repair earlier; the drift had "
+                "these kinds: %s",
                 ", ".join(kinds(self._report.unrepaired)),
             )
             self._report.clear()
@@ -159,8 +159,8 @@ class DriftRepair:
             )
             unrepaired: tuple[Difference, ...] = tuple(found)
         else:
-            # While a change runs, `_check` returns None, and the agent assumes that the repair succeeded. The next
-            # periodic check finds any remaining drift.
+            # `_check` returns None while a change of the configuration runs. The agent then assumes that its repair has
+            # succeeded, because the next periodic check finds any remaining drift.
             unrepaired = self._check() or ()
         self._report.record(found, unrepaired)
         if unrepaired:

@@ -32,17 +32,17 @@ _KEY = "PRIVATE KEY-----"
 # HAProxy's error message may repeat a part of a private key. The agent hides a message that has the first 12 characters
 # of a line of the key.
 _KEY_MATCH_LENGTH = 12
-# If a configuration has at least 50 servers, the agent omits the unchanged servers from the text that HAProxy checks.
-# With fewer servers, a full check is faster.
+# If a configuration has at least 50 servers, HAProxy checks a text without the unchanged servers. With fewer servers, a
+# check of the full configuration is faster.
 MIN_SERVERS = 50
-# In HAProxy's configuration, a `guid` must be unique in all backends, and `track` may name a server of another backend.
-# If a new server has one of the two keywords, HAProxy checks the full configuration.
+# If a new server has one of these keywords, HAProxy checks the full configuration. A `guid` must be unique in all
+# backends, and `track` may name a server of another backend.
 _GLOBAL_KEYWORDS = frozenset({"guid", "track"})
-# A directive such as `use-server` refers to servers of its backend. If a backend has such a directive, the agent
-# therefore omits no server of this backend from HAProxy's check.
+# A directive such as `use-server` refers to servers by name. If a backend has such a directive, the checked text
+# therefore contains all servers of the backend.
 _REFERRING = frozenset({"use-server", "force-persist", "ignore-persist", "server-template"})
-# Fetches with the prefix `srv_` read the state of any server (HAProxy manual, 7.3.2). If a configuration has such a
-# fetch, the agent omits no server from HAProxy's check.
+# A sample fetch with the prefix `srv_` reads the state of any server (HAProxy manual, 7.3.2). If a configuration has
+# such a fetch, the checked text therefore contains all servers.
 _STATE_FETCH = "srv_"
 
 

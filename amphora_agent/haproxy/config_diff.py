@@ -79,8 +79,8 @@ def compare_configurations(
     order_only = False
     for before, after in zip(old.sections, new.sections, strict=True):
         if before.servers is after.servers and before.lines is after.lines:
-            # The parser of HAProxy's configuration reuses the objects of unchanged lines. If two sections have the same
-            # objects, the section has not changed.
+            # The parser reuses the objects of unchanged lines. So a section has not changed if both configurations have
+            # the same objects in it.
             continue
         was, now = _changed_range(before.servers, after.servers)
         change = _section_actions(before, after, {server.name: server for server in was}, now, new, features)
@@ -181,8 +181,8 @@ def _section_actions(
     for name, server in after.items():
         was = before.get(name)
         if was is server:
-            # The parser of HAProxy's configuration reuses the object of an unchanged server. If the old and the new
-            # object are the same, the server has not changed.
+            # The parser reuses the object of an unchanged server. So a server has not changed if both configurations
+            # contain the same object.
             continue
         if was is None:
             why = _not_addable(new, server, wanted, features)
@@ -291,8 +291,8 @@ def _fixed_keywords(server: Server, other: Server) -> tuple[str, ...]:
     """Return the keywords whose values no command can change to the values of the other server."""
     words = list(server.keywords)
     for keyword in _SETTABLE:
-        # A runtime command can change the address and port of a health check. No runtime command can remove the address
-        # or the port from a server.
+        # A runtime command can change the address and port of a health check, but cannot remove them. So a removed
+        # address or port needs a reload.
         is_check = keyword in ("addr", "port")
         if is_check and not (keyword in other.keywords and server.checked and "agent-check" not in words):
             continue

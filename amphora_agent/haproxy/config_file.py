@@ -50,8 +50,8 @@ class Peer:
     port: int
 
 
-# An amphora without a partner passes its stick tables only to HAProxy's next worker on the same amphora. HAProxy sends
-# the tables over the loopback address.
+# If an amphora has no partner, HAProxy's old worker passes the stick tables to the new worker of a reload, over the
+# loopback address.
 SINGLE = (Peer("local", ipaddress.IPv4Address("127.0.0.1"), 9102),)
 PAIR_PORT = 1025
 

@@ -26,7 +26,7 @@ _RELATED = frozenset({"cookie", "guid", "id", "track"})
 ALLOWED = frozenset({"defaults", "frontend", "backend"})
 AGENT_PREFIX = "amphora:"
 """The prefix of the names of the agent's own sections."""
-# HAProxy up to version 3.2 starts a new section at a word such as `global` or `peers`, even in an indented line. The
+# HAProxy up to version 3.2 starts a new section at a word such as `global` or `peers`, even in an indented line. So the
 # parser refuses a configuration with such a line.
 _AGENT_SECTIONS = {
     "acme", "cache", "crt-store", "fcgi-app", "global", "haterm", "http-errors", "listen", "log-forward", "log-profile",
@@ -40,7 +40,8 @@ _SPECIAL = re.compile(r"""[^ -~]|["#$';<\\]""")
 # The pattern splits a line of HAProxy's configuration into tokens: comments, blanks, quoted strings, escaped
 # characters, and other text.
 _TOKENS = re.compile(r"""#.*|[ \t\r\v\f]+|"(?:\\.|[^"\\])*"?|'[^']*'?|\\.?|[^ \t\r\v\f"'\\#]+""", re.DOTALL)
-# HAProxy replaces some tokens by other text, for example a variable by its value. The pattern matches such tokens.
+# HAProxy replaces some tokens by other text, for example a variable by its value. The pattern matches such tokens. A
+# line with such a token is not literal text for the parser.
 _AMBIGUOUS = re.compile(r"""\\[^ \\'"#]?|"[^\\$]*[\\$].*""", re.DOTALL)
 
 
@@ -350,7 +351,8 @@ def _read(text: str, before: Configuration) -> tuple[list[Row], CommonLines]:
     same = common_lines(before.text, text) if before.rows else CommonLines()
     kept = len(before.rows) - same.last
     new, old = (_lines(each, same) for each in (text, before.text))
-    # The parser reuses the object of an old line for a new line with the same text, even at another place.
+    # If a new line has the same text as an old line, the parser reuses the object of the old line, even at another
+    # place.
     seen = dict(zip(old, before.rows[same.first : kept], strict=True)) if before.rows else {}
     middle: list[Row] = []
     for number, raw in enumerate(new, start=same.first + 1):

@@ -114,8 +114,7 @@ class OldWorker:
         while self.jobs() > 0:
             if time.monotonic() >= deadline:
                 return False
-            # The agent polls HAProxy's old worker, because HAProxy sends no notification when a client's connection
-            # ends.
+            # HAProxy sends no notification when a client's connection ends. So the agent polls HAProxy's old worker.
             time.sleep(_POLL_SECONDS)
         return True
 

@@ -53,9 +53,9 @@ _SLOW_POLL_SECONDS = 0.05
 # HAProxy 2.6 may lose a reload command while its master executes itself again. If the master has counted no reload
 # after two seconds, the agent sends the command again.
 _LOST_COMMAND_SECONDS = 2.0
-# After a reload, the agent waits at most two seconds until HAProxy's old worker accepts no more connections.
+# Maximum number of seconds after a reload until HAProxy's old worker must have stopped accepting connections.
 _STOPPING_SECONDS = 2.0
-# An alert of HAProxy such as "Fatal errors" gives no reason. The agent's error message quotes an earlier alert instead.
+# HAProxy alerts such as "Fatal errors" give no reason. So the agent's error message quotes an earlier alert instead.
 _EMPTY_PHRASES = ("Fatal errors", "Error(s) found", "exited with code", "failed to start their listeners")
 
 
@@ -72,8 +72,8 @@ class Haproxy:
         self._inner = inner
         self.counters = counters
         self.ended_workers: list[int] = []
-        # After a restart, the agent does not know whether HAProxy's stick tables had entries. The agent then assumes
-        # that the tables had entries.
+        # After its restart, the agent does not know whether HAProxy's stick tables have entries. So the agent assumes
+        # that the tables have entries.
         self._had_table_entries = True
         self._features: Features | None = None
         self._read_seconds = config_check.MIN_READ_SECONDS
@@ -167,12 +167,12 @@ class Haproxy:
         if serving == wanted:
             return self._paths.configuration
         if read_if_exists(self._paths.previous) == wanted.content:
-            # The file of an interrupted change may already have the wanted content. The agent renames this file instead
-            # of writing a new file, because the disk may be full.
+            # An interrupted change may have left a file with the wanted content. The agent renames this file instead of
+            # writing a new one, because the disk may be full.
             self._paths.previous.replace(self._paths.candidate)
         else:
-            # The old candidate file and the stored HAProxy text of the confirmed bundle may be hard links to the same
-            # inode. Writing into the candidate file would change the stored text, so the agent first deletes the link.
+            # The old candidate file may be a hard link to the stored HAProxy text of the confirmed bundle. Writing to
+            # the candidate file would change this text, so the agent first deletes the link.
             self._paths.candidate.unlink(missing_ok=True)
             write(self._paths.candidate, wanted.content, durable=False)
         return self._paths.candidate
@@ -199,8 +199,7 @@ class Haproxy:
                 raise HaproxyError("start HAProxy", why)
             # The agent polls HAProxy, because HAProxy 2.6 reports a completed start to systemd only.
             time.sleep(_POLL_SECONDS)
-        # The agent reads HAProxy's counters immediately, because the responder answers no scrape of the metrics before
-        # the first reading.
+        # The agent reads HAProxy's counters at once, because the responder serves no metrics before the first reading.
         self.counters.sample()
 
     def ensure_wanted(self) -> None:
@@ -228,8 +227,8 @@ class Haproxy:
                 worker = self.worker_pid()
                 if worker is not None:
                     self.counters.hold(drain)
-                    # SIGUSR1 makes HAProxy's worker close its listeners. The agent does not signal HAProxy's master,
-                    # because the service manager would restart a master that ends.
+                    # SIGUSR1 makes HAProxy's worker close its listeners. The agent does not send the signal to
+                    # HAProxy's master, because the master would end and the service manager would restart it.
                     os.kill(worker, signal.SIGUSR1)
                 self.counters.finish_all(STOP_SECONDS)
         self._services.stop(SERVICE)
@@ -257,15 +256,15 @@ class Haproxy:
             self._await_reload(old, reloads, starts)
         except HaproxyError:
             with suppress(HaproxyError):
-                # The reload has failed, so the agent ends the draining of servers. If HAProxy's worker has crashed, the
-                # next worker drains no server, and the agent ignores the error.
+                # The reload has failed, so the agent ends the draining of the servers. The commands fail if HAProxy's
+                # worker has crashed. The agent ignores this, because a new worker drains no server.
                 for command in drained:
                     self.worker.ask(worker_replacement.ready_command(command))
                 self._await_open_listeners()
             raise
         finally:
-            # After a reload, the agent empties the server-state file. Otherwise HAProxy would read outdated states of
-            # servers when HAProxy starts again after a crash.
+            # After a reload, HAProxy no longer needs the file with the states of servers. If HAProxy starts again after
+            # a crash, it must not read these outdated states. So the agent empties the file.
             self._write_server_state(worker_replacement.NO_STATES)
             self.counters.sample()
 
@@ -273,11 +272,11 @@ class Haproxy:
         """Stop requests of the old worker to removed members; return the commands."""
         sent: list[str] = []
         # After the first error, the agent sends no more drain commands, because each unanswered command takes a full
-        # time-out. HAProxy's old worker may then still send requests to a removed server.
+        # time-out. As a consequence, HAProxy's old worker may still send requests to a removed server.
         with suppress(HaproxyError):
             for command in worker_replacement.drain_commands(wanted, runtime_state.parse_servers(states)):
-                # The agent records each runtime command as sent before HAProxy answers, because HAProxy may carry out a
-                # command without answering.
+                # HAProxy may carry out a command without answering. So the agent records each command as sent before it
+                # waits for the answer.
                 sent.append(command)
                 self.worker.ask(command)
         return sent
@@ -313,8 +312,8 @@ class Haproxy:
             deadline = time.monotonic() + OLD_WORKER_END_SECONDS
             while pid in self._workers().replaced:
                 if time.monotonic() > deadline:
-                    # An old HAProxy worker stays while another process is connected to the worker, or while a client's
-                    # connection is open.
+                    # HAProxy's old worker stays while another process is connected to the worker, or while a client's
+                    # connection is open. So the agent kills the worker.
                     _log.warning(
                         "The agent kills HAProxy's old worker with process id %d, because HAProxy has too many old "
                         "workers and this worker does not end",
@@ -352,8 +351,8 @@ class Haproxy:
                     self.master.ask("reload", seconds=self._read_seconds)
                     again = time.monotonic() + _LOST_COMMAND_SECONDS
             except HaproxyError:
-                # During a reload, HAProxy's master executes itself again and does not answer. A missing answer
-                # therefore does not mean that the reload has failed.
+                # During a reload, HAProxy's master executes itself again and does not answer. So a missing answer does
+                # not mean that the reload has failed.
                 count, worker = reloads, None
                 if self._starts() > starts + 1:
                     raise HaproxyError("reload HAProxy", self._last_alert() or "it crashed twice") from None
@@ -384,16 +383,16 @@ class Haproxy:
         """
         deadline = time.monotonic() + _STOPPING_SECONDS
         with suppress(HaproxyError):
-            # The agent waits until the old worker has closed its listeners. An old worker that does not answer is
-            # frozen. It accepts no connections either, so the agent ends the wait.
+            # The agent waits until HAProxy's old worker has closed its listeners. A worker that does not answer is
+            # frozen and accepts no connections, so the agent then ends the wait.
             while old is not None and time.monotonic() < deadline:
                 if "\nStopping: 0\n" not in self.master.ask(f"@!{old} show info", seconds=_STOPPING_SECONDS):
                     return
                 time.sleep(_POLL_SECONDS)
 
     def _workers(self) -> Workers:
-        # HAProxy's master does not answer while HAProxy reads its configuration. The time-out is long enough for
-        # HAProxy to read the whole configuration.
+        # HAProxy's master gives no answer while HAProxy reads its configuration. So the time-out is as long as HAProxy
+        # may need to read the whole configuration.
         answer = self.master.ask("show proc", seconds=self._read_seconds)
         found = workers.parse(answer)
         if found is None:
@@ -406,8 +405,8 @@ class Haproxy:
         For about 50 ms after a start (2.6, 2.8 and 3.0) the master executes itself again and refuses connections.
         """
         with suppress(HaproxyError):
-            # Any answer of HAProxy's master shows that the master runs. After a failed reload, the master reports no
-            # present worker, so the agent asks the worker itself.
+            # After a failed reload, HAProxy's master reports no worker, so the agent asks the worker itself. Any answer
+            # of the master shows only that the master runs.
             self._workers()
             return self.worker_pid() is not None
         return False

@@ -151,14 +151,14 @@ class ActionRunner:
         self._order_all([f"set server {backend}/{name} state drain" for name in draining])
         found = self._usage(backend, names)
         while any(found[name].used for name in draining if name in found) and time.monotonic() < deadline:
-            # The agent polls HAProxy, because HAProxy's command `wait` (since 3.0) waits for one server only.
+            # HAProxy's command `wait` (since 3.0) can wait for one server only. So the agent polls HAProxy.
             time.sleep(_POLL_SECONDS)
             found = self._usage(backend, names)
         self._order_all([f"set server {backend}/{action.name} state maint" for action in actions])
         deadline = max(deadline, time.monotonic() + REMOVAL_SECONDS / 2)
         if self._features.wait_command:
-            # HAProxy's command `wait` accepts one server, so the agent names the last of the removed servers. The agent
-            # then deletes all removed servers, and retries a refused deletion.
+            # HAProxy's command `wait` accepts only one server, so the agent waits for the last of the removed servers.
+            # Then the agent deletes all removed servers, and retries if HAProxy refuses.
             left = max(1, int(1000 * (deadline - time.monotonic())))
             self._worker.ask(f"wait {left}ms srv-removable {backend}/{actions[-1].name}")
         # A server in maintenance gets no more requests, so its counters are final. The agent reads the counters before

@@ -16,8 +16,7 @@ from amphora_agent.haproxy.config_parser import AGENT_PREFIX, Configuration, Sec
 
 PROXIES, SERVERS = "show stat -1 3 -1", "show servers state"
 _Key = tuple[str, str]
-# The following constants are the positions of columns in HAProxy's answer to `show servers state` (management guide,
-# 9.3).
+# Positions of columns in HAProxy's answer to `show servers state` (management guide, 9.3).
 _BACKEND, _NAME, _ADDRESS, _RUNNING, _ADMIN, _WEIGHT, _PORT = 1, 3, 4, 5, 6, 7, 18
 _CHECK_PORT, _CHECK_ADDRESS, _FIELDS = 21, 22, 25
 # In HAProxy's administrative state of a server, the bit 0x01 means maintenance, and the bit 0x08 means draining. The
@@ -223,8 +222,8 @@ def _same_endpoint(server: Server, host: str, port: int) -> bool:
         return True
     wanted, number = server.endpoint
     if not (_is_address(wanted) and number.isdecimal()):
-        # No runtime command changes a host name, a socket path or a port offset. The agent therefore does not compare
-        # an address with one of these parts.
+        # No runtime command can change a host name, a socket path or a port offset. So the agent does not compare
+        # addresses of these kinds.
         return True
     return _same_address(wanted, host) and int(number) == port
 

@@ -11,7 +11,7 @@ from amphora_agent.haproxy.config_parser import Configuration, Server
 from amphora_agent.haproxy.runtime_state import ServerState
 
 _VERSION = "1"
-# The following constants are the positions of columns in HAProxy's server-state file (management guide, 9.3).
+# Positions of columns in HAProxy's server-state file (management guide, 9.3).
 _BACKEND, _NAME, _ADDRESS, _ADMIN, _WEIGHT, _INITIAL_WEIGHT, _PORT, _FIELDS = 1, 3, 4, 6, 7, 8, 18, 25
 _MAINTENANCE_BY_CONFIGURATION = "5"
 NO_STATES = f"{_VERSION}\n"
@@ -67,8 +67,8 @@ def drain_commands(wanted: Configuration, states: Mapping[tuple[str, str], Serve
     found = []
     for backend, names in serving.items():
         if backend not in wanted.backends:
-            # Only clients of a removed listener can reach a removed backend. The agent therefore drains no server of a
-            # removed backend.
+            # Only clients of a removed listener could reach a removed backend. So the agent need not drain the servers
+            # of a removed backend.
             continue
         removed = [name for name in names if not _stays(wanted.servers.get((backend, name)), states[backend, name])]
         if len(removed) < len(names):

@@ -12,12 +12,10 @@ from pathlib import Path
 from amphora_agent.bundle import VrrpInstance
 from amphora_agent.services.template_files import load_template
 
-# Interval in seconds at which keepalived repeats gratuitous ARP for the VIPs. If two amphorae had the VIPs at the same
-# time, a neighbour may send to the wrong amphora until the next repetition. The last VRRP advertisement of the partner
-# also makes keepalived send gratuitous ARP. However, the partner's kernel drops the advertisement while the partner's
-# ARP requests stay unanswered. Without repetition, clients would then send to an amphora without VIPs for eight
-# seconds, until their neighbour entries expire (arp(7)). The repetition has a cost: while two amphorae have the VIPs, a
-# client that receives the ARP packets of both amphorae changes the amphora every second.
+# Interval in seconds at which keepalived repeats gratuitous ARP for the VIPs. If both amphorae had the VIPs for a short
+# time, neighbours may send packets to the wrong amphora. The repetition corrects the neighbours within this time
+# instead of eight seconds (the expiry of neighbour entries, arp(7)). Its cost: while both amphorae have the VIPs,
+# clients change between the amphorae every second.
 REFRESH_SECONDS = 1
 # Without a partner, keepalived sends VRRP advertisements to the loopback address. With an empty "unicast_peer",
 # keepalived would send the advertisements by multicast, and disturb another load balancer with the same router id.

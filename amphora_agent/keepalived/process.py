@@ -25,9 +25,9 @@ from amphora_agent.services.health_file import ALIVE
 
 SERVICE = "keepalived"
 CHECK_SECONDS = 20.0
-# The service manager restarts a failed keepalived after four advertisement intervals plus 1.5 s. Before the restart,
-# the partner takes over (RFC 9568, section 6.1) and announces the VIPs twice, one second apart (garp_master_delay).
-# Until the restart, this amphora also has the VIPs, and serves neighbours that missed the first announcement.
+# If keepalived fails, the service manager restarts it after four advertisement intervals plus 1.5 s. In this time, the
+# partner takes over (RFC 9568, section 6.1) and announces the VIPs twice. This amphora keeps the VIPs until the
+# restart, and still serves neighbours that missed the first announcement.
 _ADVERTS_TO_WAIT = 4
 _SPARE_SECONDS = 1.5
 

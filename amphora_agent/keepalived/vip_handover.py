@@ -113,9 +113,9 @@ class VipHandover:
                 with self._recording(replace(self._deadlines, draining=time.monotonic() + drain)):
                     self._create_tunnel(instance)
                     self._start_answers(instance, direct_allowed=direct_answers)
-            # When the agent writes DEAD to the file `released`, keepalived sends a last advertisement with priority 0
-            # (RFC 9568, section 6.4.3). So the partner takes over immediately. When the agent writes ALIVE, keepalived
-            # is healthy again, but takes the VIPs only if no other amphora has them.
+            # The value DEAD in the file `released` makes keepalived give up the VIPs. keepalived sends a last
+            # advertisement with priority 0 (RFC 9568, section 6.4.3), so the partner takes over at once. The value
+            # ALIVE makes keepalived healthy again, but it takes the VIPs only if no other amphora has them.
             self._paths.released.write_text(DEAD, encoding="ascii")
             try:
                 deadline = time.monotonic() + RELEASE_SECONDS
@@ -171,7 +171,8 @@ class VipHandover:
         except _FAILURES:
             self._deadlines = _expire_new(before, deadlines, time.monotonic())
             with suppress(*_FAILURES):
-                # If the agent cannot end the failed hand-over here, the background thread of the hand-over retries.
+                # The agent tries to end the failed hand-over now. If this fails too, the background thread of the
+                # hand-over retries.
                 self._end_expired()
             raise
 
@@ -213,8 +214,8 @@ class VipHandover:
                 return
             if left == HandoverDeadlines():
                 self._remove_tunnel()
-            # The agent changes the deadlines of the hand-over only after the tunnel's removal, so that the background
-            # thread retries a failed removal.
+            # The agent removes the deadlines of the hand-over only after it has removed the tunnel. So the background
+            # thread retries a failed removal of the tunnel.
             self._deadlines = left
             self._write_deadlines()
 

@@ -35,7 +35,7 @@ class VrrpState:
         self._inner = inner
         self._instance = instance
         self._changed = changed
-        # `holds_vip` is None while the load balancer has a single amphora and therefore no VRRP.
+        # `holds_vip` is None for a load balancer with a single amphora, because such an amphora uses no VRRP.
         self.holds_vip: bool | None = None
         self._lock = threading.Lock()
         self._announcements = netlink_watch.watch_addresses(inner)
@@ -54,7 +54,9 @@ class VrrpState:
                 self._remove_stale_vips(instance)
         if changed:
             places = {None: "not under VRRP", True: "on this amphora", False: "on a partner"}
-            _log.info("The agent has noticed that the VIPs of the load balancer are now %s", places[self.holds_vip])
+            _log.info(
+                "The agent has noticed a VRRP change: the VIPs of the load balancer are now %s", places[self.holds_vip]
+            )
             self._changed()
 
     def _remove_stale_vips(self, instance: VrrpInstance) -> None:
@@ -89,7 +91,7 @@ def _has_first_vip(instance: VrrpInstance) -> bool:
     try:
         index = socket.if_nametoindex(instance.vrrp.interface)
     except OSError:
-        # The VRRP interface does not exist yet or was removed, so the amphora has no VIP.
+        # The VRRP interface does not exist, so the amphora cannot have a VIP.
         return False
     with IPRoute() as route:
         return any(

@@ -12,7 +12,7 @@ from typing import Any
 from amphora_agent.l4.model import Host
 
 SUMMED = ("total_connections", "bytes_in", "bytes_out", "request_errors")
-# A removed virtual server may return, and its counters must not fall. So the L4 daemon keeps the counter sums of at
+# A removed virtual server may return, and its counters must never decrease. So the L4 daemon keeps the counters of at
 # most this number of removed virtual servers.
 MAX_FORMER = 500
 _Sums = tuple[int, ...]

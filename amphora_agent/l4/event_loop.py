@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 # libnftables waits with select(2), which supports only file descriptors below 1024. So the L4 daemon keeps the
 # descriptors from 512 to 1023 free for libnftables.
 _RESERVED_FROM, _RESERVED_BELOW = 512, 1024
-# epoll_wait(2) accepts at most 2^31 milliseconds, which are 24 days. The event loop stays far below this limit.
+# epoll_wait(2) accepts at most 2^31 milliseconds (24 days) as a time-out. So the event loop waits at most this number
+# of seconds at a time.
 _MAX_WAIT_SECONDS = 3600.0
 
 
@@ -61,8 +62,8 @@ class EventLoop:
     def run_once(self, longest: float | None = None) -> None:
         """Wait for the next event, at most for this number of seconds, and handle everything that is due."""
         for key, _ in self._selector.select(self._timeout(longest)):
-            # The handler of an earlier event may have closed this event's socket. Afterwards a new socket may have got
-            # the same descriptor. In either case the event loop skips this event.
+            # An earlier event may have closed the socket of this event, and a new socket may have the same file
+            # descriptor. In both cases, the event loop skips this event.
             is_open = isinstance(key.fileobj, socket.socket) and key.fileobj.fileno() >= 0
             present = self._selector.get_map().get(key.fileobj) if is_open else None
             if present is not None and present.data is key.data:
@@ -93,8 +94,7 @@ def make_nonblocking(one: socket.socket) -> socket.socket:
     try:
         number = fcntl.fcntl(one.fileno(), fcntl.F_DUPFD_CLOEXEC, _RESERVED_BELOW)
     except OSError:
-        # fcntl() fails if the L4 daemon's limit of open files is 1024 or less. Then the socket keeps its low
-        # descriptor.
+        # If the L4 daemon may open at most 1024 files, fcntl() fails. Then the socket keeps its low descriptor.
         return one
     with one:
         moved = socket.socket(fileno=number)

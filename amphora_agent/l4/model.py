@@ -23,7 +23,8 @@ LONGEST_FORMAT = 2048
 # Bundles from an older controller do not have these keys, so the agent does not require them.
 _OPTIONAL = ("log_format",)
 _CODES = re.compile(r"[1-5][0-9]{2}(?:-[1-5][0-9]{2})?")
-# The path of an HTTP check has no space and no line end. Either would break the request line (RFC 9112, section 3).
+# The path of an HTTP check has no space and no line end, because both would break the request line (RFC 9112, section
+# 3).
 _PATH = re.compile(r"/[!-~]*")
 _HOST = re.compile(r"[A-Za-z0-9.:\[\]_-]{1,255}")
 

@@ -12,7 +12,7 @@ ROUTE, NETFILTER = 0, 12
 REQUEST, ACK, REPLACE, DUMP = 1, 4, 0x100, 0x300
 ERROR, DONE = 2, 3
 NESTED = 0x8000
-# In a netlink message of netfilter, the attributes follow the structs nlmsghdr (16 bytes) and nfgenmsg (4 bytes).
+# In a netlink message of netfilter, the first attribute follows the structs nlmsghdr (16 bytes) and nfgenmsg (4 bytes).
 FIRST_ATTRIBUTE = 20
 # Each netlink attribute begins with its length and its type.
 ATTRIBUTE = struct.Struct("=HH")

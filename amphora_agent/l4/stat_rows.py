@@ -9,8 +9,8 @@ from typing import Any
 _IDENTITY = ("pxname", "svname", "type", "mode", "status")
 COLUMNS = (*_IDENTITY, "scur", "stot", "conn_tot", "bin", "bout", "ereq", "weight", "lbtot")
 _LISTENER, _POOL, _MEMBER = "0", "1", "2"
-# HAProxy's column lbtot counts the sessions that the balancing algorithm assigned to a member. In a UDP or SCTP
-# listener, the algorithm assigns every session, so lbtot equals stot.
+# In HAProxy's statistics, the column lbtot counts the sessions that the balancing algorithm assigned to a member. For
+# UDP and SCTP, the algorithm assigns every session, so lbtot equals stot (all sessions).
 _OF_MEMBERS = {
     "scur": "active_connections",
     "stot": "total_connections",

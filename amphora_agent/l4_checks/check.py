@@ -14,8 +14,8 @@ from amphora_agent.l4.model import Member, Monitor
 
 OnResult = Callable[[bool, str], None]
 """Called with the result: whether the member serves, and the reason in a few words."""
-# An error of the amphora, such as a lack of sockets, says nothing about the member, so the health check reports no
-# result.
+# These errors come from the amphora itself, for example if no socket is available. They say nothing about the member,
+# so the health check reports no result.
 _LOCAL_ERRORS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL, errno.EAGAIN))
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 # Python's socket module does not name these constants of the Linux headers, so this module defines the numbers.
 _IP_RECVERR, _IPV6_RECVERR, _MSG_ERRQUEUE = 11, 25, 0x2000
-# The kernel's struct sock_extended_err has the fields errno, origin, type, code, padding, info and data.
+# Layout of the kernel's struct sock_extended_err: the fields errno, origin, type, code, padding, info and data.
 _EXTENDED = struct.Struct("=IBBBBII")
 _LEVELS = {(socket.IPPROTO_IP, _IP_RECVERR), (socket.IPPROTO_IPV6, _IPV6_RECVERR)}
 _LARGEST = 512
@@ -35,8 +35,8 @@ def enable(one: socket.socket) -> None:
 
 def read_errors(one: socket.socket) -> Iterator[tuple[str, str, bytes]]:
     """Yield each error: its text, the address it is about, and the packet without the IP header."""
-    # The next call on the socket would raise the pending error. Reading SO_ERROR clears the pending error, so that
-    # recvmsg() can read the error queue.
+    # If the socket has a pending error, the next call on the socket would raise it. Reading SO_ERROR clears the pending
+    # error, so that recvmsg() can read the error queue.
     one.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
     while True:
         try:

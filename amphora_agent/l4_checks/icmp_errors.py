@@ -27,8 +27,8 @@ OnIcmpError = Callable[[str, int, str], None]
 _ETH_P_IP, _ETH_P_IPV6, _PACKET_HOST = 0x0800, 0x86DD, 0
 _NEIGHBOR_GROUP, _NEW_NEIGHBOUR, _FAILED, _DESTINATION = 0x4, 28, 0x20, 1
 _MAX_BYTES, _MAX_AT_ONCE = 8192, 64
-# These constants are instructions of classic BPF (linux/filter.h). In this order, the instructions load a byte, load a
-# byte after the IP header, load the length of the IP header, compare, and return.
+# Instructions of classic BPF (linux/filter.h): load a byte, load a byte after the IP header, load the length of the IP
+# header, compare, and return.
 _LOAD, _LOAD_BEHIND, _LENGTH, _IS, _RETURN = 0x30, 0x50, 0xB1, 0x15, 0x06
 _ONLY_UNREACHABLE = {
     socket.AF_INET: (
@@ -54,7 +54,8 @@ _IPV6_HEADER, _ICMP_HEADER = 40, 8
 # 3.1).
 _PORT = {socket.AF_INET: 3, socket.AF_INET6: 4}
 
-# The header linux/netfilter/nfnetlink_conntrack.h defines the numbers of the conntrack request and its attributes.
+# Numbers of the request to the kernel's connection tracking, and of its attributes. The header
+# linux/netfilter/nfnetlink_conntrack.h defines them.
 _GET = 1 << 8 | 1
 _TUPLE_REPLY, _TUPLE_IP, _TUPLE_PROTO = 2, 1, 2
 _SOURCE_OF, _DESTINATION_OF = {socket.AF_INET: 1, socket.AF_INET6: 3}, {socket.AF_INET: 2, socket.AF_INET6: 4}

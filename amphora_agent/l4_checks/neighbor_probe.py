@@ -20,7 +20,8 @@ from typing import NamedTuple
 
 from amphora_agent.l4 import netlink
 
-# The header linux/rtnetlink.h defines the numbers of the netlink messages and attributes for routes and neighbours.
+# Numbers of the netlink messages and attributes for routes and neighbours, as the header linux/rtnetlink.h defines
+# them.
 _GET_ROUTE, _NEW_ROUTE, _GET_NEIGHBOUR, _NEW_NEIGHBOUR = 26, 24, 30, 28
 _ROUTE_TO, _ROUTE_LINK, _ROUTE_GATEWAY, _ROUTE_VIA = 1, 4, 5, 18
 _NEIGHBOUR_ADDRESS = 1

@@ -53,8 +53,8 @@ class SctpChecks:
         else:
             raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
         check = _Init(_FIRST_PORT + self._next, target, on_result, self)
-        # All SCTP checks share a socket, so sendto() would raise pending errors about other members. The check first
-        # reads all packets and errors from the socket.
+        # All SCTP checks share one socket, so sendto() could raise an error about another member. To prevent this, the
+        # check first reads all waiting packets and errors from the socket.
         self._read_packets(opened)
         opened.sendto(sctp_packet.init(check.port, target.port, check.tag), (target.address, 0))
         self._pending[check.port] = check

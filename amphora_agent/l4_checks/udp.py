@@ -21,8 +21,8 @@ from amphora_agent.l4_checks.neighbor_probe import NeighborProbe
 # would mean the end of input.
 PAYLOAD = b"\n"
 _MAX_BYTES = 512
-# An ICMP error is late if no check of its member is pending when the error arrives. The UDP checks keep at most this
-# number of late errors, including errors about removed members.
+# An ICMP error may arrive after the UDP check that caused it has ended. The UDP checks keep at most this number of such
+# late errors, including errors about removed members.
 _MAX_LATE_ERRORS = 4096
 
 

@@ -51,8 +51,8 @@ def serve(engine: NftablesEngine, directory: str, path: str) -> int:
     loop.add_reader(wakeup, lambda: received.extend(wakeup.recv(64)))
     checker = Checker(loop, engine, StateFiles(directory), KINDS, version())
     control = ControlSocket(loop, path, checker.handle_request)
-    # The responder runs as another user and must not change anything. So the L4 daemon offers a second socket that only
-    # returns statistics rows.
+    # The responder runs as another user and must not change anything. So the L4 daemon has a second socket for the
+    # responder, which only returns rows of statistics.
     rows_path = f"{directory}/{ROWS_SOCKET}"
     rows = ControlSocket(loop, rows_path, lambda _: checker.handle_request({"op": "rows"}), mode=0o666)
     while not received:

@@ -53,11 +53,11 @@ class Checker:
         self._counters = loaded.counters
         self._states = member_state.carry_over(loaded.states, (), loaded.desired.servers, time.time())
         self._monitors: dict[MemberKey, model.Monitor] = {}
-        # `_applied_health` is the member health that the nftables engine uses. When the L4 daemon starts, it assumes
-        # the health that the previous process recorded.
+        # `_applied_health` is the member health that the nftables engine uses. After its start, the L4 daemon assumes
+        # that the engine uses the health that the previous process recorded.
         self._applied_health = member_state.member_health(loaded.desired.servers, self._states)
-        # The previous process of the L4 daemon may have applied member states that it has not recorded. The new process
-        # therefore applies its own member states immediately.
+        # The previous process of the L4 daemon may have applied states of members without recording them. So the new
+        # process applies its own states at once.
         self._must_apply = bool(loaded.desired.servers)
         self._is_saved = True
         self._last_error: str | None = None
@@ -168,8 +168,8 @@ class Checker:
             try:
                 self._engine.rebalance(self._desired.servers, self._applied_health, paired=self._desired.paired)
             except AgentError:
-                # If the error persists, the L4 daemon logs the error when it next applies the member states. So the L4
-                # daemon does not log the error here.
+                # If the error persists, the next attempt to apply the states of members fails and logs the error. So
+                # the L4 daemon does not log the error here.
                 self._must_apply = True
         self._schedule_rebalance()
 

@@ -124,8 +124,8 @@ class CheckerClient:
                 return
             document = _desired_document("serve", servers, paired=paired)
             if not servers and not self._may_be_forwarding():
-                # If the L4 daemon never started, the request fails immediately. An L4 daemon whose last change failed
-                # may answer late, so the agent waits with the long time-out.
+                # If the L4 daemon never started, this request fails at once. After a failed change, the L4 daemon may
+                # answer late, so the agent waits with the long time-out.
                 with suppress(VirtualServersError, ConfigurationRefused):
                     if (state := _parse_state(self._request(document, SERVE_TIMEOUT_SECONDS))).sums:
                         self._keep_final_state(state)
@@ -202,8 +202,8 @@ class CheckerClient:
         script = str(Path(__file__).with_name("__main__.py"))
         argv = [sys.executable, "-I", "-S", script, str(self._paths.checker), str(self._paths.checker_socket)]
         policy = ServicePolicy(restart_delay=_RESTART_DELAY)
-        # The agent creates the directory of the L4 daemon. In a virtual machine, systemd then changes the owner of the
-        # directory to the L4 daemon's user.
+        # The agent creates the directory of the L4 daemon. On a virtual machine, systemd then makes the L4 daemon's
+        # user the owner of the directory.
         self._paths.checker.mkdir(mode=0o711, parents=True, exist_ok=True)
         try:
             self._services.start(SERVICE, argv, inner=True, policy=policy)

@@ -122,7 +122,8 @@ class _Connection:
             self.end()
         elif data.endswith(b"\n"):
             self._loop.remove(self._socket)
-            # The first timer of a connection limits only the reception of the request. The answer gets a new timer.
+            # A connection to the control socket has a timer for the request and another timer for the answer. The
+            # request has arrived, so its timer ends.
             self._timer.cancel()
             self._unsent = memoryview(self._server.reply(bytes(self._received)))
             self._timer = self._loop.call_at(time.monotonic() + TIMEOUT_SECONDS, self.end)

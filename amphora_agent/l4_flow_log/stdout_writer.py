@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 MAX_BACKLOG = 1 << 18
-# If a write to a pipe has at most this number of bytes, the pipe accepts all bytes or none (pipe(7), PIPE_BUF).
+# A pipe accepts a write of at most this number of bytes either completely or not at all (pipe(7), PIPE_BUF).
 _PIPE_BYTES = 4096
 
 
@@ -25,8 +25,8 @@ class StdoutWriter:
         if stat.S_ISSOCK(mode):
             self._socket = socket.socket(fileno=os.dup(descriptor))
         elif stat.S_ISFIFO(mode):
-            # The flow log opens the pipe a second time. O_NONBLOCK on the existing descriptor would affect the other
-            # processes that share the descriptor.
+            # The flow log opens its standard output, a pipe, a second time with O_NONBLOCK. O_NONBLOCK on the existing
+            # descriptor would affect the other processes that share the descriptor.
             self._file = os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         else:
             self._file = os.dup(descriptor)

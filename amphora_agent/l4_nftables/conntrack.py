@@ -30,7 +30,7 @@ _BUFFER = 1 << 20
 # The pattern finds the mark attribute in a dump of flows. The kernel aligns attributes to four bytes, so the L4 daemon
 # ignores matches at other offsets.
 _MARKED = re.compile(rb"\x08\x00\x08\x00(.{4})" if sys.byteorder == "little" else rb"\x00\x08\x00\x08(.{4})", re.DOTALL)
-# To end the flows of one mark, the kernel searches all flows. For more marks than this number, a single dump of all
+# The kernel searches all flows to end the flows of one mark. So for more than this number of marks, one dump of all
 # flows is faster.
 _MAX_DUMPS = 8
 # Number of requests that the L4 daemon sends before it reads the answers. The answers to 200 requests fit into the
@@ -122,7 +122,8 @@ def _flows(link: socket.socket, only: bytes = b"") -> Iterator[tuple[bytes, int]
     for answer, spans in _dump(link, only):
         for at, stop in spans:
             mark = _find(answer, at + netlink.FIRST_ATTRIBUTE, stop, _MARK)
-            # The kernel may omit the mark attribute of a flow whose mark is 0.
+            # The kernel may omit the mark attribute of a flow whose mark is 0. So a flow without the attribute has the
+            # mark 0.
             yield answer[at:stop], 0 if mark is None else int.from_bytes(answer[mark + 4 : mark + 8], "big")
 
 

@@ -53,12 +53,12 @@ class NftablesEngine:
     def __init__(self) -> None:
         self._table: Table | None = None
         self._marks = conntrack_marks.NO_MARKS
-        # After each change, the engine records the listing of its table and the kernel's ruleset generation. If the
-        # listing differs later, another program has changed the table.
+        # After each change, the engine records how the kernel lists its table, and the generation of the kernel's
+        # ruleset. A later difference shows that another program has changed the table.
         self._listed = ""
         self._generation: int | None = None
-        # The engine still has to end two kinds of flows: flows with these marks, and unmarked flows to these addresses
-        # and ports.
+        # The engine still has to end the flows with these marks, and the flows without a mark to these addresses and
+        # ports.
         self._marks_to_end: set[int] = set()
         self._unmarked_places: set[ServicePlace] = set()
         # `_flows` is the engine's latest count of flows by mark.
@@ -91,15 +91,15 @@ class NftablesEngine:
         """
         self.check_servers(servers)
         with suppress(VirtualServersError):
-            # If the kernel cannot count the flows, the engine uses the last known number of flows of each member.
+            # If the kernel cannot count the flows, the engine uses the last known numbers of flows.
             self._update_loads(servers, at_once=self._loads_due - self._loads_read_at < PERIOD_SECONDS)
         former = self._table if self._table is not None and self._is_unchanged() else None
         if former is None or not self._apply_difference(former, servers, up, paired=paired):
             self._table = None
             self._rebuild(servers, up, paired=paired)
         self._record_listing()
-        # Until the kernel has the new rules, packets may still create flows to removed members. The engine ends flows
-        # after changing the rules, so that it also ends these flows.
+        # Packets may create flows to removed members until the kernel has the new rules. So the engine changes the
+        # rules first, and then ends the flows.
         self._end_flows()
 
     def _apply_difference(
@@ -120,8 +120,8 @@ class NftablesEngine:
         """Rebuild the table, whatever a previous process or an operator left."""
         listed = self._list_table()
         before = {*self._marks.members.values()}
-        # If the kernel has no forwarding rules, flows with the assigned marks may still exist, so the engine keeps the
-        # assignment of marks.
+        # The kernel may have no forwarding rules although flows with the assigned marks still exist. In this case, the
+        # engine keeps its own assignment of marks.
         self._marks = _parse_marks(listed) if _BASE.search(listed) else self._marks
         before |= {*self._marks.members.values()}
         marks = conntrack_marks.assign_marks(self._marks, servers)
@@ -181,8 +181,8 @@ class NftablesEngine:
         if ruleset.diff_commands(self._table, wanted):
             found.append("the forwarding rules belong to another configuration")
         if not self._is_unchanged():
-            # Another program has changed the table. The engine forgets its own record of the table, so that the
-            # engine's next change rebuilds all forwarding rules.
+            # Another program has changed the table. So the engine forgets its record of the table, and its next change
+            # rebuilds all forwarding rules.
             self._table = None
             found.append("the forwarding rules were changed")
         if self._marks_to_end or self._unmarked_places:
@@ -287,8 +287,8 @@ class NftablesEngine:
         if listed:
             self._run(ruleset.DELETE_COMMANDS)
         for one in (_parse_marks(listed), self._marks):
-            # The kernel's table and the engine's memory may contain different marks. The engine ends the flows with any
-            # of these marks, because a later call may give the same marks to another virtual server.
+            # The marks in the kernel's table and in the engine's memory may differ. The engine ends the flows of both,
+            # because a later call may give the same marks to another virtual server.
             self._marks_to_end |= {*one.servers.values(), *one.members.values()}
         self._table, self._marks, self._listed, self._generation = None, conntrack_marks.NO_MARKS, "", None
         self._loads = NO_LOADS

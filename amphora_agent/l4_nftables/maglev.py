@@ -16,9 +16,9 @@ from math import gcd
 Weighted = Sequence[tuple[int, int]]
 """Members as numbers, which mean the same member on every machine, each with its weight (1 or more)."""
 
-# The sizes of the hash table are primes. So a member that searches for slots at a fixed distance (`skip`) reaches every
-# slot. With at least 15 slots for each member, a member's share of the slots is exact to a few percent. The largest
-# table has 65,521 slots, so with more than 4,368 members each has fewer slots, and the shares are less exact.
+# Sizes of the hash table; primes, so that each member reaches every slot in steps of a fixed length. With 15 slots for
+# each member, its share is exact to a few percent. More than 4,368 members exceed the largest size, so their shares are
+# less exact.
 _SIZES = (1021, 4093, 16381, 65521)
 _SLOTS_PER_MEMBER = 15
 _MAX_TURNS = 4096
@@ -37,8 +37,8 @@ def hash_table(members: Weighted) -> list[int]:
     slots = table_size(len(members))
     free = -1
     table = [free] * slots
-    # A member claims hash slots in an order that depends on the member alone, not on other members or the order of the
-    # list. So a changed list of members moves few slots.
+    # The order in which a member claims hash slots depends only on the member itself. So if another member is added or
+    # removed, only few slots change their member.
     ordered = sorted(members)
     positions = [_mix(member) % slots for member, _ in ordered]
     skips = [_mix(member ^ _MASK) % (slots - 1) + 1 for member, _ in ordered]

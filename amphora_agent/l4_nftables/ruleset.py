@@ -197,11 +197,11 @@ def _serve_rules(server: VirtualServer, maps: Mapping[str, Map], loads: Loads, *
     versions = eligible_members.vip_families(server)
     for version in versions:
         name = f"slots-{server.id}-{version}"
-        # A virtual server without slots gets no rule, because nftables refuses a hash with the modulus 0.
+        # nftables refuses a hash over zero slots. So a virtual server without slots gets no rule.
         if maps[name].elements:
             by = _slot_expression(server, version, len(maps[name].elements), paired=paired)
-            # A list of turns is the order in which members get new flows. The rule's comment changes with each new
-            # list. The changed rule makes the kernel begin at the first turn of the new list.
+            # The list of turns is the order in which members get new flows. A new list changes the comment of the rule,
+            # and thereby the rule. For a changed rule, the kernel begins at the first turn.
             comment = f' comment "{loads.number}"' if uses_least_connections(server) else ""
             yield f"meta nfproto {_NFPROTO[version]} ct mark set {by} map @{name}{comment}"
     yield f'ct mark != 0 counter name "flows-{server.id}"'

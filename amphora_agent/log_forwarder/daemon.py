@@ -33,11 +33,12 @@ POLL_SECONDS = 5.0
 _ANSWER_SECONDS = 3.0
 _START_SECONDS = 15.0
 _RETRY_SECONDS = 0.05
-# Lines that wait in the kernel for the log forwarder; more are dropped and counted.
+# Size in bytes of the kernel's receive buffer for log lines that wait for the log forwarder. If the buffer is full, the
+# kernel drops further lines and counts them.
 _INPUT_BYTES = 8 << 20
 _SO_RCVBUFFORCE = 33
-# The kernel's limit for messages that wait at a local datagram socket. The default 10 of a new network namespace would
-# lose lines of daemons that write several lines at once.
+# Maximum number of messages that wait at a local datagram socket. The default 10 of a new network namespace would lose
+# lines of daemons that write several lines at once.
 _QUEUE_SYSCTL, _QUEUE_MESSAGES = Path("/proc/sys/net/unix/max_dgram_qlen"), 2048
 
 
@@ -144,7 +145,8 @@ class LogForwarding:
         try:
             self._services.start(SERVICE, argv, inner=False)
         except ServiceError:
-            # A changed path of Python changes the arguments, which the service manager refuses for a running process.
+            # If Python's path has changed, the log forwarder gets other arguments. The service manager refuses other
+            # arguments for a running process, so the agent first stops the process.
             self._services.stop(SERVICE)
             self._services.start(SERVICE, argv, inner=False)
 
@@ -157,7 +159,8 @@ class LogForwarding:
             except (FileNotFoundError, ConnectionError) as error:
                 if time.monotonic() > deadline:
                     raise ServiceError("configure the log forwarder", f"it does not answer: {error}") from error
-                # The process sends no notification when its socket exists.
+                # The agent polls the log forwarder, because the log forwarder sends no notification when its socket
+                # exists.
                 time.sleep(_RETRY_SECONDS)
 
     def _ask_once(self, request: dict[str, Any], sent: socket.socket | None) -> dict[str, Any]:

@@ -23,7 +23,8 @@ from amphora_agent.log_forwarder.records import LONGEST_LINE, Record, Renderer, 
 from amphora_agent.log_forwarder.target import Target
 from amphora_agent.log_settings import NO_LOGS, LogSettings, LogTarget
 
-# The loop reads at most this number of datagrams at a time. It takes the locks of the queues once for all of them.
+# The log forwarder reads at most this number of datagrams at a time. It takes the locks of the queues only once for all
+# of these datagrams.
 _BATCH = 256
 _REQUEST_SECONDS = 2.0
 _REQUEST_BYTES = 1 << 18
@@ -89,7 +90,8 @@ class Forwarder:
             receiving: list[Target] = []
             for one in targets.values():
                 if one.is_json is is_json:
-                    # A full queue needs no rendered lines, so a dead target costs little processor time.
+                    # A target with a full queue would drop the rendered lines. So the forwarder does not render lines
+                    # for such a target, which saves processor time.
                     one.queue.drop(len(records)) if one.queue.is_full else receiving.append(one)
             if receiving:
                 lines = [render(one) for one in records]

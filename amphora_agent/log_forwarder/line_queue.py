@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 
-# Memory of a line besides its bytes: the object and its place in the queue.
+# Number of bytes that a line needs in the queue in addition to its text, for the Python object and its place.
 _OVERHEAD = 64
 
 

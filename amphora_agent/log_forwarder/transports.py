@@ -25,15 +25,18 @@ if TYPE_CHECKING:
     import ssl
 
 CONNECT_SECONDS = 5.0
-# A target that acknowledges nothing, or does not read, for this number of seconds loses its connection (tcp(7)).
+# If a log target acknowledges or reads no data for this number of seconds, the forwarder closes the connection
+# (tcp(7)).
 SILENCE_SECONDS = 30.0
 ANSWER_SECONDS = 15.0
 _CHECK_SECONDS = 0.5
 _SIOCOUTQ = 0x5411
-# A small buffer: lines in it are uncertain after the loss of a connection.
+# Size of the send buffer in bytes. After the loss of a connection, the forwarder does not know whether the target got
+# the lines in this buffer. So the buffer is small.
 _SEND_BUFFER = 256 << 10
 _MOST_ANSWER = 64 << 10
-# The target will accept these lines at no later time (RFC 9110, 15.5): the forwarder drops them.
+# With these HTTP statuses, the log target refuses the lines permanently (RFC 9110, 15.5). So the forwarder drops these
+# lines.
 _REFUSED = (400, 413, 422)
 
 
@@ -99,7 +102,8 @@ class Stream:
         self._stopping = stopping
         self._socket: socket.socket | None = None
         self._sent_bytes = 0
-        # Batches that the target's kernel may not have acknowledged: end in the stream, and number of lines.
+        # Batches of lines that the target may not have received yet. Each pair has the position of the batch's end in
+        # the stream, and the number of lines.
         self._unacknowledged: deque[tuple[int, int]] = deque()
         self.uncertain = self.lost = 0
 
@@ -145,7 +149,8 @@ class Stream:
             try:
                 sent = opened.send(left)
             except TimeoutError as error:
-                # The time-out of Python's socket has no number. The kernel's ETIMEDOUT ends the connection.
+                # A time-out of Python's socket has no error number, and the forwarder then tries again. With the
+                # kernel's error ETIMEDOUT, the connection has ended.
                 if error.errno is not None:
                     raise
                 continue
@@ -153,7 +158,8 @@ class Stream:
         self._sent_bytes += len(data)
 
     def _forget_acknowledged(self, opened: socket.socket) -> None:
-        # With TLS the kernel's number also counts the bytes of TLS records. The result is then too small, not too big.
+        # With TLS, the number of unacknowledged bytes also contains the overhead of TLS records. So the forwarder may
+        # count too few lines as acknowledged, but never too many.
         waiting = struct.unpack("i", fcntl.ioctl(opened.fileno(), _SIOCOUTQ, b"\0" * 4))[0]
         while self._unacknowledged and self._unacknowledged[0][0] <= self._sent_bytes - waiting:
             self._unacknowledged.popleft()
@@ -180,7 +186,8 @@ def _is_closed(opened: socket.socket) -> bool:
     except BlockingIOError:
         return False
     except OSError as error:
-        # The TLS record was no data: SSLWantReadError. The module ssl may not be imported here, to save memory.
+        # The received TLS record had no data, so the connection is open. The type is compared by name, because the
+        # import of the module ssl would need memory.
         return type(error).__name__ != "SSLWantReadError"
     finally:
         opened.settimeout(timeout)
@@ -206,7 +213,7 @@ class Requests:
         import http.client  # noqa: PLC0415 (saves memory without such a target)
 
         if self._connection is not None and self._connection.sock is not None and _is_closed(self._connection.sock):
-            # Servers close connections that were idle for some time.
+            # A server closes a connection that was idle for some time. So the forwarder opens a new connection.
             self.close()
         try:
             if self._connection is None:

@@ -17,8 +17,8 @@ from amphora_agent.bundle import VrrpInstance
 from amphora_agent.network.connection_tunnel import Connection, list_connections
 from amphora_agent.network.pyroute2_lazy import IPRoute, NetlinkError
 
-# The headers linux/netlink.h, linux/sock_diag.h and linux/inet_diag.h define the numbers of the netlink request that
-# resets a connection.
+# Numbers of the netlink request that resets a connection, as the headers linux/netlink.h, linux/sock_diag.h and
+# linux/inet_diag.h define them.
 _SOCK_DIAG, _SOCK_DESTROY, _REQUEST, _ACKNOWLEDGE = 4, 21, 1, 4
 _HEADER, _FAMILY, _PORTS = struct.Struct("=IHHII"), struct.Struct("=BBBBI"), struct.Struct("!HH")
 _ALL_STATES, _ADDRESS_BYTES, _NO_COOKIE = 0xFFFFFFFF, 16, b"\xff" * 8
@@ -51,8 +51,8 @@ def reset_connections(instance: VrrpInstance) -> int:
         finally:
             for address in wanted:
                 with suppress(NetlinkError):
-                    # If the kernel has refused to add a VIP, the loopback interface does not have every VIP. In this
-                    # case the agent ignores the kernel's error about the removal of a missing VIP.
+                    # The kernel may have refused to add a VIP, so the removal of this VIP fails. The agent ignores the
+                    # error.
                     route.addr("del", **address)
     return len(connections)
 

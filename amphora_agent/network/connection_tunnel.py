@@ -80,8 +80,8 @@ def _sockets(version: int, vips: Collection[Host]) -> Iterator[Connection]:
         for line in lines:
             _, local, remote, word, *_, inode = line.split(None, 10)[:10]
             state = int(word, 16)
-            # A connection in FIN_WAIT_2 without a process counts as ended, because the client has received all data.
-            # The kernel still waits for the client's FIN, which may have been lost when the VIPs moved.
+            # A connection in the state FIN_WAIT_2 without a process has no more data for the client, so it counts as
+            # ended. The kernel only waits for the client's FIN, which may have been lost when the VIPs moved.
             if state in _LIVING and not (state == _FIN_WAIT_2 and inode == "0"):
                 vip, port = _endpoint(local)
                 if vip in vips:
@@ -105,8 +105,8 @@ def create_tunnel(instance: VrrpInstance) -> None:
     with IPRoute() as route:
         found = route.link_lookup(ifname=NAME)
         if found and _peer(route, found[0]) != remote:
-            # The redirect rules contain the interface index of the old hand-over tunnel. The new tunnel gets another
-            # index, so the agent removes the rules first.
+            # The redirect rules contain the interface index of the old hand-over tunnel, and a new tunnel has another
+            # index. So the agent removes the rules before it replaces the tunnel.
             stop_redirect()
             route.link("del", index=found[0])
             found = ()
@@ -123,8 +123,8 @@ def add_vips(instance: VrrpInstance) -> None:
             more = {"flags": _NODAD, "preferred_lft": 0, "valid_lft": _FOREVER} if vip.version == 6 else {}
             route.addr("replace", index=index, address=str(vip.ip), prefixlen=vip.max_prefixlen, **more)
         deadline = time.monotonic() + _READY_SECONDS
-        # Even without duplicate address detection, a new IPv6 address is tentative for a moment. The kernel does not
-        # use a tentative address.
+        # Even without duplicate address detection, a new IPv6 address is tentative for a moment, and the kernel does
+        # not use it. So the agent waits.
         while any(message["flags"] & _TENTATIVE for message in route.get_addr(family=socket.AF_INET6, index=index)):
             if time.monotonic() > deadline:
                 raise NetlinkError(errno.ETIMEDOUT, "an IPv6 address is not ready")

@@ -38,15 +38,15 @@ FORWARDED = 0x616D
 """Mark of forwarded packets that may pass (`l4_nftables.ruleset`)."""
 Ranges = tuple[tuple[int, int], ...]
 _TCP = "tcp"
-# The name of an nftables set contains a digest of this number of bytes. A collision of two digests does no harm,
-# because `nft_apply` also compares the elements of sets with the same name.
+# The name of an nftables set contains a digest of its elements with this number of bytes. Two sets may have the same
+# digest, because `nft_apply` also compares the elements of sets with the same name.
 _DIGEST_BYTES = 4
 _BITS = {4: 32, 6: 128}
 _WORDS = {4: "ip", 6: "ip6"}
 _TYPES = {4: "ipv4_addr", 6: "ipv6_addr"}
 _NFPROTO = {4: 2, 6: 10}
 _REFUSE = "counter reject with tcp reset"
-# In the notation of nft, these values and masks of the TCP flags select a client's SYN and a server's SYN-ACK.
+# TCP flags and masks in the notation of nft: a client's SYN, and a server's SYN-ACK.
 _SYN, _SYN_ACK = "0x2 / 0x2,0x10", "0x2,0x10 / 0x2,0x10"
 # The hand-over tunnel adds headers of IPv6, UDP, VXLAN (RFC 7348, section 5) and Ethernet to each packet. So a TCP
 # segment in the tunnel must be smaller by this number of bytes.

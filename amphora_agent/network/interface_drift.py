@@ -60,8 +60,8 @@ def _routing(state: NamespaceState) -> Iterator[Finding]:
     yield from (("route", f"{one.destination} of table {one.table} is not wanted") for one in changes.delete)
     present, needed = policy_routing.read_rules(state.route), state.wanted_rules()
     yield from (("rule", f"from {_source(one)} is missing") for one in sorted(needed - present, key=str))
-    # The drift check ignores routing rules of a missing interface. The rules do no harm, and the interface needs the
-    # rules again after its return.
+    # Routing rules of a missing interface do no harm, and the interface needs them again after its return. So the drift
+    # check ignores these rules.
     every = policy_routing.wanted_rules(state.wanted.interfaces, forwards=state.wanted.forwards)
     yield from (("rule", f"from {_source(one)} is not wanted") for one in sorted(present - needed - every, key=str))
 

@@ -134,8 +134,8 @@ class NamespaceState:
             (self.links[one.mac].index, address) for one in self.interfaces for address in (*one.addresses, *one.vips)
         }
         for index, address in present - known:
-            # Under VRRP, keepalived manages the host addresses (/32, /128). keepalived removes a former VIP when it
-            # reads its new configuration file. If the agent removed the VIP first, keepalived would release all VIPs.
+            # Under VRRP, only keepalived adds and removes the VIPs (addresses with the prefix length /32 or /128). If
+            # the agent removed a former VIP before keepalived reads its new file, keepalived would release all VIPs.
             is_ours = self.wanted.has_vips or address.network.prefixlen != address.max_prefixlen
             if is_ours and index not in self._unwanted_indexes:
                 yield index, address

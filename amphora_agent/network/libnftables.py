@@ -22,8 +22,8 @@ _FD_SETSIZE = 1024
 # With these flags of nftables/libnftables.h, libnftables lists tables without counters, and with numbers in place of
 # names.
 STATELESS, _NUMERIC = 1 << 2, 0b1111 << 7
-# The header linux/netfilter/nf_tables.h defines the numbers of the netlink requests for an nftables table and for the
-# generation of the ruleset.
+# Numbers of the netlink requests for an nftables table and for the generation of the ruleset, as the header
+# linux/netfilter/nf_tables.h defines them.
 _GET_TABLE, _TABLE_NAME = 10 << 8 | 1, 1
 _GET_GENERATION, _GENERATION_ANSWER, _GENERATION_ID = 10 << 8 | 16, 10 << 8 | 15, 1
 _FAMILIES = {"unspec": 0, "inet": 1, "netdev": 5}

@@ -41,13 +41,13 @@ class Plumbing:
         self._inner = inner
         self._interface_watch = netlink_watch.watch_interfaces(inner)
         self._nftables_watch = netlink_watch.watch_nftables(inner)
-        # The following two attributes have the network and the firewall restrictions that the agent last applied. None
-        # means that the kernel's state may have changed since then.
+        # `_network` and the next attribute have the network and the firewall restrictions that the agent last applied.
+        # The value None means that the kernel may have another state now.
         self._network: WantedNetwork | None = None
         self._restrictions: Restrictions | None = None
         self._is_changing = False
-        # The keys are added VIPs that `commit` will announce to the network after HAProxy has begun to listen. The dict
-        # serves as a set that keeps the order.
+        # The keys are new VIPs that `commit` announces to the network after HAProxy has begun to listen. The dictionary
+        # keeps the order of the VIPs, and its values have no meaning.
         self._unannounced: dict[AddedVip, None] = {}
 
     def matches(self, bundle: Bundle) -> bool:
@@ -109,7 +109,7 @@ class Plumbing:
             # announcement.
             self._unannounced |= dict.fromkeys(done.added_vips if served is not None else interfaces.own_vips(wanted))
         if restricted.forwards:
-            # The kernel already has the rules that limit forwarding, so the agent may enable forwarding now.
+            # The kernel already has the rules that restrict forwarding. So the agent may enable forwarding now.
             self._inner.run(sysctls.set_forwarding, wanted=True)
 
     def commit(self, bundle: Bundle, *, may_lack: bool = False, ending: Callable[[], None] | None = None) -> None:

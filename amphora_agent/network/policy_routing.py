@@ -30,8 +30,8 @@ _PRIORITY = 100
 _METRICS = {4: 0, 6: 1024}
 _FAMILIES = {4: socket.AF_INET, 6: socket.AF_INET6}
 _EVERYTHING = {socket.AF_INET: "0.0.0.0/0", socket.AF_INET6: "::/0"}
-# The header linux/rtnetlink.h defines the numbers of the route protocols, the route type, the route flag and the route
-# scope.
+# Numbers of the route protocols, the route type, the route flag and the route scope, as the header linux/rtnetlink.h
+# defines them.
 _PROTOCOL_KERNEL, _PROTOCOL_STATIC, _PROTOCOL_ROUTER_ADVERTISEMENT = 2, 4, 9
 _UNICAST, _CLONED, _SCOPE_LINK = 1, 0x200, 253
 # The kernel creates these routing rules in each network namespace. The pairs are the priorities and the tables (local,

@@ -28,9 +28,9 @@ _SETTINGS = {
     # With arp_ignore=1, an ARP request for an address is answered only by the interface that has the address.
     # Otherwise, two interfaces on the same switch would both answer.
     "ipv4/conf/all/arp_ignore": "1",
-    # With arp_announce=2, the kernel sends ARP requests from the fixed address of an interface. Other hosts learn the
-    # sender's MAC address from an ARP request. After the VIP has moved to the other amphora, a request from the VIP
-    # would direct clients back to this amphora.
+    # Other hosts learn the sender's MAC address from an ARP request. After the VIP has moved to the other amphora, a
+    # request with the VIP as the sender would direct clients back to this amphora. With arp_announce=2, the kernel uses
+    # the fixed address of the interface as the sender.
     "ipv4/conf/all/arp_announce": "2",
     # The packets of a client may arrive at one interface, while the route to the client uses another interface
     # (policy_routing.py). So the reverse-path filter must be loose (2). The kernel uses the larger value of "all" and
@@ -40,8 +40,8 @@ _SETTINGS = {
     # Otherwise, clients and members would send their packets directly to each other.
     "ipv4/conf/all/send_redirects": "0",
     "ipv4/conf/default/send_redirects": "0",
-    # Without the promotion of secondary addresses, the kernel removes all addresses of a subnet when the subnet's
-    # primary address is removed.
+    # With this setting, the other addresses of a subnet stay when the subnet's primary address is removed. Otherwise,
+    # the kernel would remove all of them.
     "ipv4/conf/all/promote_secondaries": "1",
     # The kernel must permit accept queues that are as long as HAProxy's connection limits.
     "core/somaxconn": "65535",

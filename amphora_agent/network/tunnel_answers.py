@@ -63,9 +63,8 @@ def answer_rules(instance: VrrpInstance) -> str:
         leaving.append(f'  {word} saddr {{ {vips} }} {reverse} {answered} fwd to "{NAME}"\n')
     chains = (
         ("tunnelled", "ingress", NAME, 0, tunnelled),
-        # The VIPs may move back to this amphora while these rules still exist. The amphora then redirects packets to
-        # its partner by a rule with priority 0. The chain "direct" has priority -1, so that this chain sees each packet
-        # before the redirect.
+        # If the VIPs move back to this amphora, it redirects packets to its partner by a rule with priority 0. The
+        # chain "direct" must see these packets before the redirect, so it has priority -1.
         ("direct", "ingress", device, -1, direct),
         ("leaving", "egress", device, 0, leaving),
     )

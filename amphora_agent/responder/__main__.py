@@ -39,9 +39,8 @@ def main() -> None:
     responder = Responder(
         lambda function, *arguments: function(*arguments),
         int(port),
-        # The responder derives the paths of two other sockets from the path of HAProxy's main socket, and needs no
-        # further arguments. An upgrade replaces the code of a running responder, but keeps its arguments. If the new
-        # code needed other arguments, the upgrade would interrupt the responder.
+        # The responder derives the paths of two other sockets from the path of HAProxy's main socket. An upgrade of a
+        # running responder keeps its arguments, so new code must not need other arguments.
         lambda: prometheus.scrape(_worker(place, stats), sums, f"{place}/checker/rows.sock"),
         Targets(pings),
         version=version(),

@@ -37,11 +37,11 @@ _WANTED_FILES = 4 * MOST_OPEN
 _PING = "/ping/"
 # The responder sends the following text to a browser that opens the path `/`. Prometheus never requests the path.
 _FRONT = "The metrics of this load balancer are at /metrics"
-# The type is a pair: an open connection of a former responder, and the bytes that have already arrived on the
+# A pair: a connection that a former responder has left open, and the bytes that have already arrived on this
 # connection.
 Waiting = tuple[socket.socket, bytes]
-# A function of the type `Opener` calls a given function in HAProxy's network namespace, and returns the sockets that
-# the given function opens.
+# A function that calls a given function in HAProxy's network namespace, and returns the sockets that the given function
+# opens.
 Opener = Callable[..., tuple[Pinger, socket.socket]]
 _REASONS = {200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed"}
 _REASONS |= {431: "Request Header Fields Too Large", 503: "Service Unavailable"}
@@ -169,7 +169,8 @@ class Responder:
                 return
             _stream(connection, parts, chunked=version == "HTTP/1.1")
         except OSError:
-            # The client has closed the connection during the scrape, so the responder ends the scrape without an error.
+            # The client has closed the connection during a scrape of the metrics. This is no error, so the responder
+            # only ends the scrape.
             pass
         except Exception as error:  # noqa: BLE001 (this thread has no caller)
             _log(
@@ -211,8 +212,8 @@ class _Session:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # After a call of `leave`, the new responder program has a duplicate of the listening socket. Closing the old
-        # program's socket therefore loses no new connection.
+        # The new responder process has a duplicate of the listening socket (see `leave`). So the former process can
+        # close its socket without losing a new connection.
         self._listener.close()
         for exchange in list(self._open.values()):
             self._drop(exchange).close()
@@ -236,8 +237,8 @@ class _Session:
         for key, _ in self._selector.select(self._expire()):
             if isinstance(key.data, Exchange):
                 if self._open.get(key.fd) is key.data:
-                    # An earlier event of the same round may have closed the connection. The responder reads only a
-                    # connection that is still open.
+                    # An earlier event of the same round may have closed this connection. So the responder first checks
+                    # that the connection is still open.
                     self._read(key.data)
             else:
                 key.data()
@@ -349,8 +350,8 @@ def _listen(port: int) -> socket.socket:
     opened = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # The option TCP_DEFER_ACCEPT makes the kernel report a connection only after data have arrived. The responder
-        # then handles one event less for each request.
+        # With the option TCP_DEFER_ACCEPT, the kernel reports a connection only after data have arrived. This saves the
+        # responder one event for each request.
         opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, int(LONGEST_SECONDS))
         opened.bind((ADDRESS, port))
         opened.listen(_BACKLOG)

@@ -30,7 +30,7 @@ class Targets:
                     self._known = {words[0]: words[1] for words in map(str.split, file) if len(words) == 2}
                 self._mark = mark
         except OSError:
-            # If the file of ping targets is not readable, the responder uses the targets of the last successful read.
-            # The responder reads the file again at the next ping.
+            # The file of ping targets is not readable. So the responder keeps the targets of the last successful read,
+            # and reads the file again at the next ping.
             pass
         return self._known

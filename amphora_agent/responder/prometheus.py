@@ -59,8 +59,8 @@ def scrape(worker: Socket, sums: str = "", others: str = "") -> Iterator[str]:
         if time.monotonic() > deadline:
             cause = "the agent has not written the counters of its former workers"
             raise HaproxyError("read HAProxy's statistics", cause)
-        # After a reload, the file with the counters describes the former HAProxy worker until the agent writes the file
-        # again. The agent writes the file each second and after a reload, so the responder polls the file.
+        # After a reload, the file with the counters still describes the former HAProxy worker. The agent writes the
+        # file again soon, so the responder polls the file.
         time.sleep(_POLL_SECONDS)
 
 

@@ -94,8 +94,8 @@ class ResponderDaemon:
         try:
             self._services.start(SERVICE, argv, inner=True)
         except ServiceError:
-            # If the responder runs with other arguments, the service manager refuses to start the responder. One cause
-            # is a changed path of Python. The agent then stops the responder and starts another process.
+            # The service manager refuses to start the responder if it already runs with other arguments, for example
+            # because Python's path has changed. So the agent stops the responder first.
             self._services.stop(SERVICE)
             self._services.start(SERVICE, argv, inner=True)
 

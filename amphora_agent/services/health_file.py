@@ -23,9 +23,8 @@ from pathlib import Path
 
 ALIVE, DEAD = "0", "1"
 BUSY_SECONDS = 5.0
-# HealthFile asks the daemon a question, and repeats an unanswered question after this number of seconds. A frozen
-# HAProxy worker may have accepted the first question. If a new worker replaces the frozen worker, the first question
-# never gets an answer.
+# HealthFile checks a daemon by a question. After this number of seconds without an answer, HealthFile asks again,
+# because a frozen HAProxy worker may have accepted the first question. A new worker would never answer that question.
 REPEAT_SECONDS = 2.0
 _LATE_SECONDS = 0.1
 _STATE, _USER_TIME, _SYSTEM_TIME = 0, 11, 12
@@ -87,8 +86,8 @@ class HealthFile:
     def started(self, pid: int) -> None:
         """Record a start. With a probe, the file changes with the first answer."""
         self._pid, self._answered = pid, False
-        # The script that runs the daemon may have written DEAD to the health file. So HealthFile forgets the content of
-        # its last write. Otherwise, HealthFile would skip the next write of the same content.
+        # The script that runs the daemon may have written DEAD to the health file. So HealthFile forgets what it wrote
+        # last. Otherwise, it would skip the next write of the same content.
         self._written = None
         if self._probe is None:
             self._write(ALIVE)

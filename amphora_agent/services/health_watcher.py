@@ -30,8 +30,8 @@ if __name__ == "__main__":
 from amphora_agent.services.health_file import HealthFile, Probe
 
 POLICY_FILE, WANTED_FILE, PID_FILE = "policy.json", "wanted", "pid"
-# If the WANTED_FILE of a daemon contains one of these words, the health watcher treats an exit of the daemon as a
-# failure.
+# The supervisor or the agent writes a word to a daemon's file WANTED_FILE. With one of these words, an exit of the
+# daemon counts as a failure.
 _FAILURES = ("wanted", "missed")
 LOOK_SECONDS = 0.15
 _READ_AGAIN = 50
@@ -99,8 +99,8 @@ class WatchedService:
         try:
             self._descriptor = os.pidfd_open(pid)
         except (ProcessLookupError, FileNotFoundError):
-            # For a process that has exited, pidfd_open fails with ESRCH. Some versions of Linux return ENOENT if the
-            # process exits during the call.
+            # If the process has exited, pidfd_open fails with ESRCH. If it exits during the call, some versions of
+            # Linux return ENOENT instead.
             return False
         self._selector.register(self._descriptor, selectors.EVENT_READ, self._process_exited)
         return True

@@ -92,7 +92,7 @@ def store_descriptor(address: str, name: str, descriptor: int) -> None:
             send(address, "BARRIER=1", [theirs.fileno()])
         ours.settimeout(ANSWER_SECONDS)
         try:
-            # As its answer, systemd closes its end of the socket pair. The call of recv() then returns.
+            # systemd answers by closing its end of the socket pair. Then recv() returns.
             ours.recv(1)
         except OSError as error:
             raise ServiceError("notify systemd", f"it does not answer: {error}") from error

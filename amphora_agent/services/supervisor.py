@@ -225,7 +225,7 @@ class Supervisor:
             except BlockingIOError:
                 self._unforwarded += 1
             except OSError:
-                # Without a log target, no log forwarder runs.
+                # Without a log target, the amphora needs no log forwarder.
                 return
 
     def _reap(self) -> None:
@@ -279,8 +279,8 @@ class Supervisor:
         except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
             answer = {"ok": False, "error": f"{type(error).__name__}: {error}"}
         while self._arrived:
-            # The supervisor closes each file descriptor that the client sent and that the handler of the request did
-            # not take.
+            # The supervisor closes the file descriptors that a client sent with a request, unless the handler of the
+            # request has taken them.
             os.close(self._arrived.pop())
         if answer is not None:
             self._answer(connection, answer)
@@ -306,8 +306,8 @@ class Supervisor:
                 known.health.started(known.pid)
             service, starts = known, False
         elif known is not None and known.due is not None and known.restart_delay and known.argv == service.argv:
-            # The daemon has exited, and the supervisor will restart it after a delay. So a request to start the daemon
-            # starts no second process now.
+            # The daemon has exited, and the supervisor is about to restart it after a delay. So this request does not
+            # start the daemon a second time.
             service, starts = known, False
         elif known is not None:
             service.log, service.starts = known.log, known.starts

@@ -46,7 +46,8 @@ class Systemd:
         self._paths = paths
         self._address = inherited.address
         self._kept = inherited.receive()
-        # A thread changes a unit in several steps. With the lock, no other thread acts on the unit between two steps.
+        # A thread needs several steps to change a unit. The lock keeps other threads from changing the unit between two
+        # steps.
         self._lock = threading.Lock()
 
     def start(
@@ -62,8 +63,8 @@ class Systemd:
                 return present if present.wanted else self._started_status(name)
             pending = self._state(name) in _ACTIVE_STATES
             if pending and policy.restart_delay and change is not UnitChange.COMMAND and self._wanted(name) == WANTED:
-                # The daemon has exited, and systemd will restart it after a delay. So the agent does not start the unit
-                # now.
+                # The daemon has exited, and systemd is about to restart it after a delay. So the agent does not start
+                # the unit now.
                 return self._started_status(name)
             self._start_unit(name, restart=pending)
             return self._started_status(name)
@@ -77,8 +78,8 @@ class Systemd:
         try:
             self._systemctl(f"start {name}", "restart" if restart else "start", unit_name(name))
         except ServiceError:
-            # systemctl also fails if the daemon exits immediately after its start. The agent ignores this case, because
-            # the caller waits for the daemon's answer.
+            # systemctl also fails if the daemon exits immediately after its start. The agent ignores this error,
+            # because the caller notices that the daemon does not answer.
             if health_watcher.read_line(directory / "starts") == before:
                 raise
 
@@ -108,15 +109,15 @@ class Systemd:
             descriptor = os.pidfd_open(pid)
             try:
                 if not health_watcher.is_in_unit(pid, unit_name(name)):
-                    # The daemon has exited, and the kernel has reused its process id for a process outside the daemon's
-                    # unit.
+                    # The daemon has exited, and another process has got its process id. So the agent must not send the
+                    # signal.
                     raise missing
                 signal.pidfd_send_signal(descriptor, number)
             finally:
                 os.close(descriptor)
         except (ProcessLookupError, FileNotFoundError):
-            # For a process that has exited, the pidfd functions fail with ESRCH. Some versions of Linux return ENOENT
-            # if the process exits during pidfd_open.
+            # If the process has exited, the pidfd functions fail with ESRCH. If it exits during pidfd_open, some
+            # versions of Linux return ENOENT instead.
             raise missing from None
 
     def log(self, name: str) -> list[str]:

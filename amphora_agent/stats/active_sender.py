@@ -44,7 +44,7 @@ class Sender:
     def update(self, settings: Settings) -> None:
         """Use other targets or another interval from the next heartbeat on, which is sent at once."""
         self._settings = settings
-        # The recorded errors belong to the former targets, so the sender discards the errors.
+        # The heartbeat targets may have changed, so the errors of the former targets are obsolete.
         self._errors = {}
         self.send_now()
 

@@ -33,8 +33,8 @@ _log = logging.getLogger(__name__)
 # Reading or writing more than 100 rows of counters takes many milliseconds. With more rows, the agent reads or writes
 # all rows only every 10 s.
 FEW_ROWS, WRITE_SECONDS = 100, 10.0
-# HAProxy ends an old worker after the time `hard-stop-after`. The collector ends the worker two seconds earlier, so
-# that the collector can read the final counters.
+# HAProxy ends an old worker after the time `hard-stop-after`. The collector ends the worker up to this number of
+# seconds earlier, because it must still read the final counters.
 MARGIN_SECONDS = 2.0
 CUT_SECONDS = 1.0
 
@@ -109,8 +109,8 @@ class Collector:
             identity = _identity(self._latest.pid) if self._latest is not None else ""
             if not identity:
                 return
-            # After a failed reload, the collector still holds a connection to HAProxy's present worker. The collector
-            # then changes only the end of the drain time.
+            # If an earlier reload failed, the collector already holds a connection to this worker. Then the collector
+            # only changes the end of the drain time.
             if (known := next((held for held in self._held if held.identity == identity), None)) is not None:
                 known.until = until
                 return
@@ -130,8 +130,8 @@ class Collector:
                     self._store.keep(held.name, held.fileno())
             except AgentError as error:
                 _log.warning(
-                    "The agent failed to store its connection to HAProxy's worker %s, so a restart of the agent would "
-                    "lose the counters of this worker: %s",
+                    "The agent failed to store its connection to HAProxy's stopping worker %s, so a restart of the "
+                    "agent would lose the last counters of this worker: %s",
                     identity,
                     error,
                 )
@@ -174,8 +174,8 @@ class Collector:
     def _sample(self) -> None:
         before, self._latest = self._latest, None
         with suppress(HaproxyError):
-            # If HAProxy does not answer, `_latest` stays None, and the heartbeat names no listener, pool or member of
-            # HAProxy.
+            # If HAProxy does not answer, `_latest` stays None. The heartbeat then contains no listener, pool or member
+            # of HAProxy.
             self._latest = haproxy_stats.parse(self._worker.ask(haproxy_stats.QUESTION), before)
         if self._latest is not None and (identity := _identity(self._latest.pid)):
             self._totals.read(identity, self._latest.counts)
@@ -193,15 +193,15 @@ class Collector:
                 return
             sample = self._read_held(held)
         except HaproxyError:
-            # The old HAProxy worker does not answer, because the worker has crashed or has reached the time
-            # `hard-stop-after`.
+            # The old HAProxy worker does not answer, because it has crashed or has reached the time `hard-stop-after`.
+            # So the collector releases the worker.
             self._release(held)
             return
         if present:
             self._leaving.pop(held.identity, None)
             return
-        # The collector releases an old HAProxy worker only after two idle samples, because one sample may miss a
-        # connection. HAProxy does not count a connection that moves between threads.
+        # HAProxy does not count a connection while it moves between threads. So the collector releases an old HAProxy
+        # worker only after two samples in a row without connections.
         idle = sample.stopping and sample.other_jobs <= 0
         if idle and held.was_idle:
             self._release(held)

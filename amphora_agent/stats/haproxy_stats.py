@@ -10,8 +10,8 @@ from operator import itemgetter
 from amphora_agent.haproxy.config_parser import AGENT_PREFIX
 from amphora_agent.stats.former_workers import COUNTED
 
-# A stopping HAProxy worker reports its listeners as stopped, and the worker may begin to stop after the first answer.
-# The agent therefore asks `show info` a second time.
+# A stopping HAProxy worker reports its listeners as stopped. The worker may begin to stop between two answers, so the
+# agent asks `show info` before and after the statistics.
 QUESTION = "show info;show stat -1 7 -1;show info"
 # In interactive mode HAProxy writes a prompt after each answer, so the agent sends one command at a time.
 HELD_QUESTIONS = ("show info", "show stat -1 7 -1", "show info")
@@ -76,7 +76,7 @@ def parse(answer: str, before: Sample | None = None) -> Sample | None:
     lines = table.split("\n")
     columns = {name: place for place, name in enumerate(("pxname", *lines[0].split(",")))}
     # If this version of HAProxy lacks a column, the agent reads column 0 instead. The agent empties column 0 of each
-    # row before reading the counters, so the counter is then 0.
+    # row first, so the missing counter is 0.
     counted = itemgetter(*(columns.get(name, 0) for name in COUNTED))
     former = before.known if before is not None else {}
     known: dict[tuple[str, ...], Counts] = {}

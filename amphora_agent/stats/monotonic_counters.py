@@ -14,8 +14,8 @@ from amphora_agent.stats.former_workers import COUNTED
 from amphora_agent.stats.haproxy_stats import NONE, Counts
 
 _log = logging.getLogger(__name__)
-# The agent keeps the counters of at most 2,000 objects that no HAProxy worker serves any more, because a removed object
-# may return later.
+# A removed object may return later. So the agent keeps the counters of at most 2,000 objects that no HAProxy worker
+# serves any more.
 MOST_ABSENT = 2000
 
 
@@ -81,8 +81,8 @@ class MonotonicCounters:
 
     def _settle(self, row: str, counts: Counts) -> None:
         self.settlements += 1
-        # A changed row moves to the end of the dictionary, because `pop` removes the row before the assignment. The
-        # first row is therefore the row whose last change was earliest.
+        # `pop` removes the row before the assignment, so the changed row moves to the end of the dictionary. The first
+        # row is therefore the row that has not changed for the longest time.
         self._settled[row] = tuple(map(add, self._settled.pop(row, NONE), counts))
 
     def document(self) -> dict[str, Any]:

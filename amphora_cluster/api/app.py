@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from oslo_config.cfg import ConfigOpts
 
 LOG = logging.getLogger(__name__)
-# Threads that never wait for the end of a request, so that other requests are answered.
+# A client may ask the API to answer only after the end of its request. This number of threads never waits in this way,
+# so that the API can always answer other requests.
 FREE_THREADS = 2
 _RETRY_SECONDS = "5"
 
@@ -109,7 +110,12 @@ def _allowed(error: HTTPException) -> list[str]:
 
 
 def _failed(error: Exception) -> Response:
-    LOG.error("failed to answer %s %s", request.method, _path(), exc_info=error)
+    LOG.error(
+        "the API could not answer the request %s %s because of an unexpected error",
+        request.method,
+        _path(),
+        exc_info=error,
+    )
     happened, remedy = "an internal error", "Look into the log of the service."
     return respond(500, {"wanted": "answer the request", "happened": happened, "remedy": remedy})
 

@@ -25,7 +25,8 @@ LOG = logging.getLogger(__name__)
 _ID = re.compile(r"[0-9a-f-]{36}", re.ASCII)
 _MOST_TOKEN = 200
 _BEARER = "bearer "
-# Compared with the digest of a token that does not exist, so that this case takes as much time.
+# If a token id does not exist, the API compares the token with this value instead. So the duration of the answer does
+# not show whether the token id exists.
 _NOTHING = Secret(bytes(32))
 _REMEDY = "Send a valid token of this group: Authorization: Bearer TOKEN."
 
@@ -96,7 +97,8 @@ def _signed(received: Received, group_id: str, tokens: Tokens) -> TokenRecord:
     if abs(time.time() - signed.timestamp) > WINDOW_SECONDS:
         happened = f"the timestamp differs by more than {WINDOW_SECONDS:g} s from the clock of this host"
         raise Unauthenticated("authenticate the request", happened, "Set the clock of the client.")
-    # The nonce is kept until the timestamp is too old, also if the client's clock is ahead.
+    # The API keeps the nonce until the timestamp is too old, even if the client's clock is ahead. So no signed request
+    # is accepted twice.
     if not tokens.use_nonce(record.id, signed.nonce, 2 * WINDOW_SECONDS + 1):
         raise Replayed("authenticate the request", "its nonce was used before", "Sign each request with a new nonce.")
     return record

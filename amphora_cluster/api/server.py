@@ -58,12 +58,13 @@ class Server(BaseApplication):
 
     def load_config(self) -> None:
         for name, value in gunicorn_options(self._conf).items():
-            # Older versions of gunicorn lack some of the options.
+            # Older versions of gunicorn lack some of these options, so the API sets only the options that gunicorn has.
             if name in self.cfg.settings:
                 self.cfg.set(name, value)
 
     def load(self) -> Any:
-        # Each worker opens its own connections to the database, after the fork.
+        # Each worker process of gunicorn must open its own database connections. So it imports the application only
+        # after the fork.
         from amphora_cluster.api.app import create_app  # noqa: PLC0415
 
         return create_app(self._conf)

@@ -66,7 +66,8 @@ def translate(error: ApiError, wanted: str) -> CloudError:
         case 429:
             return CloudError(wanted, f"the service limits the rate of requests: {reason}")
         case status if 400 <= status < 500 or status == 501:
-            # Octavia answers 501 for an option that the provider of the load balancer does not support.
+            # Octavia answers 501 if the provider of the load balancer does not support an option. A repetition would
+            # not help, so the error is final.
             return CloudError(wanted, reason, final=True)
         case status:
             return CloudError(wanted, f"status {status}: {reason}")
@@ -80,7 +81,8 @@ def no_answer(error: Exception, wanted: str) -> CloudError | ConfigurationError:
     if isinstance(error, exceptions.Unauthorized | exceptions.NotFound) and not isinstance(
         error, exceptions.EndpointNotFound
     ):
-        # Keystone answers 401 for a wrong secret, and 404 for the id of a deleted application credential.
+        # Keystone answers 401 if the secret is wrong, and 404 if the application credential was deleted. So the user
+        # must give the group a new credential.
         remedy = "Give the group a new application credential."
         return CredentialRefused(wanted, reason, remedy, final=True)
     if isinstance(error, exceptions.MissingRequiredOptions | exceptions.EndpointNotFound):

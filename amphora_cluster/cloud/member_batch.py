@@ -90,8 +90,8 @@ class MemberBatch:
         return [
             _body(change, one, self._tag)
             for change, one in members
-            # A drained or repaired member that lost the tag since the plan belongs to its user now. A member that
-            # does not exist any more must not be created by a drain.
+            # A member without the group's tag belongs to its user. If a member lost the tag since the plan, a drain or
+            # repair must not change it. A drain must not create a member that does not exist any more.
             if (one is None and step.kind is not StepKind.DRAIN) or (one is not None and self._changes(change, one))
         ]
 

@@ -20,12 +20,13 @@ from typing import Any
 from amphora_driver.untrusted_text import printable
 
 LOG = logging.getLogger(__name__)
-# Nova sends each notification with the priority INFO or ERROR.
+# Nova sends each notification with one of these two priorities.
 _PRIORITIES = ("info", "error")
 _CONNECT_SECONDS = 3.0
 _HEARTBEAT_SECONDS = 10
 _FIRST_BACKOFF, _LONGEST_BACKOFF = 1.0, 60.0
-# Notifications of one server arrive in bursts. One search for due groups serves all of this time.
+# Nova sends several notifications of one server in a burst. So the controller collects notifications for this number of
+# seconds, and then searches for due groups only once.
 _COLLECT_SECONDS = 0.5
 _MOST_COLLECTED = 1000
 
@@ -73,7 +74,8 @@ class NovaNotifications:
             except Exception as error:  # noqa: BLE001 - library, broker and network errors have no common base
                 if self._ending.is_set():
                     return
-                # The text of an error can contain the URL with the password, so the log has the type only.
+                # The text of a connection error can contain the broker's URL with its password. So the log contains
+                # only the type of the error.
                 text = "the receiver of Nova's notifications lost its connection (%s) and connects again in %g s"
                 LOG.warning(text, type(error).__name__, self._backoff)
             self._ending.wait(self._backoff)
@@ -93,7 +95,8 @@ class NovaNotifications:
         try:
             with connection.Consumer(queue, callbacks=[self._receive], no_ack=True, accept=["json"]):
                 self._backoff = _FIRST_BACKOFF
-                # Notifications can have been lost while there was no connection. The next polls find their changes.
+                # Nova's notifications from the time without a connection may be lost. The next poll of each group finds
+                # the changes of its servers.
                 while not self._ending.is_set():
                     self._drain(connection)
         finally:
@@ -114,7 +117,11 @@ class NovaNotifications:
         try:
             self._on_servers(collected)
         except Exception:
-            LOG.exception("the service failed to use %d notifications of Nova", len(collected))
+            LOG.exception(
+                "the controller could not use %d notifications of Nova, and finds the changes of the servers at the "
+                "next poll",
+                len(collected),
+            )
 
     def _receive(self, body: Any, _message: Any) -> None:
         changed = read_notification(body)

@@ -27,8 +27,8 @@ from amphora_cluster.cloud.heat import HeatStacks
 from amphora_cluster.cloud.session import CloudConnection
 from amphora_cluster.model import Address, Selector, SelectorKind, Server
 
-# Tags need 2.26, the flavor of a server 2.47, and servers of a cell that does not answer 2.69. Nova has 2.69 since
-# OpenStack Stein (2019).
+# Minimum microversion of Nova's API. Tags need 2.26, the flavor of a server needs 2.47, and servers of a cell that does
+# not answer need 2.69. Nova has 2.69 since OpenStack Stein (2019).
 MICROVERSION = "2.69"
 _HEADERS = {"OpenStack-API-Version": f"compute {MICROVERSION}"}
 _FIXED = "fixed"
@@ -109,7 +109,7 @@ class _Interfaces(msgspec.Struct, frozen=True):
     interfaceAttachments: list[_Interface]  # noqa: N815 - Nova's name
 
 
-# The addresses of a server when their subnets were read, and the subnets by address.
+# A pair for one server: the addresses of the server when the subnets were last read, and the subnet id of each address.
 _Known = tuple[tuple[tuple[str, int], ...], dict[str, str]]
 
 
@@ -159,8 +159,8 @@ class NovaServers:
             if one is None:
                 continue
             found[server_id] = one
-            # Nova does not show tags and metadata of a server in a cell that does not answer. The server was selected
-            # before, and stays so.
+            # If a cell of Nova does not answer, Nova shows no tags and metadata of its servers. The group selected this
+            # server before, so the server stays selected.
             unreadable = ids is None and one.status == "UNKNOWN"
             if not unreadable and not selected(one):
                 former.add(server_id)
@@ -185,7 +185,8 @@ class NovaServers:
 
     def _all(self, wanted: str, *, fresh: bool) -> list[ServerRecord]:
         age = 0.0 if fresh else self._connection.settings.server_list_age
-        # The lock makes the other groups of the owner wait for this list, instead of reading the same one.
+        # While a thread reads the list, the lock makes the threads of other groups wait. These threads then use the
+        # same list instead of reading it again.
         with self._lock:
             read_at, listed = self._listed
             if time.monotonic() - read_at >= age:
@@ -201,8 +202,8 @@ class NovaServers:
             last = [("marker", found[-1].id)] if found else []
             page: _Servers = self._get("/servers/detail", _Servers, wanted, [*params, limit, *last])
             found += page.servers
-            # A page may be shorter than the requested limit, because Nova has a limit of its own. Nova adds a link to
-            # the page if more servers follow.
+            # Nova has its own limit, so a page may be shorter than the requested limit although more servers follow.
+            # Nova then adds a link to the page, so the loop reads on until a page has no link.
             if not (page.servers and page.servers_links):
                 return found
 
@@ -225,7 +226,7 @@ class NovaServers:
         try:
             answer: _Interfaces = self._get(f"/servers/{record.id}/os-interface", _Interfaces, wanted)
         except Missing:
-            # The server was deleted after the list was read. The next pass does not find it.
+            # The server was deleted after Nova returned the list. The next pass finds no such server.
             return record.server()
         found = {ip.ip_address: ip.subnet_id for one in answer.interfaceAttachments for ip in one.fixed_ips or ()}
         if all(ip in found for ip, _ in addresses):

@@ -164,7 +164,8 @@ class OctaviaPools:
         """Return whether the pool has a monitor that is enabled."""
         if pool.healthmonitor_id is None:
             return False
-        # A disabled monitor lets all members be NO_MONITOR. Without such a member, it makes no difference to the plan.
+        # If a health monitor is disabled, all members have the status NO_MONITOR. Without such a member, the request
+        # for the monitor is not necessary.
         if not any(one.operating_status == "NO_MONITOR" for one in members):
             return True
         path = f"/v2/lbaas/healthmonitors/{pool.healthmonitor_id}"
@@ -177,8 +178,8 @@ class OctaviaPools:
     def _active_connections(self, load_balancer_id: str, listeners: list[str], wanted: str) -> int | None:
         if not listeners:
             return None
-        # The statistics of the load balancer are the sum of all listeners. One request is enough for a pool with
-        # several listeners, and the sum is never too small.
+        # A pool with several listeners uses the statistics of the whole load balancer, because this needs only one
+        # request. They are the sum of all listeners, so they are never too small.
         path = f"/v2/lbaas/listeners/{listeners[0]}/stats" if len(listeners) == 1 else f"{_LB}/{load_balancer_id}/stats"
         return self._get(path, _StatisticsAnswer, wanted).stats.active_connections
 
@@ -191,7 +192,8 @@ class OctaviaPools:
             path = f"/v2/lbaas/pools/{pool_id}/members"
             page = self._request("GET", path, kind=_Members, wanted=wanted, params=params)
             found += page.members
-            # Octavia adds the link to a next page to each full page, also to the last one.
+            # Octavia adds a link to the next page to every full page, even to the last page. So the loop also ends at
+            # an empty page.
             if not page.members or not any(one.get("rel") == "next" for one in page.members_links):
                 return found
 

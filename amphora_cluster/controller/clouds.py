@@ -21,10 +21,10 @@ from amphora_cluster.cloud.session import CloudConnection
 from amphora_cluster.credential import ApplicationCredential
 from amphora_cluster.model import Group, Pool, Server, Step
 
-# A connection without use is dropped after this number of seconds.
+# The controller drops a connection to a cloud that it has not used for this number of seconds.
 _UNUSED_SECONDS = 3600.0
-# Seconds for which a pass repeats a change that Octavia refuses as busy. The next pass continues, so that other groups
-# get the thread.
+# If Octavia refuses a change because the load balancer is busy, the pass repeats the change for this number of seconds.
+# Then the pass ends, so that its thread can work for other groups. The next pass continues.
 _PATIENCE = 3.0
 
 
@@ -77,7 +77,8 @@ class Clouds:
 
     def get(self, group: Group, credential: ApplicationCredential | None) -> Cloud:
         """Return the cloud of a group's owner."""
-        # A replaced secret makes a new connection, so that no token of the old one is in use.
+        # The key of a connection contains a digest of the secret. So a replaced secret makes a new connection, which
+        # uses no token of the old secret.
         secret = b"" if credential is None else hashlib.sha256(credential.secret.reveal()).digest()
         key = (group.project_id, "" if credential is None else credential.id, secret)
         now = time.monotonic()

@@ -31,12 +31,12 @@ from amphora_driver.errors import AmphoraDriverError, LeaseLost
 
 LOG = logging.getLogger(__name__)
 
-# Seconds until the next pass after Octavia has refused a change as busy.
+# Seconds until the next pass over a group if Octavia refused a change because the load balancer was busy.
 BUSY_SECONDS = 1.0
-# A load balancer can be pending for hours after a failure of its provider. After this number of passes in a row, the
-# group waits for the poll interval.
+# A load balancer can stay pending for hours after a failure of its provider. After this number of passes in a row with
+# a busy load balancer, the controller waits for the poll interval.
 _MOST_BUSY = 60
-# Seconds until the next look at a load balancer that is being deleted.
+# While Octavia deletes a load balancer, the controller checks it again after this number of seconds.
 _DELETION_SECONDS = 2.0
 _DELETED = "The group is being deleted."
 
@@ -89,7 +89,7 @@ class GroupPass:
         self._cloud = cloud
         self._settings = settings
         self._rng = random.SystemRandom()
-        # The number of passes in a row that found the load balancer busy, by group.
+        # For each group id, the number of passes in a row in which the load balancer was busy.
         self._busy: dict[str, int] = {}
 
     def run(self, claimed: ClaimedGroup) -> PassEnd | None:
@@ -99,12 +99,20 @@ class GroupPass:
                 return self._run(claimed, measured)
             except LeaseLost as error:
                 measured.outcome = "lost"
-                LOG.warning("the pass ends without a record: %s", error)
+                LOG.warning(
+                    "the controller ends its pass over a group without recording the result, because it has lost "
+                    "the lease of the group: %s",
+                    error,
+                )
                 return None
             except AmphoraDriverError as error:
                 return self._failed(claimed, str(error))
             except Exception as error:
-                LOG.exception("group %s: the pass failed with an unexpected error", claimed.group.id)
+                LOG.exception(
+                    "group %s: the controller's pass failed with an unexpected error, and the controller repeats "
+                    "the pass later",
+                    claimed.group.id,
+                )
                 return self._failed(claimed, f"The pass failed with an unexpected error: {type(error).__name__}.")
 
     def _run(self, claimed: ClaimedGroup, measured: Pass) -> PassEnd | None:
@@ -156,18 +164,29 @@ class GroupPass:
         nodes = view.plan.nodes
         if not view.plan.steps:
             return nodes, not view.pool.changeable and not view.plan.complete
-        # The record comes first: after a crash, the next pass knows which servers are leaving, and since when.
+        # The controller records the plan before it changes members. So after a crash, the next pass knows which servers
+        # are leaving, and since when.
         self._moved(claimed.group, self._store.record(claimed.claim, claimed.nodes, nodes, view.requests))
         for one in view.requests:
             _count(one.request)
         for step in view.plan.steps:
-            LOG.info("group %s: %s server %s, %d members", claimed.group.id, step.kind.value, step.server_id,
-                     len(step.members))  # fmt: skip
+            LOG.info(
+                "group %s: the controller starts the step %s for server %s with %d members",
+                claimed.group.id,
+                step.kind.value,
+                step.server_id,
+                len(step.members),
+            )
         try:
             refused, busy = cloud.apply(claimed.group, view.plan.steps).refused, False
         except Busy as error:
-            LOG.info("group %s: the load balancer is busy, and the pass continues in %g s: %s",
-                     claimed.group.id, BUSY_SECONDS, error.happened)  # fmt: skip
+            LOG.info(
+                "group %s: Octavia is still changing the load balancer, so the controller repeats the changes in %g "
+                "s: %s",
+                claimed.group.id,
+                BUSY_SECONDS,
+                error.happened,
+            )
             refused, busy = error.refused, True
         for step in view.plan.steps:
             (METRICS.refused if step.server_id in refused else METRICS.steps).labels(step.kind.value).inc()
@@ -200,7 +219,7 @@ class GroupPass:
         ended: tuple[StoredRequest, ...],
     ) -> PassEnd | None:
         """Record what differs from the database and return the lease, or leave both to the caller."""
-        # With steps, the plan and the applied requests are in the database already.
+        # If the plan has steps, the database already contains the plan and the applied requests.
         nodes_before, requests_before = (
             (view.plan.nodes, view.requests) if view.plan.steps else (claimed.nodes, claimed.requests)
         )
@@ -214,7 +233,8 @@ class GroupPass:
         return None
 
     def _due_at(self, claim: Claim, view: _View, nodes: tuple[Node, ...], now: float, *, busy: bool) -> float:
-        # The poll interval counts from the begin, so that the time of the calls does not add to it.
+        # The poll interval counts from the start of the pass. So the duration of the pass does not make the interval
+        # longer.
         poll = max(view.begun + self._settings.poll_interval, now)
         if busy:
             number = self._busy[claim.group_id] = self._busy.get(claim.group_id, 0) + 1
@@ -222,7 +242,8 @@ class GroupPass:
         self._busy.pop(claim.group_id, None)
         failed = {node.server_id for node in nodes if node.state is NodeState.FAILED}
         if view.plan.steps and all(step.server_id in failed for step in view.plan.steps):
-            # Octavia has refused all steps. A repetition within a second would have the same result.
+            # Octavia has refused all steps, and would refuse them again within a second. So the next pass waits for the
+            # poll interval.
             return poll
         return poll if view.plan.again_at is None else min(poll, max(view.plan.again_at, now))
 
@@ -239,8 +260,14 @@ class GroupPass:
             nodes, busy = self._apply(claimed, cloud, view)
             there = any(group.tag in member.tags for member in view.pool.members)
         except Missing as error:
-            # Pool or load balancer, or the source of the servers, were deleted before the group.
-            LOG.info("group %s: the deletion continues without the pool or the servers: %s", group.id, error)
+            # The user has deleted the pool, the load balancer, or the source of the servers before the group. This does
+            # not prevent the deletion of the group.
+            LOG.info(
+                "group %s: the pool or the source of the servers does not exist any more, but the controller "
+                "continues to delete the group: %s",
+                group.id,
+                error,
+            )
             there = self._without_source(claimed, cloud)
             view = None
         measured.outcome = "busy" if busy else "done"
@@ -252,7 +279,7 @@ class GroupPass:
             return PassEnd(claim=claimed.claim, due_at=self._now() + _DELETION_SECONDS)
         self._store.remove(claimed.claim)
         self._busy.pop(group.id, None)
-        LOG.info("group %s: the group is deleted", group.id)
+        LOG.info("group %s: the controller has deleted the group", group.id)
         return None
 
     def _view_of_deletion(self, claimed: ClaimedGroup, cloud: Cloud) -> _View:
@@ -283,7 +310,8 @@ class GroupPass:
             pool = cloud.read_pool(claimed.group, connections=False)
         except Missing:
             return False
-        # Without a source no server is shown, so the plan removes all members of the group at once.
+        # The plan sees no servers, because the source of the servers does not exist. So it removes all members of the
+        # group at once.
         steps = plan(claimed.group, (), pool, (), self._now()).steps
         if steps:
             self._store.record(claimed.claim, claimed.nodes, claimed.nodes)
@@ -294,7 +322,11 @@ class GroupPass:
         try:
             return cloud.delete_load_balancer(group)
         except Busy as error:
-            LOG.info("group %s: the load balancer cannot be deleted yet: %s", group.id, error.happened)
+            LOG.info(
+                "group %s: Octavia cannot delete the load balancer yet, so the controller tries again later: %s",
+                group.id,
+                error.happened,
+            )
             return False
 
     # --- failures -----------------------------------------------------------------------------------------------------
@@ -306,8 +338,13 @@ class GroupPass:
         settings = self._settings
         pause = min(settings.retry_first * 2 ** min(attempts - 1, 16), settings.retry_most)
         pause *= random.uniform(0.8, 1.0)  # noqa: S311 - jitter, no secret
-        LOG.warning("group %s: the pass failed in attempt %d and is repeated in %.1f s: %s",
-                    group.id, attempts, pause, error)  # fmt: skip
+        LOG.warning(
+            "group %s: the controller's pass failed in attempt %d, and the controller repeats the pass in %.1f s: %s",
+            group.id,
+            attempts,
+            pause,
+            error,
+        )
         now = self._now()
         end = PassEnd(claim=claim, due_at=now + pause, error=error, attempts=attempts)
         overdue = tuple(
@@ -318,10 +355,16 @@ class GroupPass:
         if not overdue:
             return end
         try:
-            # The nodes in the database may be newer than those of this pass, so they stay as they are.
+            # A failed pass may have outdated states of the servers. So it does not change the recorded states, and
+            # records only that requests have failed.
             self._store.finish(end, (), (), overdue)
         except AmphoraDriverError as failure:
-            LOG.warning("group %s: the failure of requests could not be recorded: %s", group.id, failure)
+            LOG.warning(
+                "group %s: the controller could not record that requests of the group have failed, and tries again "
+                "later: %s",
+                group.id,
+                failure,
+            )
             return end
         for one in overdue:
             _count(one.request)
@@ -331,7 +374,7 @@ class GroupPass:
         for node in nodes:
             METRICS.moves.labels(node.state.value).inc()
             reason = f": {node.reason}" if node.reason else ""
-            LOG.info("group %s: server %s is %s%s", group.id, node.server_id, node.state.value, reason)
+            LOG.info("group %s: the state of server %s is now %s%s", group.id, node.server_id, node.state.value, reason)
 
 
 def _drains(node: Node) -> bool:
@@ -383,4 +426,10 @@ def _count(request: Request) -> None:
         return
     result = "refused" if request.refusal else "failure" if any(request.outcome.values()) else "success"
     METRICS.count_request(request.kind, result, request.ended_at - request.created_at)
-    LOG.info("group %s: request %s (%s) ended: %s", request.group_id, request.id, request.kind.value, result)
+    LOG.info(
+        "group %s: request %s (%s) has ended with the result %s",
+        request.group_id,
+        request.id,
+        request.kind.value,
+        result,
+    )

@@ -41,21 +41,22 @@ from amphora_driver.queue.jobs import process_name
 from amphora_driver.queue.process_locks import ProcessLock
 
 LOG = logging.getLogger(__name__)
-# Seconds between two searches for due groups. A shorter time would find requests earlier, and put fewer groups into one
-# transaction.
+# Seconds between two searches for groups that are due. A shorter time would start requests earlier, but would put fewer
+# groups into one transaction.
 _TICK = 0.25
 # Seconds between two searches for dead controllers on the same host.
 _REAP_EVERY = 1.0
 # Seconds between two deletions of old requests, events and nonces.
 _PURGE_EVERY = 60.0
-# Seconds for which a stopping controller waits for its running passes. Before, it shortens the deadlines of the passes
-# to the second number.
+# Maximum number of seconds for which a stopping controller waits for its running passes. At the stop, the controller
+# shortens the deadlines of these passes to the second number.
 _STOP_TIMEOUT, _STOP_GRACE = 20.0, 3.0
 # Seconds for which the controller pauses after an error of the database.
 _ERROR_BACKOFF = 1.0
 # Seconds without a successful search after which the controller reports itself as unhealthy.
 _UNHEALTHY_AFTER = 15.0
-# A due time is implausible if it is further in the future than this multiple of the longest pause.
+# A pass over a group has a due time. If the due time is further ahead than this multiple of the longest pause, the
+# database clock was set back.
 _PAUSE_FACTOR = 2
 
 CloudOf = Callable[[Group, ApplicationCredential | None], Cloud]
@@ -80,7 +81,8 @@ class Controller:
     def __init__(self, conf: ConfigOpts, clouds: CloudOf | None = None) -> None:
         own = conf.amp_cluster
         self._conf = conf
-        # A lost commit of a pass is repeated by the next pass. The API commits requests with `durable`.
+        # If a crash loses the commit of a pass, the next pass does the same work again. So only the commits of
+        # requests, which the API makes, must be durable.
         self._database = Database(own.connection, durable=False, schema=SCHEMA)
         self._name = process_name()
         self._claims = Claims(self._database, self._name, own.lease)
@@ -128,7 +130,8 @@ class Controller:
                 self._notifications.stop(_STOP_GRACE)
             self._idle.set()
             for thread in threads:
-                # A thread may wait for a database that does not answer. It does not prevent the end of the process.
+                # A thread may wait for a database that does not answer. So the controller waits only a limited time for
+                # the end of each thread.
                 thread.join(_STOP_GRACE)
             self._end()
         self._database.dispose()
@@ -152,11 +155,20 @@ class Controller:
             self._start_passes(pool)
             self._searched_at = time.monotonic()
         except (StoreError, OSError) as error:
-            LOG.warning("the controller cannot claim groups and tries again in %g s: %s", _ERROR_BACKOFF, error)
+            LOG.warning(
+                "the controller cannot claim the groups that are due, and tries again in %g s: %s",
+                _ERROR_BACKOFF,
+                error,
+            )
             return _ERROR_BACKOFF
         except Exception:
-            # This thread must survive any error. Otherwise, the process would run and work on no group.
-            LOG.exception("the controller cannot claim groups and tries again in %g s", _ERROR_BACKOFF)
+            # An error must not end the main thread of the controller. Otherwise, the process would still run, but would
+            # work on no group.
+            LOG.exception(
+                "the controller cannot claim the groups that are due because of an unexpected error, and tries "
+                "again in %g s",
+                _ERROR_BACKOFF,
+            )
             return _ERROR_BACKOFF
         return _TICK
 
@@ -183,7 +195,8 @@ class Controller:
         try:
             loaded = self._passes.load(claims)
         except BaseException:
-            # The groups are due at once for any controller.
+            # The controller could not read the claimed groups, so it returns their leases. The groups are due again at
+            # once, for any controller.
             now = self._database.now()
             self._keep_ends([PassEnd(claim=one, due_at=now, attempts=one.attempts) for one in claims])
             raise
@@ -199,7 +212,11 @@ class Controller:
             self._return_leases()
             self._claims.release_all()
         except (StoreError, OSError) as error:
-            LOG.warning("the stopping controller could not return its leases, which expire: %s", error)
+            LOG.warning(
+                "the stopping controller could not return its leases; other controllers continue the groups after "
+                "the leases expire: %s",
+                error,
+            )
 
     # --- worker threads -----------------------------------------------------------------------------------------------
 
@@ -214,7 +231,7 @@ class Controller:
                 self._running.discard(one)
                 self._ends += [end] if end is not None else []
             if full:
-                # Other groups may wait for a thread.
+                # All threads were in use, so other groups may wait for a free thread.
                 self._wakeup.set()
 
     # --- repeated tasks -----------------------------------------------------------------------------------------------
@@ -230,8 +247,9 @@ class Controller:
                 pause = min(_ERROR_BACKOFF, every)
                 LOG.warning("the controller could not %s and tries again in %g s: %s", task, pause, error)
             except Exception:
-                # The thread must survive any error. Otherwise, leases would expire during passes.
-                LOG.exception("the controller could not %s because of an unexpected error", task)
+                # An error must not end the thread of a repeated task, for example of the renewal of leases. Otherwise,
+                # the controller's leases would expire during passes.
+                LOG.exception("the controller could not %s because of an unexpected error, and tries again later", task)
 
     def _renew(self) -> None:
         """Renew the leases of running passes, except those that have exceeded their deadline by a lease."""
@@ -244,11 +262,17 @@ class Controller:
     def _reap(self) -> None:
         reaped = self._process_lock.reap_dead(self._claims.release_all)
         if reaped:
-            LOG.warning("the controller released the leases of dead controllers on this host: %s", ", ".join(reaped))
+            LOG.warning(
+                "the controller released the leases of dead controllers on this host, so their groups are due now: %s",
+                ", ".join(reaped),
+            )
             self._wakeup.set()
         own = self._conf.amp_cluster
         if self._claims.clamp_due_times(_PAUSE_FACTOR * max(own.poll_interval, own.retry_most)):
-            LOG.warning("the database clock was set back, so the controller corrects due times and leases")
+            LOG.warning(
+                "the database clock was set back, so the controller corrects the due times and leases of groups "
+                "that are too far in the future"
+            )
 
     def _purge(self) -> None:
         self._requests.purge(self._conf.amp_cluster.request_retention)
@@ -258,7 +282,7 @@ class Controller:
     def _on_servers(self, changed: Mapping[str, str]) -> None:
         """Make the groups of changed servers and of their projects due: a new server is in no group."""
         number = self._groups.make_due(server_ids=changed.keys(), project_ids=set(changed.values()))
-        LOG.debug("notifications of %d servers made %d groups due", len(changed), number)
+        LOG.debug("Nova's notifications about %d servers made %d groups due", len(changed), number)
 
     def _passes_now(self) -> list[_Running]:
         with self._lock:
@@ -288,7 +312,10 @@ class ControllerService(cotyledon.Service):
     def terminate(self) -> None:
         self._controller.stop()
         if not self._controller.wait(_STOP_TIMEOUT):
-            LOG.warning("the controller stops with running passes; another one continues after their leases expire")
+            LOG.warning(
+                "the controller stops although some passes still run; other controllers continue these groups after "
+                "the leases expire"
+            )
 
 
 def main() -> int:
@@ -301,7 +328,7 @@ def main() -> int:
         config.load_vault(conf)
         options.settings(conf)
     except AmphoraDriverError as error:
-        LOG.critical("the controller does not start: %s", error)
+        LOG.critical("the controller does not start, because an option is not usable: %s", error)
         return 1
     manager = cotyledon.ServiceManager()
     manager.add(ControllerService, workers=1, args=(conf,))

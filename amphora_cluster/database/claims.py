@@ -27,12 +27,13 @@ from amphora_driver.database.engine import Database
 from amphora_driver.database.rows import chunks
 from amphora_driver.errors import LeaseLost
 
-# If more than this number of lease times remain until the end of a lease, the database clock was set back. The number
-# is high, because hosts may configure different lease times.
+# A new lease ends after one lease time. If a lease ends later than this number of lease times from now, the database
+# clock was set back. The number is high, because hosts may configure different lease times.
 _LEASES = 4
-# Minimum number of seconds for this limit.
+# No lease that ends within this number of seconds counts as implausible, even if the lease time is short.
 _LEAST = 60.0
-# After a crash of a controller, its groups wait this number of seconds for each failed pass since the last success.
+# After a crash of a controller, each of its groups pauses. The pause is this number of seconds for each failed pass
+# since the last success.
 _CRASH_BACKOFF = 1.0
 # A recorded error has at most this number of characters.
 _MAX_ERROR = 2000
@@ -109,14 +110,16 @@ class Claims:
                     group_id=row.id,
                     owner=self._owner,
                     epoch=row.epoch + 1,
-                    # A row with an owner was not returned: the owner has crashed, or was suspended.
+                    # If the row still has an owner, the owner did not return the lease: it has crashed, or was
+                    # suspended. So the claim counts a failed attempt.
                     attempts=row.attempts + (row.owner is not None),
                     events=row.events,
                 )
                 for row in rows
             )
 
-        # A read is cheaper than a write, and most searches find no due group.
+        # Most searches find no due group, and a read is cheaper than a write. So the controller first searches without
+        # a write.
         due = self._database.read(
             lambda connection: connection.execute(
                 sa.select(group_row.c.id).where(*_due(clock.now(connection), fresh=fresh)).limit(1)
@@ -159,7 +162,8 @@ class Claims:
         def write(connection: sa.Connection) -> int:
             values: list[tuple[Any, Any]] = [(group_row.c.owner, None), (group_row.c.leased_until, None)]
             if owner is not None:
-                # MySQL and MariaDB assign columns from left to right: the new `due_at` depends on the old `attempts`.
+                # In an UPDATE statement, MySQL and MariaDB assign columns from left to right. The new `due_at` depends
+                # on the old `attempts`, so the statement sets `due_at` first.
                 later = clock.now(connection) + _CRASH_BACKOFF * group_row.c.attempts
                 values = [(group_row.c.due_at, later), (group_row.c.attempts, group_row.c.attempts + 1), *values]
             mine = group_row.update().where(group_row.c.owner == (owner or self._owner))
@@ -238,7 +242,7 @@ def guard_claim(connection: sa.Connection, claim: Claim) -> None:
 def end_passes(connection: sa.Connection, ends: Sequence[PassEnd]) -> None:
     """Return the leases of passes; see `Claims.end_passes`."""
     now = connection.execute(sa.select(clock.now(connection))).scalar_one()
-    # One order of all processes prevents deadlocks.
+    # All processes update the rows of groups in the order of the ids. So concurrent processes cause no deadlock.
     for part in chunks(sorted(ends, key=lambda end: end.claim.group_id)):
         connection.execute(
             _END,

@@ -24,7 +24,7 @@ from amphora_driver.database.vault import SecretLocation, Vault
 from amphora_driver.errors import Conflict, UnknownObject
 from amphora_driver.secret import Secret
 
-# A recorded reason has at most this number of characters in an event.
+# An event in the history of a server contains at most this number of characters of its reason.
 _MAX_REASON = 2000
 
 

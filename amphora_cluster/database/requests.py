@@ -73,7 +73,8 @@ class RequestStore:
         try:
             return self._database.write(write)
         except ContentRefused:
-            # Another process has recorded a request with the same key at the same time.
+            # The insert fails if another process has just recorded a request with the same idempotency key. The client
+            # then gets the recorded request.
             found = None if key is None else self._database.read(lambda c: _with_key(c, request.group_id, key))
             if found is None:
                 raise

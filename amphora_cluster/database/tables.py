@@ -24,16 +24,18 @@ metadata = sa.MetaData(
 )
 
 Id = sa.String(36)
-# An explicit list may name servers of a cloud with longer ids.
+# Server ids of Nova have 36 characters. A group with an explicit list may name servers of another cloud, whose ids may
+# be longer.
 ServerId = sa.String(64)
-# MySQL's TEXT and BLOB hold at most 64 KiB. An explicit list of servers may be longer.
+# MySQL's TEXT and BLOB hold at most 64 KiB, but an explicit list of servers may be longer. So the types on MySQL and
+# MariaDB are larger.
 Body = sa.Text().with_variant(mysql.MEDIUMTEXT(), "mysql", "mariadb")
 Sealed = sa.LargeBinary().with_variant(mysql.MEDIUMBLOB(), "mysql", "mariadb")
 Serial = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 
-# The table `cluster_group` has one row per group. The column `body` is the JSON of `model.Group`, and `credential` the
-# sealed application credential, NULL in a cloud without Keystone. A group with `deleting` set loses its members, and
-# then its row.
+# The table `cluster_group` has one row per group. The column `body` is the JSON of `model.Group`. The column
+# `credential` is the encrypted application credential, or NULL in a cloud without Keystone. If `deleting` is set, a
+# controller removes the members of the group, and then the row.
 group_row = sa.Table(
     "cluster_group",
     metadata,
@@ -44,17 +46,19 @@ group_row = sa.Table(
     sa.Column("credential", Sealed, nullable=True),
     sa.Column("deleting", sa.Boolean, nullable=False, default=False),
     sa.Column("created_at", sa.Double, nullable=False),
-    # A lease: the owner, a number that grows with each owner, and the end. Every write under a lease increments
-    # `writes`, because MariaDB does not replicate an update that changes no value.
+    # These columns are the lease of a controller: its owner, a number that grows with each owner, and its end. Every
+    # write under a lease increments `writes`, because MariaDB does not replicate an update that changes no value.
     sa.Column("owner", sa.String(128), nullable=True),
     sa.Column("epoch", sa.BigInteger, nullable=False, default=0),
     sa.Column("writes", sa.BigInteger, nullable=False, default=0),
     sa.Column("leased_until", sa.Double, nullable=True),
-    # The time of the next pass. An event (a request, a notification) increments `events` and makes the group due. The
-    # end of a pass compares `events` with the value at its begin, so that an event during the pass is not lost.
+    # The column `due_at` is the time of the next pass. An event, such as a request or a notification, increments
+    # `events` and makes the group due. At its end, a pass compares `events` with the value at its start, so that no
+    # event is lost.
     sa.Column("due_at", sa.Double, nullable=False, default=0.0),
     sa.Column("events", sa.BigInteger, nullable=False, default=0),
-    # The number of failed passes since the last success, the last error, and the time of the last success.
+    # The columns contain the number of failed passes since the last success, the last error, and the time of the last
+    # success.
     sa.Column("attempts", sa.Integer, nullable=False, default=0),
     sa.Column("error", sa.Text, nullable=True),
     sa.Column("passed_at", sa.Double, nullable=True),
@@ -63,7 +67,7 @@ group_row = sa.Table(
 )
 
 # The table `cluster_node` has one row per server of a group. The column `body` is the JSON of `model.Node`. The columns
-# `state` and `since` repeat two of its values for queries.
+# `state` and `since` also exist in the JSON; queries need them as columns.
 node_row = sa.Table(
     "cluster_node",
     metadata,
@@ -94,7 +98,7 @@ request_row = sa.Table(
     sa.Index("ix_cluster_request_ended_at", "ended_at"),
 )
 
-# The table `cluster_event` is the history of the nodes: one row per change of a state.
+# The table `cluster_event` is the history of the servers in groups. Each change of a state adds one row.
 event_row = sa.Table(
     "cluster_event",
     metadata,
@@ -108,8 +112,8 @@ event_row = sa.Table(
     sa.Index("ix_cluster_event_at", "at"),
 )
 
-# The table `cluster_token` has one row per webhook token. The column `digest` is the SHA-256 of the token, sealed by
-# the vault: it is also the key of signatures, so a copy of the database must not contain it.
+# The table `cluster_token` has one row per webhook token. The column `digest` is the SHA-256 of the token, which is
+# also the key of signatures. The vault encrypts the digest, so that a copy of the database does not reveal it.
 token_row = sa.Table(
     "cluster_token",
     metadata,
@@ -122,7 +126,8 @@ token_row = sa.Table(
     sa.Column("expires_at", sa.Double, nullable=True),
 )
 
-# The table `cluster_nonce` has the nonces of signed requests until their timestamps are too old.
+# The table `cluster_nonce` contains the nonces of signed requests. A row stays until the timestamp of the request is
+# too old.
 nonce_row = sa.Table(
     "cluster_nonce",
     metadata,

@@ -26,7 +26,7 @@ from amphora_driver.errors import ContentRefused, UnknownObject
 from amphora_driver.secret import Secret
 
 _RANDOM_BYTES = 32
-# A nonce of a client has at most this number of characters.
+# The API accepts nonces of at most this number of characters.
 MOST_NONCE = 128
 
 
@@ -138,7 +138,8 @@ class TokenStore:
         try:
             return self._database.write(write)
         except ContentRefused:
-            # Another process has recorded the same nonce at the same time.
+            # The insert fails if another process has just recorded the same nonce. So this request is a repetition, and
+            # is refused.
             return False
 
 

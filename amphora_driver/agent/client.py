@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 __all__ = ["AgentClient", "Applied", "BundleState", "Info", "Loaded", "Renewed", "SettingsState", "Vrrp"]
 T = TypeVar("T")
 
-# The client keeps connections to at most 256 amphorae. Two connections to each amphora suffice, because at most one
-# thread works on a load balancer.
+# The client keeps connections to at most 256 amphorae. Two connections to each amphora suffice, because only one thread
+# at a time changes a load balancer.
 _MOST_POOLS, _CONNECTIONS = 256, 2
 # A large configuration increases the time-out of a request to an agent by a factor of at most five.
 _MOST_TIMEOUT_FACTOR = 5
@@ -47,7 +47,7 @@ _MOST_TIMEOUT_FACTOR = 5
 # reads responses in chunks of 64 KiB.
 _MOST_ANSWER, _MOST_DIAGNOSTICS, _CHUNK = 4 << 20, 32 << 20, 1 << 16
 # For some invalid documents, msgspec does not raise DecodeError. Invalid UTF-8 raises ValueError, and too deep nesting
-# raises RecursionError.
+# raises RecursionError. So the client catches all three errors.
 _DECODE_ERRORS = (msgspec.DecodeError, ValueError, RecursionError)
 # A booting agent answers 503, so the client repeats the request after pauses that grow from 0.02 s to 0.2 s.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.2
@@ -58,8 +58,8 @@ _CONNECT_TIMEOUT = 0.3
 # TCP_USER_TIMEOUT).
 _UNACKNOWLEDGED = 10.0
 # If the agent sends no data for ten seconds, the client checks whether the agent is alive. The check is a TLS handshake
-# on another connection, with a time-out of five seconds. For a large configuration, the client multiplies the ten
-# seconds by the factor of the request's time-out.
+# on another connection, with a time-out of five seconds. For a large configuration, both the time-out of the request
+# and the ten seconds grow by the same factor.
 _SILENCE, _HANDSHAKE_TIMEOUT = 10.0, 5.0
 _SOCKET_OPTIONS = [
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
@@ -212,7 +212,7 @@ class AgentClient:
         if actual != fingerprint:
             raise AgentUntrusted(call.wanted, f"{address} uses another one")
         # In TLS 1.3, the client finishes the handshake before the agent checks the client certificate. So the client
-        # also sends a request, whose answer shows the result of the check.
+        # also sends a request. The answer shows whether the agent has accepted the certificate.
         self._request_on_new_connection(self._identity.context(), amphora_id, address, call, limit)
 
     def wait_until_ready(self, amphora_id: str, address: str, deadline: Deadline) -> Info:
@@ -297,8 +297,8 @@ class AgentClient:
                     raise AgentUnreachable(call.wanted, f"{address} {_words(error)}") from error
             except NewConnectionError as error:
                 # urllib3 raises NewConnectionError if it cannot open a connection, for example because the agent's port
-                # is closed. The class is a subclass of urllib3's TimeoutError, so this branch must precede the branch
-                # for time-outs.
+                # is closed. This class is a subclass of urllib3's TimeoutError, so the code checks for
+                # NewConnectionError first.
                 raise AgentUnreachable(call.wanted, f"{address}: {_words(error)}") from error
             except HTTPTimeoutError as error:
                 raise AgentUnreachable(call.wanted, f"{address} did not answer in time") from error
@@ -447,8 +447,8 @@ def _tls_failure(call: _Call, address: str, error: SSLError) -> AgentUntrusted |
         happened = f"the certificate of {address} is not accepted ({cause.verify_message})"
         remedy = "Check that the address belongs to the amphora, and that its certificate has not expired."
         return AgentUntrusted(call.wanted, happened, remedy)
-    # One cause of this error is an agent that refuses the client certificate, for example because the clock of the
-    # amphora is wrong after a boot.
+    # An agent may end the TLS handshake because it refuses the client certificate. For example, the clock of the
+    # amphora may be wrong after a boot.
     happened = f"{address} broke off the TLS handshake ({getattr(cause, 'reason', None) or cause})"
     remedy = "If this continues, check that client_ca signed client_certificate (group [amp_certificates])."
     return AgentUnreachable(call.wanted, happened, remedy)

@@ -24,7 +24,8 @@ from amphora_driver.secret import Secret
 
 T = TypeVar("T")
 LOG = logging.getLogger(__name__)
-# Python's ssl module does not define OpenSSL's flag X509_V_FLAG_NO_CHECK_TIME.
+# Value of OpenSSL's flag X509_V_FLAG_NO_CHECK_TIME, for which Python's ssl module has no name. With this flag, OpenSSL
+# accepts expired certificates.
 _NO_CHECK_TIME = 0x200000
 # Another thread may move the deadline of a request to an earlier time. So the socket checks the deadline every 0.25 s.
 _SLICE = 0.25
@@ -70,7 +71,7 @@ class BoundedSocket(ssl.SSLSocket):
                     left = min(left, exchange.deadline.left())
                     if now - checked >= exchange.silence:
                         # An agent that sends no data may be busy or frozen. Only a busy agent completes a TLS handshake
-                        # on another connection.
+                        # on another connection. The completed handshake therefore restarts the limit for silence.
                         checked = now
                         left = left if exchange.is_alive(exchange.deadline) else 0.0
                 if left <= 0:
@@ -79,8 +80,8 @@ class BoundedSocket(ssl.SSLSocket):
                 try:
                     return act()
                 except TimeoutError as error:
-                    # If the agent's host does not acknowledge data, the kernel reports the error number ETIMEDOUT. A
-                    # time-out of the Python socket has no error number.
+                    # If the agent's host does not acknowledge data, the kernel reports the error number ETIMEDOUT. The
+                    # time-out of the Python socket has no error number, so the number distinguishes the two cases.
                     if error.errno is not None:
                         raise
         finally:
@@ -150,7 +151,7 @@ class TlsIdentity:
                         error,
                     )
                 # This process records the versions of the certificates even if it cannot load the certificates. So it
-                # tries again only after a change of the certificates.
+                # tries to load them again only after the next change.
                 self._versions = versions
             return self._context
 
@@ -165,8 +166,8 @@ class TlsIdentity:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.sslsocket_class = BoundedSocket
         context.minimum_version = ssl.TLSVersion.TLSv1_3
-        # The configured CA is the trust anchor for agents. Another CA may have signed the configured CA, so OpenSSL
-        # must not require a self-signed trust anchor.
+        # The configured CA is the trust anchor for the certificates of agents. Another CA may have signed the
+        # configured CA, so OpenSSL must accept a trust anchor that is not self-signed.
         context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
         remedy = "Check [amp_certificates] ca_certificate and client_certificate."
         try:
@@ -178,8 +179,8 @@ class TlsIdentity:
             happened = f"{self._ca_certificate}: {error.strerror or error}"
             raise CertificateError("read the certificate authority of amphorae", happened, remedy) from error
         try:
-            # With an empty password, OpenSSL refuses an encrypted key. Without a password, OpenSSL would ask for one on
-            # the terminal.
+            # With an empty password, OpenSSL refuses an encrypted key. If the call had no password, OpenSSL would ask
+            # for a password on the terminal.
             if override.certificate is None:
                 context.load_cert_chain(self._client_certificate, password=b"")
             else:

@@ -152,8 +152,8 @@ class Authority:
         if self.expires_at <= now:
             happened = f"the authority expired on {self._certificate.not_valid_after_utc:%Y-%m-%d}"
             raise CertificateError(wanted, happened, "Replace the authority: see docs/how-to/rotate-certificates.md.")
-        # The validity of a certificate must lie within the validity of its CA. Otherwise, the verification could fail
-        # although the certificate itself is valid.
+        # The validity of a certificate must lie within the validity of its CA. Otherwise, a program that checks the
+        # whole chain could refuse the certificate although the certificate itself is valid.
         begin = max(_moment(now - CLOCK_SKEW), self._certificate.not_valid_before_utc)
         end = min(_moment(now + days * _DAY), self._certificate.not_valid_after_utc)
         if end <= begin:
@@ -197,7 +197,7 @@ def _builder(
 
 
 def _moment(seconds: float) -> dt.datetime:
-    # The times in an X.509 certificate have a resolution of one second, so the function drops the fraction.
+    # An X.509 certificate stores times in whole seconds, so the function drops the fraction of a second.
     return dt.datetime.fromtimestamp(int(seconds), dt.timezone.utc)
 
 
@@ -216,8 +216,8 @@ def _key_usage(*, sign_certificates: bool) -> x509.KeyUsage:
 
 
 def _authority_identifier(certificate: x509.Certificate) -> x509.AuthorityKeyIdentifier:
-    # The authority key identifier of a certificate must equal the subject key identifier in the certificate of the CA.
-    # Another tool may have computed the subject key identifier by another method.
+    # The authority key identifier of a certificate must equal the subject key identifier of its CA. Another tool may
+    # have computed that identifier by another method, so the driver copies it from the CA's certificate.
     try:
         own = certificate.extensions.get_extension_for_class(x509.SubjectKeyIdentifier)
     except x509.ExtensionNotFound:
@@ -227,7 +227,8 @@ def _authority_identifier(certificate: x509.Certificate) -> x509.AuthorityKeyIde
 
 
 def _digest(key: _IssuerKey) -> hashes.SHA256 | None:
-    # Ed25519 and Ed448 define their own hash function, so the library requires None for keys of these types.
+    # Ed25519 and Ed448 define their own hash function, so the cryptography library requires None as the hash for keys
+    # of these types.
     return None if isinstance(key, (ed25519.Ed25519PrivateKey, ed448.Ed448PrivateKey)) else hashes.SHA256()
 
 

@@ -125,8 +125,8 @@ class CertificateRenewer:
         if amphora.certificate_issued_at is not None and exists():
             by = by if by == amphora.certificate_authority else None
             trusts = ca_rotation.common_trust(amphora.trusts, trusts)
-        # Progress of a job resets the number of its crashes. The record of a certificate does not count as progress,
-        # because the boot that follows may crash each controller.
+        # A record of a new certificate would normally count as progress of the job, and reset the number of its
+        # crashes. Here it does not, because the boot of the amphora may crash every controller.
         self._record(amphora.id, by, trusts, issued.expires_at, is_progress=False)
         return credentials, issued
 
@@ -156,8 +156,8 @@ class CertificateRenewer:
             self._agents.renew(amphora.id, address, issued.bundle(), **cas, deadline=deadline)
             self._agents.verify_certificate(amphora.id, address, fingerprint(issued.certificate), deadline=deadline)
         except (AgentError, CertificateError) as error:
-            # An interruption of this job may have caused the error, for example by a request with precedence.
-            # `ensure_may_act` then raises an exception, and the job ends here.
+            # The job may have been interrupted by a more urgent request, which causes this error too. In this case,
+            # `ensure_may_act` raises an exception and ends the job.
             self._job.ensure_may_act()
             _FAILED[amphora.id] = time.monotonic()
             LOG.warning(
@@ -248,16 +248,16 @@ class CertificateMaintenance:
 
         found = self._database.read(read)
         if found.moves:
-            # After a jump of the database clock, the computed age of the current rotation step may be wrong. So the
-            # controller takes no step until the minimum duration of a step has passed since the jump.
+            # After a jump of the database clock, the computed duration of the current rotation step may be wrong. So
+            # the controller begins no new step until the minimum duration of a step has passed since the jump.
             reliable = self._database.seconds_since_clock_jump() >= self._settle
             found = self._database.write(write) if reliable else ca_rotation.RotationPhase()
         if found.moves:
             failpoints.reach_step(f"Authority-{kind.value}", failpoints.Moment.MARKED)
             steps = ", ".join(f"{one.id} is {state.value}" for one, state in found.moves.items())
             LOG.info(
-                "the controller took the next step in the rotation of the certificate authority of kind %s; "
-                "new states by id of the authority: %s",
+                "the controller took the next step in the rotation of the %s certificate authority; new states by "
+                "id of the authority: %s",
                 kind.value,
                 steps,
             )
@@ -271,8 +271,8 @@ class CertificateMaintenance:
             names = ", ".join(waits[:_NAMED]) + (" and others" if len(waits) > _NAMED else "")
             words = (kind.value, found.reason, len(waits), names)
             LOG.warning(
-                "the rotation of the certificate authority of kind %s waits for a condition (%s) that %d amphorae "
-                "do not meet: %s",
+                "the rotation of the %s certificate authority waits until all amphorae meet a condition (%s); %d "
+                "amphorae do not meet the condition yet: %s",
                 *words,
             )
         self._logged[kind] = waits

@@ -73,7 +73,7 @@ class TrustStore:
         self._recorded: tuple[CaRecord, ...] | None = None
         # Time at which the CAs were read from the database, on the clock of `time.monotonic()`.
         self._known_at = 0.0
-        # If the first read of the CAs has failed, the value contains the time of the next attempt and the error.
+        # After a failed first read of the CAs, the pair contains the time of the next attempt and the error.
         self._unavailable: tuple[float, StoreError] | None = None
         self._issuers: dict[int, Authority] = {}
         self._file_issuer: tuple[object, Authority] | None = None
@@ -142,9 +142,9 @@ class TrustStore:
                 if self._recorded is None:
                     self._unavailable = time.monotonic() + self._max_age, error
                     raise
-                # The CAs in memory remain valid after the failed read, because no rotation can continue without the
-                # database. The age of the CAs counts from the end of the failed read. Otherwise, each thread would
-                # start another slow read of the unavailable database.
+                # After a failed read, the CAs in memory remain valid, because a CA rotation cannot continue without the
+                # database. Their age counts from the end of the failed read. Otherwise, each thread would start another
+                # slow read of the unavailable database.
                 ended = time.monotonic()
                 self._known_at = ended if ended - begun < _LONGEST_READ else begun
             LOG.warning(

@@ -119,8 +119,8 @@ class ListCertificateAuthorities(Lister):
         try:
             found = trust_store.load_configured_ca(self.app.conf, kind)
         except CertificateError as error:
-            # A user of amphoractl may be able to read the database without access to the controllers' certificate
-            # files.
+            # The user of amphoractl may have access to the database, but not to the controllers' certificate files. So
+            # an unreadable file is shown as a problem and does not end the command.
             problem = str(error)
         end = found.expires_at if found else None
         about = (fingerprint(found.certificate) if found else "", Timestamp(None), Timestamp(end), _days_left(end, now))
@@ -148,8 +148,8 @@ class RotateCertificateAuthority(ShowOne):
     def values(self, parsed_args: argparse.Namespace) -> dict[str, Any]:
         conf, database, kind = self.app.conf, self.app.database, CaKind(parsed_args.kind)
         vault = Vault.load(conf.amp_database.encryption_key_file)
-        # The first rotation stores the CA in the database. So a later rotation does not need the configured certificate
-        # files.
+        # The first rotation stores the CA in the database. So after the first rotation, the configured certificate
+        # files are not needed.
         rotated = any(one.kind is kind for one in self.app.read(ca_records.list_cas))
         new = trust_store.create_ca(kind, vault, parsed_args.days)
         present = new if rotated else trust_store.load_configured_ca(conf, kind)
@@ -179,8 +179,8 @@ def _depends_on(one: AmphoraCertificate, authority: CaRecord) -> bool:
     if authority.kind is CaKind.AMPHORA:
         return one.authority == authority.id
     trusted = ca_rotation.parse_controller_ids(one.trusts)
-    # The first rotation imports the CA from the configured files into the database. If an amphora has no list of
-    # trusted CAs, the amphora trusts only the imported CA.
+    # The first rotation imports the CA from the configured files into the database. An amphora without a list of
+    # trusted CAs trusts only this imported CA, which has no private key in the database.
     return authority.id in trusted or (authority.sealed_key is None and not trusted)
 
 

@@ -15,7 +15,7 @@ from cliff import command, lister, show
 Argument = tuple[tuple[str, ...], dict[str, Any]]
 # The output of a list command consists of the column names and the rows.
 Table = tuple[tuple[str, ...], Iterable[tuple[Any, ...]]]
-# The database columns for the name of an operator contain at most 128 characters.
+# Maximum number of characters in the name of an operator, because the database columns for the name are not longer.
 _MAX_NAME_LENGTH = 128
 
 

@@ -19,7 +19,7 @@ from amphora_driver.cli.formatting import escape_unprintable
 # amphoractl masks the values after secret keywords of haproxy.cfg, because the agent masks the same values in `GET
 # /v2/diagnostics` (docs/reference/agent-api.md).
 _SECRET_WORDS = re.compile(r"\b(dynamic-cookie-key|password|insecure-password)([ \t]+)\S+")
-# In haproxy.cfg, a marker line separates the agent's part from the load balancer's part.
+# In haproxy.cfg, this line separates the agent's part from the load balancer's part.
 _END_OF_AGENT_PART = "# From here on: the load balancer's part.\n"
 _COMPARED = ("files", "interfaces", "limits", "allowed", "pings", "vrrp", "virtual_servers")
 

@@ -204,8 +204,8 @@ class _RequestFailover(Command):
 
     def take_action(self, parsed_args: argparse.Namespace) -> None:
         message = self.app.database.write(lambda connection: self.request(connection, parsed_args))
-        # The call wakes only controllers on this host. Controllers on other hosts find the request for a fail-over when
-        # they poll the database.
+        # The call wakes the controllers on this host. Controllers on other hosts find the requested fail-over when they
+        # poll the database.
         local_socket.wake_role(self.app.conf.amp_queue.socket_dir, local_socket.CONTROLLER)
         self.app.stdout.write(message + "\n")
 

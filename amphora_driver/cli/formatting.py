@@ -20,8 +20,7 @@ from cliff.columns import FormattableColumn
 # Tables of amphoractl show at most 100 characters of the outcome of a request. The JSON format contains the whole text.
 _MAX_OUTCOME = 100
 _MINUTE, _HOUR, _DAYS = 60.0, 3600.0, 2 * 86400.0
-# The output stream does not escape newlines and tabs, because amphoractl separates lines by newlines and columns by
-# tabs.
+# amphoractl separates lines by newlines and columns by tabs. So the output stream does not escape these two characters.
 _LAYOUT = "\n\t"
 
 
@@ -119,8 +118,7 @@ class Age(Value):
         return self._never if self._value is None else f"{format_duration(self._data())} ago"
 
     def _data(self) -> float:
-        # The clocks of two hosts differ slightly, so a computed age may be negative. In this case, amphoractl shows the
-        # age 0.
+        # The clocks of two hosts differ slightly, so a computed age may be negative. amphoractl then shows the age 0.
         return round(max(0.0, time.time() - float(self._value)), 1)
 
 
@@ -225,8 +223,8 @@ class Amphorae(Rows):
         if row["heard"] is not None and row["heard"] != row["confirmed"]:
             generation += f" (reports {row['heard']})"
         holds = ", had the VIPs" if row["silent"] else ", has the VIPs"
-        # The row of an amphora keeps the text of the last drift even after a repair. So amphoractl shows the text as
-        # "last drift".
+        # The row of an amphora still contains the text of the last drift after the drift has been repaired. So
+        # amphoractl then shows the text as "last drift".
         drift = "drift" if row["drifts"] else "last drift"
         more = {
             "silent: ": row["silent"],

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 # Each check of amphoractl waits at most 5 s for an answer from the message broker or from a socket of Octavia.
 _TIMEOUT = 5.0
-# Each check of octavia-driver-agent sends a request that changes nothing. If amphoractl closed a connection without a
-# request, a process of octavia-driver-agent would read from this connection forever.
+# A check of octavia-driver-agent sends a request that changes nothing. Without any request, a process of
+# octavia-driver-agent would read from the closed connection forever.
 _EMPTY_REQUESTS = {
     "status": b"{}",
     "stats": b'{"listeners": []}',

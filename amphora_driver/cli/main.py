@@ -44,8 +44,8 @@ class Amphoractl(App):
             deferred_help=True,
             **streams,
         )
-        # cliff's loggers and formatters also write to the streams of amphoractl. So the streams themselves escape
-        # unprintable characters.
+        # The library cliff also writes to the streams of amphoractl, with its own loggers and formatters. So the
+        # streams themselves escape unprintable characters.
         self.stdout: TextIO = escaping_stream(streams.get("stdout") or sys.stdout)
         self.stderr: TextIO = escaping_stream(streams.get("stderr") or sys.stderr)
         self._conf: ConfigOpts | None = None

@@ -190,7 +190,7 @@ def _find_unique(connection: sa.Connection, sources: list[sa.Select[Any]], noun:
     every = sa.union(*sources).subquery()
     query = sa.select(every.c.id).where(every.c.id.startswith(prefix, autoescape=True)).order_by(every.c.id)
     found = list(connection.execute(query.limit(_MAX_LISTED + 1)).scalars()) if prefix else []
-    # If a complete id is also the prefix of longer ids, amphoractl selects the complete id.
+    # An id may be complete and also the beginning of longer ids. In this case, amphoractl selects the complete id.
     if prefix in found:
         return prefix
     if not found:

@@ -24,7 +24,7 @@ from amphora_driver.queue import local_socket
 from amphora_driver.store import resyncs
 
 HEAD = ("Load balancer", "Asked", "Asked by", "Ended", "Outcome", "Detail")
-# The command `resync` reads the result of the resync from the database five times a second.
+# Seconds between two reads of the database by the command `resync`, which waits for the result of the resync.
 _POLL_SECONDS = 0.2
 
 

@@ -66,8 +66,8 @@ class AgentSource:
             )
         except (subprocess.SubprocessError, OSError) as error:
             LOG.warning(
-                "the compute backend cannot compute the digest of the agent, because the Python interpreter %s "
-                "does not find the agent's package: %s",
+                "the compute backend does not know the version of the agent, because the Python interpreter %s does "
+                "not find the agent's package; check the option agent_python: %s",
                 self._python,
                 error,
             )

@@ -33,11 +33,9 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     generation: bool = True
 
 
-# `emulated` is the processor model of a machine without KVM, and was chosen by measurements. With Opteron_G3-v1, the
-# kernel boots in two thirds of the time of model `max`, because QEMU emulates fewer features. The model has few known
-# hardware vulnerabilities, so the kernel needs few mitigations. The following values are processor times from power-on
-# to the start of the agent. On Debian 13, an amphora needs 33 s with Opteron_G3-v1, and 42 s with Nehalem-v1. On Debian
-# 12, the times are 27 s and 30 s.
+# `emulated` is the processor model of a machine without KVM. On Debian 13, an amphora with Opteron_G3-v1 needs 33 s of
+# processor time until its agent starts, and 42 s with Nehalem-v1. QEMU emulates fewer features of Opteron_G3-v1, and
+# the kernel needs fewer mitigations for it.
 AMD64 = Architecture(
     name="amd64", program="qemu-system-x86_64", package="qemu-system-x86", machine="pc", emulated="Opteron_G3-v1"
 )

@@ -16,7 +16,7 @@ from amphora_driver.errors import ComputeError
 from amphora_driver.secret import Secret
 
 KEY = "amphora_files"
-# Nova's limit for the user data, in characters after the encoding as base64.
+# Nova accepts at most this number of characters of user data, counted after the encoding as base64.
 LIMIT = 65535
 
 
@@ -33,7 +33,8 @@ def build_user_data(files: Mapping[str, bytes], wanted: str) -> Secret:
     try:
         texts = {name: content.decode() for name, content in sorted(files.items())}
     except UnicodeDecodeError:
-        # The new error does not contain the decoder's error, which would quote the file. The file may contain a key.
+        # The new error does not contain the decoder's error, which would quote the file. The file may contain a private
+        # key.
         raise ComputeError(wanted, "a boot file is not text in UTF-8", final=True) from None
     encoded = base64.b64encode(msgspec.json.encode({KEY: texts}))
     if len(encoded) > LIMIT:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import threading
 
-# A reserved boot may never start, for example because its load balancer is deleted. Seconds from the reserved time
-# until the reservation expires.
+# A reservation of a boot expires this number of seconds after the reserved time. The boot may never start, for example
+# because its load balancer is deleted.
 _KEEP_SECONDS = 300.0
 
 
@@ -25,7 +25,7 @@ class BootRate:
         self._interval = 1.0 / rate if rate else 0.0
         self._burst = burst
         self._lock = threading.Lock()
-        # The time at which the next boot would start if no burst were permitted.
+        # Time at which the next boot could start if the backend permitted no bursts.
         self._booked_until = 0.0
         self._reserved: dict[str, float] = {}
 

@@ -75,11 +75,11 @@ class HostCompute(ABC):
         """Accept all values: the schema has checked them, and this machine has no list of flavors or zones."""
 
     def can_separate(self, partners: Sequence[BootPartner], zones: Sequence[str]) -> bool:  # noqa: ARG002
-        return True  # All machines run on this host, so a delay of a boot has no use.
+        return True  # All machines run on this host, so no boot needs to wait for its partner's location.
 
     def locations(self) -> dict[str, Location]:
-        # All amphorae run on this machine. The backend reports unknown locations, so that the controller accepts pairs
-        # with every placement.
+        # All amphorae run on this machine, so a pair can never be separated. The backend reports unknown locations, so
+        # that the controller accepts every pair.
         return dict.fromkeys(self.machines(), Location())
 
     def host_names(self, name: str) -> frozenset[str]:
@@ -122,8 +122,8 @@ class HostCompute(ABC):
         """Start an existing machine with its ports; return False if it runs or its boot is incomplete."""
         with self._state_dirs.locked(amphora_id) as folder, compute_errors(f"power amphora {amphora_id} on"):
             machine = self._machine(amphora_id)
-            # The controller itself repeats an incomplete boot. The boot file is the last file that a boot writes, so
-            # `power_on` starts no machine without this file.
+            # If a boot is incomplete, the controller repeats the boot. The boot file is the last file that a boot
+            # writes, so `power_on` starts no machine without this file.
             if machine is None or machine.state is MachineState.RUNNING or not (folder / self.boot_file).exists():
                 return False
             self._power_on(amphora_id, folder)
@@ -188,8 +188,7 @@ class HostCompute(ABC):
         try:
             return msgspec.json.decode((folder / PROCESS_FILE).read_bytes(), type=Process)
         except FileNotFoundError:
-            # A boot in progress may not have written the process file yet. So the backend searches for processes by
-            # their last argument. The outermost process started the other processes, so the oldest process found is the
-            # outermost one.
+            # A boot in progress may not have written the file with the process id yet. So the backend searches for
+            # processes by their last argument. The oldest of them is the outermost process, which started the others.
             found = find_by_last_argument(str(folder / self.last_argument))
             return min(found, key=lambda process: process.started, default=None)

@@ -23,8 +23,8 @@ from amphora_driver.compute.qemu_command import INITRD, KERNEL
 from amphora_driver.errors import ComputeError
 
 BASE = "base.qcow2"
-# Kernel arguments of an image that contains no file of kernel arguments. The root file system is the whole disk without
-# partitions, and the machine reboots ten seconds after a kernel panic.
+# Default kernel arguments, for an image without a file of kernel arguments. The root file system is the whole disk
+# without partitions. The machine reboots ten seconds after a kernel panic.
 DEFAULT_ARGUMENTS = "root=/dev/vda ro console=ttyS0 quiet panic=10"
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DIGITS = 16
@@ -105,8 +105,7 @@ def _link(source: Path, place: Path) -> None:
     except OSError as error:
         if error.errno not in {errno.EXDEV, errno.EPERM, errno.EMLINK}:
             raise
-        # A hard link is impossible in some cases, for example across file systems. The machine then gets a copy of the
-        # file.
+        # The backend cannot create a hard link in some cases, for example across file systems. So it copies the file.
         temporary = place.with_name(f".{place.name}.new")
         shutil.copyfile(source, temporary)
         temporary.replace(place)

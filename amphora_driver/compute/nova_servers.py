@@ -23,7 +23,8 @@ from amphora_driver.secret import Secret
 Json = dict[str, Any]
 _AMPHORA = "amphora:"
 _NAMED = re.compile(r".*-([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})")
-# Keys of a server's metadata. Programs in the amphora can read the metadata, so the metadata contain no secrets.
+# Names of the server metadata that the driver sets. Programs in the amphora can read the metadata, so the metadata
+# contain no secrets.
 DEPLOYMENT_KEY, AMPHORA_KEY, BOOTED_FOR_KEY = "amphora_deployment", "amphora_id", "amphora_booted_for"
 IMAGE_KEY, ADDRESS_KEY = "amphora_image", "amphora_management_address"
 _RUNNING = {"ACTIVE", "HARD_REBOOT", "MIGRATING", "PASSWORD", "REBOOT", "RESIZE", "REVERT_RESIZE", "VERIFY_RESIZE"}
@@ -129,7 +130,7 @@ def server_body(new: NewServer, zone: str | None = None) -> Json:
         server["imageRef"] = new.image_id
     else:
         server["block_device_mapping_v2"] = [_boot_volume(new.volume, new.image_id)]
-    # Nova refuses null as the value of `availability_zone` or `key_name`.
+    # Nova refuses null as the value of `availability_zone` and `key_name`. So the request omits a missing value.
     server |= {name: value for name, value in (("availability_zone", zone), ("key_name", new.key_name)) if value}
     hints: Json = {}
     if new.group_id:

@@ -37,7 +37,7 @@ from amphora_driver.network.local import LocalNetwork
 
 LOG = logging.getLogger(__name__)
 _HARDWARE_FILE = "hardware.json"
-# Time-out in seconds of the creation of a disk overlay.
+# Maximum number of seconds for the creation of a disk overlay.
 _OVERLAY_SECONDS = 60.0
 # Seconds for which the backend waits for the guest to release a network interface.
 _RELEASE_SECONDS = 10.0
@@ -115,8 +115,8 @@ class QemuCompute(HostCompute):
             memory=options.memory,
             kernel_arguments=arguments,
             initrd=initrd,
-            # QEMU refuses to change to the user that it already runs as. In this case, the backend does not ask QEMU to
-            # change the user.
+            # QEMU refuses to change to the user under which it already runs. In this case, the backend does not request
+            # a change of the user.
             user=None if _uid_of(options.user, "start a machine") == os.geteuid() else options.user,
             runs_with=kvm_probe.supports_run_with_user(options.program),
         )
@@ -127,7 +127,8 @@ class QemuCompute(HostCompute):
         self._spawn(folder, qemu_command.build_command(hardware, folder, ports))
 
     def _spawn(self, folder: Path, argv: list[str]) -> None:
-        # The backend discards the console output of the previous boot before QEMU starts.
+        # The console file must contain only the output of the present boot. So the backend empties the file before QEMU
+        # starts.
         write_private(folder / CONSOLE, b"")
         inside = ("nsenter", f"--net={namespaces.path(self._switch_name)}", f"--wd={folder}", "--")
         environment = {name: os.environ[name] for name in ("PATH",) if name in os.environ} | {"LANG": "C.UTF-8"}
@@ -180,7 +181,7 @@ def _remove_interface(monitor: Monitor, port: Port) -> None:
             words = (port.id, _RELEASE_SECONDS)
             LOG.warning(
                 "the virtual machine did not release the interface of port %s within %g s, so the compute backend "
-                "keeps the interface and removes only its QEMU netdev",
+                "only disconnects the interface from the host",
                 *words,
             )
     monitor.try_execute("netdev_del", id=qemu_command.tap_options(port)["id"])

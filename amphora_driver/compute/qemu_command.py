@@ -26,7 +26,7 @@ _TCG_CACHE_MIB = 128
 # Address space in MiB that QEMU may use in addition to the memory of the guest. A measured QEMU used 0.7 GiB.
 _QEMU_OVERHEAD_MIB = 2048
 _MIB = 2**20
-# The shell replaces itself with QEMU (`exec`). A child process copies the output of QEMU to the console file.
+# The shell script replaces itself by QEMU (`exec`), and a child process copies the output of QEMU to the console file.
 _BOUNDED_CONSOLE = 'python=$0 writer=$1; shift; exec "$@" > >(exec "$python" -I -S "$writer") 2>&1'
 
 

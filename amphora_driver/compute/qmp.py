@@ -61,8 +61,8 @@ class Monitor:
                 raise ComputeError(self._wanted, f"QEMU refuses {command}: {answer['error'].get('desc', 'no reason')}")
             if "return" in answer:
                 return answer["return"]
-            # All other messages are events of QEMU. The callers of this client poll for a state, so they need no
-            # events.
+            # All other messages are events of QEMU. The client ignores them, because its callers poll QEMU for its
+            # state.
 
     def device_ids(self) -> frozenset[str]:
         found = self.execute("qom-list", path="/machine/peripheral")

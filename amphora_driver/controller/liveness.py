@@ -48,7 +48,8 @@ class ControllerLiveness:
             # The thread that writes heartbeats must survive any error. Otherwise, the controller would count as dead
             # although it works.
             LOG.exception(
-                "an unexpected error kept this controller from writing its heartbeat to the database; it tries again"
+                "an unexpected error kept this controller from writing its heartbeat to the database; the "
+                "controller tries again"
             )
             return
         if draining and not self.draining.is_set():

@@ -49,27 +49,27 @@ from amphora_driver.telemetry.http_server import Telemetry
 LOG = logging.getLogger(__name__)
 # Seconds for which a stopping controller waits for its running jobs.
 _STOP_TIMEOUT = 20.0
-# A hint is a message that the job of a load balancer is due. The controller drops a hint if no worker slot becomes free
-# within five seconds. A later poll then finds the job.
+# A hint is a message that the job of a load balancer is due. If no worker slot becomes free within five seconds, the
+# controller drops the hint and finds the job at a later poll.
 _HINT_TIMEOUT = 5.0
-# When the controller begins to stop, it shortens the time-outs of the pending calls of its jobs to this number of
-# seconds.
+# A stopping controller lets the pending calls of its jobs continue for at most this number of seconds.
 _STOP_GRACE = 3.0
 # Seconds between two checks whether running jobs must end early, for example because of a newer request.
 _CHECK_JOBS_EVERY = 0.25
 # Seconds between two searches for dead controllers on the same host.
 _REAP_EVERY = 1.0
-# A due time is implausible if it is further in the future than this multiple of the longest retry back-off. Then the
-# database clock was set back.
+# A due time is the time at which a job may run again. If it is further ahead than this multiple of the longest retry
+# back-off, the database clock was set back.
 _PAUSE_FACTOR = 2
-# A due time that is less than 30 seconds in the future is always plausible.
+# The controller never corrects a due time that is less than 30 seconds in the future.
 _LEAST_PAUSE = 30.0
-# While many retries are running, the controller starts only jobs without a failed attempt. This is the minimum time in
-# seconds before the controller polls again for such jobs.
+# If many retries are running, the controller starts only jobs that have not failed yet. This is the minimum time in
+# seconds between two searches for such jobs.
 _CLAIM_FRESH_EVERY = 0.1
 # Seconds for which a thread of the controller pauses after an unexpected error or a failed renewal of leases.
 _ERROR_BACKOFF = 1.0
-# Seconds without a successful claim after which the controller reports itself as unhealthy.
+# If the controller has not searched successfully for due jobs for this number of seconds, it reports itself as
+# unhealthy.
 _UNHEALTHY_AFTER = 15.0
 
 
@@ -111,8 +111,8 @@ class Controller:
         self._reconciler = Reconciler(context, self._jobs, on_status, self._boot_wait)
         self._stopping = threading.Event()
         self._ended = threading.Event()
-        # The set holds the hanging jobs, whose deadline passed longer ago than a lease lasts. The controller no longer
-        # renews the leases of these jobs.
+        # A job hangs if its deadline passed longer ago than a lease lasts. The controller no longer renews the leases
+        # of these jobs.
         self._hung: set[Job] = set()
         self._slots = WorkerSlots(conf.amp_controller.threads)
         self._liveness = ControllerLiveness(self._database, name, lambda: len(self._slots.jobs()))
@@ -180,8 +180,8 @@ class Controller:
             pause = float(self._conf.amp_queue.poll_interval)
             LOG.warning("the controller cannot claim jobs and tries again in %g s: %s", pause, error)
         except Exception:
-            # This thread must survive any error. Otherwise, the controller would start no more jobs although its
-            # process still runs.
+            # An error must not end the thread that claims jobs. Otherwise, the controller would start no more jobs
+            # although its process still runs.
             LOG.exception(
                 "the controller cannot claim jobs because of an unexpected error and tries again in %g s",
                 _ERROR_BACKOFF,
@@ -202,8 +202,8 @@ class Controller:
         if load_balancer_id is None:
             self._wakeup.wake()
             return
-        # While this thread waited for a free worker slot, the controller may have begun to stop or to drain. In this
-        # case, the controller claims no job.
+        # While this thread waited for a free worker slot, the controller may have begun to stop or to drain. In both
+        # cases, the controller claims no job.
         if self._stopping.is_set() or self._draining.is_set():
             return
         try:
@@ -257,15 +257,14 @@ class Controller:
                 break
             self._start_job(pool, lease)
         else:
-            # No worker slot is free, so the thread sleeps until a job ends and wakes it.
+            # No worker slot is free. So the thread waits until a job ends and wakes it.
             return poll
         due = self._jobs.next_due()
         soonest = _CLAIM_FRESH_EVERY if fresh else 0.02
         return poll if due is None else min(max(due - self._database.now(), soonest), poll)
 
     def _run_job(self, job: Job) -> None:
-        # The job may have waited in the queue of the thread pool. This wait does not count as part of the job's first
-        # step.
+        # The job may have waited in the queue of the thread pool. The time of its first step counts only from now on.
         job.begin_step()
         try:
             self._boot_wait.remove_load_balancer(job.lease.load_balancer_id)
@@ -382,8 +381,7 @@ class ControllerService(cotyledon.Service):
 
     def terminate(self) -> None:
         self._controller.stop()
-        # The process ends when `terminate` returns. Then another controller continues the jobs that are still running
-        # here.
+        # The process ends when `terminate` returns. If jobs are still running then, another controller continues them.
         if not self._controller.wait(_STOP_TIMEOUT):
             LOG.warning(
                 "controller %s stops although some of its jobs still run; other controllers continue these jobs after "

@@ -14,8 +14,8 @@ import time
 
 from amphora_driver.reconcile.job import Job
 
-# Seconds after which a running step counts as waiting, so that its job no longer occupies a worker slot. Most steps
-# take 20 ms, and a boot takes hundreds of milliseconds.
+# If one step of a job takes longer than this number of seconds, the job no longer occupies a worker slot. Most steps
+# take 20 ms. Longer steps usually wait for another machine.
 STALL_SECONDS = 1.0
 # Maximum number of jobs per worker slot of a controller, including jobs that wait.
 JOBS_PER_SLOT = 4

@@ -50,8 +50,8 @@ _UNAVAILABLE_CODES = {1047, 1180, 1053, 1927, "57P01", "57P02", "57P03", "25P03"
 # an idle transaction of another process earlier, and thereby release its locks. Even if four hosts write the same rows
 # through two Galera nodes, 20 seconds are enough.
 _RETRY_SECONDS = 20.0
-# If the database server seems unavailable, `Database` tries a transaction twice. The first attempt may use an old
-# pooled connection to a server that has restarted since.
+# If the database server seems unavailable, `Database` tries a transaction twice. The first attempt may have used an old
+# connection to a server that has restarted since.
 _UNAVAILABLE_ATTEMPTS = 2
 # If the database server has not answered a COMMIT, `Database.write` tries for six seconds to find out whether the
 # COMMIT succeeded.
@@ -74,7 +74,7 @@ _SCHEMA_VALID_SECONDS = 10.0
 _WRITE, _READ = "write to the database", "read from the database"
 _POOL_EXHAUSTED = "every connection of the pool is in use"
 _COMMIT_MARKER = "amphora_commit_marker"
-# _IN_TRANSACTION is the flag SERVER_STATUS_IN_TRANS, which MariaDB sets in every answer while a transaction is open.
+# Value of MariaDB's flag SERVER_STATUS_IN_TRANS. MariaDB sets the flag in every answer while a transaction is open.
 _IN_TRANSACTION = 1
 
 
@@ -119,12 +119,12 @@ class Database:
         self._durable = durable
         self._answer_timeout = answer_timeout
         self._engine: sa.Engine | None = None
-        # The field holds the value of `time.monotonic()` at the last successful check of the database schema.
+        # Time of the last successful check of the database schema, on the clock of `time.monotonic()`.
         self._schema_checked_at: float | None = None
         self._pid = 0
         self._engine_lock = threading.Lock()
-        # The pair holds the measured offset of the database clock from `time.monotonic()`, and the monotonic time of
-        # the measurement.
+        # The offset of the database clock from `time.monotonic()`, and the monotonic time at which the offset was
+        # measured.
         self._clock_offset: tuple[float, float] | None = None
         self._jump_monitor = clock.ClockJumpMonitor()
 
@@ -237,7 +237,8 @@ class Database:
                 self._check_schema(connection)
                 result = work(connection)
                 # An earlier attempt may have been committed although the server did not answer its COMMIT. `Database`
-                # checks this after `work` has locked the rows, because no earlier attempt can be committed after that.
+                # checks this after the function `work` has locked the rows. From now on, no earlier attempt can be
+                # committed.
                 _raise_if_committed(connection, unconfirmed)
             except BaseException as error:
                 transaction.rollback()
@@ -246,8 +247,9 @@ class Database:
                     # such as a duplicate key. So `Database` checks whether an earlier attempt was committed.
                     self._raise_if_any_committed(unconfirmed)
                 raise
-            # `Database` reads the commit marker before COMMIT. After a connection loss in COMMIT, SQLAlchemy no longer
-            # provides the `info` of the connection.
+            # The commit marker is a value by which the driver later finds out whether a COMMIT succeeded. `Database`
+            # reads the marker before COMMIT. After a connection loss, SQLAlchemy no longer provides the `info` of the
+            # connection.
             marker = connection.info.get(_COMMIT_MARKER)
             try:
                 transaction.commit()
@@ -294,8 +296,8 @@ class Database:
         if url.get_backend_name() != "sqlite":
             options: dict[str, Any] = {"isolation_level": "READ COMMITTED", "pool_pre_ping": True, "pool_recycle": 3600}
             limits, postgresql = _connect_arguments(url, self._answer_timeout), url.get_backend_name() == "postgresql"
-            # A ROLLBACK without an open transaction only costs time. psycopg skips an unneeded ROLLBACK itself. For
-            # MariaDB, the function `_reset_mariadb` skips an unneeded ROLLBACK.
+            # The connection pool sends ROLLBACK when a connection returns, and a ROLLBACK without an open transaction
+            # only costs time. psycopg skips it itself. For MariaDB, the function `_reset_mariadb` skips it.
             options["pool_reset_on_return"] = "rollback" if postgresql else None
             engine = sa.create_engine(url, **options, **_POOL_OPTIONS, connect_args=limits)
             if postgresql:
@@ -328,7 +330,7 @@ def parse_url(text: str, option: str = schema_check.DRIVER.option) -> sa.URL:
         raise ConfigurationError(attempt, f"its driver is not installed ({error})", remedy) from error
     if "@" in (url.host or ""):
         # In a database URL with a second @, SQLAlchemy reads the end of the password as the host name. Error messages
-        # would then show that part of the password.
+        # would then show that part of the password, so the driver refuses such a URL.
         raise ConfigurationError(attempt, "its URL has more than one @", f"{remedy} Write %40 in a password.")
     return url
 
@@ -391,7 +393,7 @@ def _is_unavailable(error: DBAPIError) -> bool:
     if hasattr(original, "sqlstate"):
         # psycopg sets a SQLSTATE only on errors from the server, so an error without a SQLSTATE comes from the client.
         return isinstance(error, sa.exc.OperationalError) and original.sqlstate is None
-    # The client libraries of MySQL and MariaDB use error codes from 2000 to 2099. These codes mean that the server did
+    # An error code from 2000 to 2099 comes from the client library of MySQL or MariaDB. It means that the server did
     # not answer.
     return isinstance(code, int) and 2000 <= code < 2100
 

@@ -127,7 +127,7 @@ def _run_migrations(engine: sa.Engine, schema: Schema) -> Upgrade:
             raise SchemaMismatch(_ATTEMPT, happened, remedy)
         if len(found) > 1:
             # Two rows in the version table show that two upgrades ran at the same time on two Galera nodes. The upgrade
-            # keeps the row of the later revision, because a repeated upgrade step does no harm.
+            # keeps only the row of the later revision.
             behind = sa.text(f"DELETE FROM {schema.version_table} WHERE version_num <> :newest")  # noqa: S608 - a constant
             connection.execute(behind, {"newest": found[-1]})
         if found != (newest,):

@@ -40,8 +40,8 @@ class SqliteWriteLock:
         """Make every writing transaction of an engine take the lock."""
         event.listen(engine, "connect", self._connect)
         event.listen(engine, "begin", self._begin)
-        # SQLAlchemy returns a connection to the pool right after COMMIT or ROLLBACK. The event `checkin` at the return
-        # releases the write lock.
+        # SQLAlchemy returns a connection to the pool right after COMMIT or ROLLBACK. The pool then raises the event
+        # `checkin`, at which the driver releases the write lock.
         event.listen(engine, "checkin", self._checkin)
 
     def _connect(self, dbapi_connection: Any, _record: Any) -> None:
@@ -77,8 +77,8 @@ class LockFile:
     def __init__(self, path: str) -> None:
         self._path = path
         self._mutex = threading.Lock()
-        # A thread that waits in flock() cannot be stopped. The list holds threads that still wait after the caller's
-        # time-out. The next caller uses one of these threads.
+        # The driver cannot stop a thread that waits in flock(). If a caller gives up after its time-out, its thread
+        # stays in this list. The next caller uses one of these threads.
         self._abandoned: list[_Waiter] = []
 
     def acquire(self, timeout: float) -> int:

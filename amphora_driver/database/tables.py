@@ -20,9 +20,11 @@ metadata = sa.MetaData(
 )
 
 Id = sa.String(36)
-# MySQL's TEXT holds at most 64 KiB. The JSON of a load balancer with a thousand nested objects is longer.
+# MySQL's TEXT holds at most 64 KiB, but the JSON of a load balancer with a thousand nested objects is longer. So the
+# type on MySQL and MariaDB is MEDIUMTEXT.
 Body = sa.Text().with_variant(mysql.MEDIUMTEXT(), "mysql", "mariadb")
-# MySQL's BLOB holds at most 64 KiB. A certificate chain or a CA bundle may be longer.
+# MySQL's BLOB holds at most 64 KiB, but a certificate chain or a CA bundle may be longer. So the type on MySQL and
+# MariaDB is MEDIUMBLOB.
 Sealed = sa.LargeBinary().with_variant(mysql.MEDIUMBLOB(), "mysql", "mariadb")
 # SQLite assigns row numbers automatically only to a primary key of the type INTEGER, not to one of the type BIGINT.
 Serial = sa.BigInteger().with_variant(sa.Integer(), "sqlite")

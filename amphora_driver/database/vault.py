@@ -38,8 +38,8 @@ _OPTION = "[amp_database] encryption_key_file"
 # other software computes from the key.
 _FINGERPRINT_PREFIX = b"amphora-driver encryption key "
 _FINGERPRINT_DIGITS = 12
-# A rewrite of the key file may remove a key for a moment. So the vault still decrypts with a key for a minute after the
-# key has disappeared.
+# An editor may remove a key from the key file for a moment while it rewrites the file. So the vault still decrypts with
+# a key for a minute after the key has disappeared.
 _REMOVED_KEY_SECONDS = 60.0
 # The vault detects a changed key file by four numbers: the inode, the modification time in nanoseconds, the size and
 # the mode.
@@ -81,8 +81,8 @@ class Vault:
         Raises:
             ConfigurationError: the file is missing, empty, readable by other users, or contains an invalid key.
         """
-        # The vault reads the version of the key file before the keys. If the file changes in between, the vault later
-        # detects the change.
+        # The vault reads the version of the key file before the keys. So if the file changes between the two reads, the
+        # vault detects the change later and reads the keys again.
         version = _file_version(Path(path))
         vault = cls(_read_keys(Path(path), option))
         vault._path, vault._version, vault._option = Path(path), version, option
@@ -112,8 +112,8 @@ class Vault:
         """Return the index of the sealing key, from 0; None if it is unknown."""
         for index, cipher in enumerate(self._current_ring().ciphers):
             with contextlib.suppress(InvalidToken):
-                # `Fernet.extract_timestamp` verifies the signature but does not decrypt the secret. So the search for
-                # the right key is cheap.
+                # `Fernet.extract_timestamp` verifies the signature but does not decrypt the secret. So the vault
+                # quickly finds the key that encrypted a secret.
                 cipher.extract_timestamp(sealed)
                 return index
         return None
@@ -162,7 +162,7 @@ class Vault:
         removed = [key for key in (*before.keys, *before.removed) if key not in keys]
         self._key_ring = _KeyRing(keys, removed)
         LOG.info(
-            "the vault has reloaded the encryption keys and now encrypts with the key of fingerprint %s",
+            "the vault has reloaded the encryption keys and now encrypts with the key that has the fingerprint %s",
             self._key_ring.fingerprints[0],
         )
         if removed:

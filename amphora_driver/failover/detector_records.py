@@ -21,8 +21,8 @@ from amphora_driver.store.silent_amphorae import SilentAmphora
 if TYPE_CHECKING:
     from amphora_driver.database.engine import Database
 
-# Seconds between two writes of the numbers of silent and watched amphorae. The failure detector writes all other
-# changes immediately.
+# The failure detector counts the watched and the silent amphorae. It writes the two numbers to the database at this
+# interval in seconds, and all other changes immediately.
 _NUMBERS_EVERY = 5.0
 # Seconds between two updates of the verdicts on unknown amphorae. A verdict explains to the operator what happens to an
 # unknown amphora.
@@ -30,8 +30,8 @@ _UNKNOWN_EVERY = 10.0
 # Maximum number of rows of silent amphorae that the failure detector writes in one transaction. The transaction must be
 # short, because the failure detector reads no heartbeats during the transaction.
 _MOST_WRITTEN = 200
-# In each turn, the failure detector computes again when each silent period began. If the new result differs by less
-# than two seconds from the previous one, the failure detector keeps the previous one.
+# In each turn, the failure detector computes anew when each amphora became silent. If the result differs by less than
+# two seconds from the recorded time, the recorded time stays.
 _SAME = 2.0
 
 
@@ -45,8 +45,8 @@ class DetectorRecords:
         self._known: set[str] = set()
         self._rows: dict[str, BreakerRow] = {}
         self._numbers_at = self._unknown_at = float("-inf")
-        # The keys are the ids of load balancers that the failure detector has set to ERROR. The values are the last
-        # heartbeats (epoch, sequence) of the amphorae at that time, by amphora id.
+        # The failure detector sets a load balancer to ERROR if its amphorae are silent. The keys are the ids of these
+        # load balancers. The values are the last heartbeats at that time (epoch and sequence), by amphora id.
         self._reported: dict[str, dict[str, tuple[int, int] | None]] = {}
 
     def load(self, rows: dict[str, BreakerRow] | None) -> None:

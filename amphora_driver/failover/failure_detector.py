@@ -49,7 +49,8 @@ LOG = logging.getLogger(__name__)
 # Longest time in seconds between two reads of heartbeats. The failure detector reads at least eight times within
 # `silent_after`.
 _READ_EVERY = 0.5
-# One controller at a time holds the lease of failure detection. Seconds until the lease expires without a renewal.
+# One controller at a time holds the lease of failure detection. Without a renewal, the lease expires after this number
+# of seconds.
 _DUTY_LEASE = 6.0
 # Seconds between two renewals of the lease of failure detection.
 _RENEW_EVERY = 1.5
@@ -96,10 +97,11 @@ class FailureDetector:
         # Epoch of the lease of failure detection when this process last held the lease. The epoch changes when another
         # process takes over the lease.
         self._epoch: int | None = None
-        # Reason to suspect a failure of the network instead of the probed amphora; empty without a suspicion.
+        # Reason to suspect that the network has failed and not the probed amphora. The text is empty without a
+        # suspicion.
         self._suspicion = ""
-        # The keys are the ids of unfinished fail-overs. The values are the times at which this process first read the
-        # fail-overs.
+        # The keys are the ids of unfinished fail-overs. The values are the times at which this process first read these
+        # fail-overs from the database.
         self._in_progress: dict[int, float] = {}
         # Load balancer of the circuit breaker's trial fail-over, and the time at which this process started or first
         # read that fail-over.
@@ -415,7 +417,7 @@ class FailureDetector:
         load_balancer_id, amphora_id = one.liveness.load_balancer_id, one.liveness.amphora_id
         detail = rules.finding(one, now)
         if self._backoff.is_replacement(load_balancer_id, amphora_id):
-            # The silent amphora was itself a replacement, so the previous fail-over of the load balancer has failed.
+            # The silent amphora is the replacement of an earlier fail-over, so that earlier fail-over has failed.
             failovers.record_event(connection, load_balancer_id, Event.FAILED, at, amphora_id, detail)
         if not failovers.open_failovers(connection, load_balancer_id, [amphora_id], rules.failover_cause(one), at):
             return False

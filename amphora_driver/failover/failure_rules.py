@@ -27,22 +27,22 @@ Order = tuple[int, int] | None
 # Time without a heartbeat after which the controller probes an amphora, as a fraction of `silent_after`. The result of
 # the probe must arrive before `silent_after`.
 _LATE = 0.65
-# If the failure detector reads no heartbeats for longer than this fraction of `silent_after`, the silent periods of all
-# amphorae start again.
+# While the failure detector reads no heartbeats, it cannot know which amphorae are silent. If this takes longer than
+# this fraction of `silent_after`, the silent periods of all amphorae start again.
 _GAP = 0.25
-# Lower limit in seconds of the permitted pause between two reads. Shorter pauses are normal scheduling delays.
+# The failure detector may pause for this number of seconds between two reads in any case, because shorter pauses are
+# normal scheduling delays.
 _LEAST_GAP = 1.0
-# A health manager proves with its self-test that it receives heartbeats. If no health manager does so for this fraction
-# of `silent_after`, the silent periods of all amphorae start again.
+# The self-test of a health manager proves that it receives heartbeats. If all self-tests fail for this fraction of
+# `silent_after`, the silent periods of all amphorae start again.
 _DEAF = 0.4
-# Lower limit in seconds of the permitted time without a successful self-test.
+# The self-tests may fail for this number of seconds in any case, even if `silent_after` is short.
 _LEAST_DEAF = 1.5
 # Seconds for which the result of a probe stays valid. With a long probe time-out, the result stays valid for twice the
 # time-out.
 _FRESH = 8.0
-# Longest delay in seconds between the receipt of a heartbeat and its read by the failure detector, in addition to the
-# flush interval. The health manager writes heartbeats at most once a second, and the failure detector reads every half
-# second.
+# Longest delay in seconds between the receipt of a heartbeat and its read by the failure detector. The flush interval
+# is not included. The health manager writes at most once a second, and the failure detector reads every half second.
 _SEEN_LATE = 1.5
 # Longest normal time between two heartbeats, as a multiple of the heartbeat interval.
 _JITTER = 1.25
@@ -250,7 +250,7 @@ def network_suspected(period: SilentPeriod, evidence: PathEvidence, now: float, 
     if works or evidence.has_witnesses:
         return ""
     # If the controller watches only one amphora, no other amphora shows whether the management network works. Then the
-    # controller waits for a shorter time. This is safe, because the silent amphora is deleted only after its
+    # controller waits for only twice `silent_after`. This is safe, because the silent amphora is deleted only after its
     # replacement serves.
     wait = 2 * limits.silent_after
     if evidence.watched > 1:
@@ -286,12 +286,12 @@ def judge_silence(
         over = now - period.since >= limits.mute_after
         answers = f"its agent answers ({result.detail})" if result.detail else "its agent answers"
         text = f"{answers}; it is replaced after {limits.mute_after:g} s of silence"
-        # An amphora whose agent answers may still serve traffic. The amphora counts as mute and not as dead, even if
-        # the amphora never sent a heartbeat.
+        # An amphora whose agent answers may still serve traffic. So it counts as mute and not as dead, even if it never
+        # sent a heartbeat.
         return Verdict(kind=kind, text=text, cause=Cause.MUTE if over else None, stale=stale)
     if result.inconclusive_at is not None and now - result.inconclusive_at < limits.silent_after:
-        # A short time ago, the controller's host could not send a probe, so its network may have failed. After the
-        # repair, heartbeats and answers need some time to arrive again.
+        # A short time ago, the controller's host could not send a probe, so the network of this host may have failed.
+        # After the network's return, heartbeats and answers need some time to arrive again.
         return Verdict(kind=kind, text="no fail-over yet: a moment ago the controller could not probe its agent")
     if suspicion:
         return Verdict(kind=kind, text=f"no fail-over yet: its agent does not answer, but {suspicion}")

@@ -95,8 +95,8 @@ class ReachabilityProbe:
             self._results[amphora_id] = ProbeResult(outcome=outcome, at=at, detail=detail, inconclusive_at=inconclusive)
 
     def _probe(self, amphora_id: str, address: str) -> tuple[ProbeOutcome, str]:
-        # The probe opens a new connection. After a network failure, an old connection may hang although the agent
-        # answers.
+        # After a network failure, an old connection may hang although the agent answers. So the probe opens a new
+        # connection.
         self._agents.forget(amphora_id)
         begun = time.monotonic()
         try:
@@ -138,7 +138,8 @@ def local_fault(error: AmphoraDriverError) -> str:
     if not isinstance(error, (AgentUnreachable, AgentUntrusted)):
         return str(error).rstrip(".")
     for one in _causes(error):
-        # The `errno` of an SSLError is an error number of OpenSSL and not of the operating system.
+        # The `errno` of an SSLError is an error number of OpenSSL and not of the operating system. So the function
+        # ignores errors of this class.
         if isinstance(one, OSError) and not isinstance(one, ssl.SSLError) and one.errno in _LOCAL_ERRORS:
             return (one.strerror or str(one)).lower()
     return ""
@@ -155,7 +156,7 @@ def _is_reachable(host: str, port: int, timeout: float) -> bool:
     try:
         socket.create_connection((host, port), timeout).close()
     except ConnectionRefusedError:
-        # A refused connection proves that a machine with this address is running.
+        # A refused connection proves that a machine with this address is running and that the management network works.
         return True
     except OSError:
         return False

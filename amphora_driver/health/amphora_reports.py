@@ -162,8 +162,7 @@ class _AmphoraState:
 
     def __init__(self) -> None:
         self.last = LastReport(0.0, 0.0, 0, _BEFORE_ALL)
-        # `vip_claimed_at` is the time of the first heartbeat in the latest unbroken series of heartbeats that claim the
-        # VIPs.
+        # `vip_claimed_at` is the time since which all heartbeats of the amphora report that it holds the VIPs.
         self.vip_claimed_at = -1.0
         self.generation: int | None = None
         self._listeners: dict[str, tuple[float, ListenerReport]] = {}
@@ -201,9 +200,9 @@ class _AmphoraState:
         )
 
     def _has_too_many_names(self) -> bool:
-        # Counting the distinct object ids of an amphora is slow. So the health manager counts the ids only if
-        # `_name_bound` exceeds the limit. If the count exceeds half of the limit, the health manager drops the values.
-        # Otherwise, the next count would follow too soon.
+        # Counting the distinct object ids of an amphora is slow. So the health manager counts them only if the upper
+        # bound `_name_bound` exceeds the limit. A count of more than half of the limit is too many, because the next
+        # count would follow soon.
         if self._name_bound <= _MAX_NAMES:
             return False
         self._name_bound = len(self._listeners) + sum(pool.count_names() for pool in self._pools.values())

@@ -67,8 +67,8 @@ class DriftReports:
         # For each amphora, `_noticed` describes the last recorded drift: when the agent found the drift, and when this
         # process recorded the drift.
         self._noticed: dict[str, tuple[float, float]] = {}
-        # `_reported` contains the amphorae that have reported drift to this process. The process removes the drift mark
-        # only from these amphorae.
+        # `_reported` contains the amphorae that have reported drift to this process. Only for these amphorae, this
+        # process later records in the database that the drift has ended.
         self._reported: set[str] = set()
 
     def find_unrepaired(
@@ -80,7 +80,7 @@ class DriftReports:
             expected = confirmed.get(amphora_id, 0)
             period = self._periods.get(amphora_id)
             if not last.drift:
-                # If drift returns soon after a repair, the drift period continues. So the delay between two pushes of
+                # If drift returns soon after a repair, it counts as the same drift. So the delay between two pushes of
                 # the configuration keeps growing.
                 if period is not None and now > period.since + 2 * period.backoff:
                     del self._periods[amphora_id]

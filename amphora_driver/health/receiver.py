@@ -36,7 +36,7 @@ _MAX_DATAGRAM = 65536
 # The socket buffer is large, because it must hold heartbeat datagrams while the kernel does not schedule the health
 # manager.
 _SOCKET_BUFFER = 32 << 20
-# Python's socket module does not define Linux's socket option SO_RCVBUFFORCE (socket(7)).
+# Number of Linux's socket option SO_RCVBUFFORCE (socket(7)), for which Python's socket module has no name.
 _SO_RCVBUFFORCE = 33
 # The receive loop processes at most 256 datagrams in a row. Then the loop checks for a stop request and for new keys.
 _BURST = 256
@@ -253,8 +253,8 @@ class Receiver:
         try:
             self._wakeup_writer.send(b"\0")
         except OSError:
-            # The wake-up message to the receive loop fails if earlier messages fill the socket buffer, or if the loop
-            # has ended. Neither case needs an action.
+            # The wake-up message to the receive loop fails in two cases: earlier messages fill the socket buffer, or
+            # the loop has ended. In both cases, the loop needs no further message.
             return
 
     def _drain_wakeups(self) -> None:
@@ -272,13 +272,13 @@ def _bind(address: str, port: int) -> socket.socket:
         made.setblocking(False)
         made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SOCKET_BUFFER)
         try:
-            # The socket option SO_RCVBUFFORCE can exceed the kernel's limit net.core.rmem_max, but requires the
-            # capability CAP_NET_ADMIN.
+            # The kernel limits a receive buffer to net.core.rmem_max. The socket option SO_RCVBUFFORCE exceeds this
+            # limit, but needs the capability CAP_NET_ADMIN.
             made.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _SOCKET_BUFFER)
         except PermissionError:
             LOG.info(
                 "the health manager does not have CAP_NET_ADMIN, so the kernel limits the receive buffer for "
-                "heartbeats to net.core.rmem_max"
+                "heartbeats to net.core.rmem_max; if heartbeats are lost, increase this limit"
             )
         made.bind((address, port))
     except (OSError, ValueError) as error:

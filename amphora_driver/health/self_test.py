@@ -68,7 +68,10 @@ class ReceiverSelfTest:
             LOG.warning("the health manager could not record the result of its self-test and tries again: %s", error)
             return
         except Exception:
-            LOG.exception("the health manager could not record the result of its self-test and tries again")
+            LOG.exception(
+                "the health manager could not record the result of its self-test because of an unexpected error and "
+                "tries again"
+            )
             return
         if working is not self._working:
             self._working = working

@@ -181,7 +181,10 @@ class HealthManager:
         except Exception:
             # The flush thread must survive an unexpected error, because without the thread the health manager would
             # silently lose all reports.
-            LOG.exception("the health manager could not write the reports of amphorae to the database and tries again")
+            LOG.exception(
+                "the health manager could not write the reports of amphorae to the database because of an "
+                "unexpected error and tries again"
+            )
 
 
 class HealthManagerService(cotyledon.Service):

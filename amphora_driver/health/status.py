@@ -116,8 +116,8 @@ class _View(msgspec.Struct, frozen=True):
         return f"{self.word} reported by amphora {self.amphora_id}" if self.amphora_id else f"{self.word} reported"
 
 
-# HAProxy's status of a server (management guide 9.1, field 17) begins with a word, for example `UP` in `UP 1/3`. The
-# words `NOLB` and `RESTARTING` contain no health information.
+# HAProxy's status of a server (management guide 9.1, field 17) begins with one of these words, for example `UP` in `UP
+# 1/3`. `NOLB` and `RESTARTING` are missing, because they say nothing about the health.
 _MEMBER_WORDS = {
     "UP": Operating.ONLINE,
     "DOWN": Operating.ERROR,

@@ -175,8 +175,8 @@ class StatusWriter:
             state = self._states.setdefault(load_balancer_id, _LoadBalancerState())
             self._log_silent(load_balancer_id, state, [each for each in trusted if each not in reports])
             newest = max((reports[each].generation or 0 for each in live), default=0)
-            # A faulty amphora may report a generation that does not exist yet. The health manager uses the recorded
-            # generation instead. Otherwise it would ignore the objects of all real generations up to the reported one.
+            # A faulty amphora may report a generation that does not exist yet. The health manager then uses the newest
+            # recorded generation. Otherwise, it would ignore every real generation below the reported number.
             served = min(newest, one.generation)
             if served > state.served:
                 # A new configuration of a load balancer may contain objects without statuses in the database, so the

@@ -18,8 +18,8 @@ from pathlib import Path
 import msgspec
 
 _BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
-# During execve(2), the kernel shows a process without arguments for a moment. After half a second, the driver assumes
-# that the process really has no arguments.
+# During execve(2), the kernel shows a process without arguments for a moment. If a process still has no arguments after
+# half a second, the driver assumes that it really has none.
 _EXEC_SECONDS = 0.5
 # The kernel sets the bit PF_KTHREAD in the field `flags` of /proc/PID/stat if the process is a kernel thread.
 _KERNEL_THREAD = 0x00200000
@@ -80,8 +80,8 @@ class Process(msgspec.Struct, frozen=True):
     def _open_pidfd(self) -> int | None:
         try:
             descriptor = os.pidfd_open(self.pid)
-        # If the process has ended, pidfd_open fails with ESRCH. Some versions of Linux return ENOENT if the process
-        # ends during the call.
+        # If the process has ended, pidfd_open fails with ESRCH. If it ends during the call, some versions of Linux
+        # return ENOENT instead.
         except (ProcessLookupError, FileNotFoundError):
             return None
         if self.alive():

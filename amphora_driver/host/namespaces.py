@@ -72,8 +72,8 @@ def remove(name: str) -> None:
     place = path(name)
     while exists(name):
         _check_result(_LIBC.umount2(os.fsencode(place), _MNT_DETACH), f"unmount {place}")
-    # The mount of a network namespace also exists as a copy in the mount namespaces of amphorae. The kernel detaches
-    # these copies when the driver removes the mount point.
+    # The mount namespaces of amphorae contain copies of the mount of a network namespace. The kernel detaches these
+    # copies when the driver removes the mount point.
     place.unlink(missing_ok=True)
 
 
@@ -95,7 +95,7 @@ def run_inside(place: str | Path, work: Callable[[], T]) -> T:
 
     def enter() -> T:
         if _LIBC.setns(descriptor, _CLONE_NEWNET) != 0:
-            # setns(2) fails with EINVAL if the file descriptor does not refer to a network namespace.
+            # setns(2) fails with EINVAL if the file descriptor refers to something else than a network namespace.
             if ctypes.get_errno() == errno.EINVAL:
                 raise FileNotFoundError(errno.ENOENT, "no network namespace is mounted here", str(place))
             _check_result(-1, f"enter the network namespace {place}")

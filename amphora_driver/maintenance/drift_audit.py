@@ -53,7 +53,7 @@ _LONGEST_ROUND, _SHORTEST_ROUND = 5.0, 0.2
 # Number of rounds of the drift audit in one audit interval.
 _ROUNDS = 10
 # Maximum number of amphorae that a round of the drift audit queries, as a multiple of the number that the audit
-# interval requires. The additional queries repeat failed ones.
+# interval requires. The reserve is for queries that failed before.
 _RESERVE = 1.5
 # Time-out in seconds of a query from the drift audit to an agent.
 _AGENT_TIMEOUT = 5.0
@@ -66,7 +66,8 @@ _SETTINGS_PAUSE = 10.0
 _ROUND_TIMEOUT = 20.0
 # Maximum duration in seconds of one wait for answers. After each wait, the round checks whether it must end.
 _CHECK_EVERY = 0.2
-# One controller at a time holds the lease of the drift audit. Seconds until the lease expires without a renewal.
+# One controller at a time holds the lease of the drift audit. Without a renewal, the lease expires after this number of
+# seconds.
 _DUTY_LEASE = 60.0
 # Seconds between two renewals of the lease of the drift audit.
 _RENEW_EVERY = 10.0
@@ -76,7 +77,7 @@ _QUEUED = 2
 # If the generation that an amphora reports exceeds the recorded generation by more than this number, the drift audit
 # regards the reported generation as impossible.
 _IMPLAUSIBLE = 2**31
-# The function `next` returns this value after the last amphora that is due for an audit.
+# The round gets this value from the function `next` if no amphora is due for an audit any more.
 _END = object()
 
 
@@ -153,8 +154,8 @@ class _Target(msgspec.Struct, frozen=True):
     digest: str
 
 
-# The state that an agent reports, and the reason why the agent still has other settings than the configured ones. The
-# reason is empty if the settings are equal.
+# Answer to one query: the state that the agent reports, and the reason why the agent's settings differ from the
+# configured ones. The reason is empty if the settings are equal.
 _Answer: TypeAlias = "tuple[BundleState, str]"
 
 
@@ -183,8 +184,9 @@ class DriftAuditor:
         # (the drift kind RENDERER), in the order of detection.
         self._outdated: dict[str, None] = {}
         self._pushed_at = time.monotonic()
-        # The keys are load balancer ids. A value is the fingerprint of the content that the controller pushed last
-        # because of a newer renderer. The drift audit requests no further push of the same content for this reason.
+        # A newer version of the driver may render other content for the same load balancer, and pushes this content
+        # once. The keys are load balancer ids. The values are fingerprints of the pushed content, which prevent a
+        # second push.
         self._pushed: dict[str, str] = {}
         self._renewed_at = 0.0
 
@@ -222,7 +224,8 @@ class DriftAuditor:
         return True
 
     def _update_settings(self, pool: ThreadPoolExecutor, goes_on: Callable[[], bool]) -> None:
-        # Each round reads the addresses of all amphorae, so the pause limits the load of the database.
+        # Each comparison of settings reads the addresses of all amphorae from the database. So it runs only after a
+        # pause.
         if time.monotonic() >= self._settings_at:
             self._settings.run_round(pool, goes_on)
             self._settings_at = time.monotonic() + min(_SETTINGS_PAUSE, self._interval)
@@ -267,8 +270,8 @@ class DriftAuditor:
                     done += self._handle_answer(asked.pop(answer), answer)
         finally:
             for answer, target in asked.items():
-                # The method `cancel` returns False if the query still runs. Such a query may never end. The drift audit
-                # therefore postpones this amphora and audits the others first.
+                # The method `cancel` returns False if the query still runs, and such a query may never end. So the
+                # drift audit postpones this amphora and audits the others first.
                 if answer.done():
                     done += self._handle_answer(target, answer)
                 elif not answer.cancel():
@@ -382,7 +385,8 @@ class DriftAuditor:
         ready = [one for one in recorded.amphorae if one.confirmed == recorded.generation]
         different = []
         for one, answer in [(one, pool.submit(self._get_state, one)) for one in ready]:
-            # An amphora that does not answer causes no push. A later round of the drift audit queries it again.
+            # An amphora that does not answer causes no push. A later round of the drift audit queries the amphora
+            # again.
             if not isinstance(answer.exception(), AmphoraDriverError):
                 drift = classify_drift(recorded.generation, expected[one.id], answer.result())
                 if drift is Drift.RENDERER:
@@ -393,14 +397,14 @@ class DriftAuditor:
         if len(self._pushed) >= _MOST_REMEMBERED:
             self._pushed.clear()
         self._pushed[of] = _fingerprint(recorded)
-        # The controller requests the push by a change in the database: it revokes the confirmation of the generation.
-        # The change of one amphora is enough, because the push sends a new generation to all amphorae.
+        # To request a push, the controller deletes the confirmation of the generation in the database. One amphora
+        # without a confirmation is enough, because the push sends a new generation to all amphorae.
         first = different[0]
         why = "renderer: this version renders the load balancer in another way"
         if self._database.write(lambda c: config_drift.revoke_confirmation(c, first.id, recorded.generation, why)):
             LOG.info(
-                "the drift audit requests a new push of the configuration of load balancer %s, because this version of "
-                "the driver renders it in another way",
+                "the drift audit requests a new push of the configuration of load balancer %s, because this version "
+                "of the driver renders the configuration differently",
                 of,
             )
             self._on_due()

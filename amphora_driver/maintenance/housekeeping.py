@@ -65,8 +65,8 @@ class Housekeeping:
             if not acquire_duty(self._database, _DUTY, self._owner, 2 * every):
                 return
             if self._certificates is not None:
-                # Housekeeping renews certificates first. A failure of a backend in a later task then cannot prevent the
-                # renewal.
+                # Housekeeping renews certificates first, because a failing backend could end the round in one of the
+                # other tasks.
                 renew_certificates(self._certificates)
             self.release_unused_vips()
             self._orphans.clean_up()
@@ -82,8 +82,8 @@ class Housekeeping:
         """Release VIPs of load balancers that were not created within [amp_controller] forget_vip_after."""
         grace: float = self._conf.amp_controller.forget_vip_after
         before = self._database.now() - grace
-        # After a jump of the database clock, the ages of VIP claims are not reliable. Housekeeping then releases no
-        # VIPs for `grace` seconds.
+        # After a jump of the database clock, the ages of VIP claims may be wrong. So housekeeping releases no VIPs
+        # until `grace` seconds have passed since the jump.
         if self._database.seconds_since_clock_jump() < grace:
             return
         orphans, served = self._database.read(lambda c: vip_claims.list_settled_claims(c, before))
@@ -127,8 +127,8 @@ class Housekeeping:
             return self._vault.seal(tls_tickets.rotate_ticket_state(self._vault.open(one.sealed, place)), place)
         except StoreError as error:
             LOG.warning(
-                "the controller cannot rotate the TLS ticket keys of load balancer %s, so the next push "
-                "creates new ones: %s",
+                "the controller cannot rotate the TLS ticket keys of load balancer %s, so the next push creates new "
+                "ticket keys: %s",
                 one.load_balancer_id,
                 error,
             )
@@ -137,8 +137,8 @@ class Housekeeping:
     def _release_vip(self, orphan: vip_claims.OrphanedClaim) -> bool:
         """Release the addresses; return False on an error, which must not stop the other releases."""
         LOG.info(
-            "load balancer %s is not recorded, because Octavia did not create it after the allocation of its VIPs; the "
-            "controller releases the VIPs",
+            "Octavia requested the VIPs of load balancer %s but never created the load balancer; the controller "
+            "releases the VIPs",
             orphan.load_balancer_id,
         )
         try:

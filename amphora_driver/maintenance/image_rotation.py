@@ -40,13 +40,14 @@ LOG = logging.getLogger(__name__)
 DUTY = "rotation"
 # Seconds between two rounds of the image rotation.
 _EVERY = 1.0
-# One controller at a time holds the lease of the image rotation. Seconds until the lease expires without a renewal.
+# One controller at a time holds the lease of the image rotation. Without a renewal, the lease expires after this number
+# of seconds.
 _DUTY_SECONDS = 10.0
-# If the time between two rounds of the image rotation is longer than this number of seconds, the process or the
-# database was paused. The image rotation then counts only this number of seconds.
+# The image rotation measures durations as sums of the times between its rounds. A longer time than this number of
+# seconds means that the process or the database was paused, and counts only as this number.
 _LONGEST_GAP = 3.0
-# Maximum number of waiting load balancers that one round of the image rotation considers. The first ones may be busy,
-# so a round needs several candidates.
+# Maximum number of waiting load balancers that one round of the image rotation considers. The round needs several
+# candidates, because some of the load balancers may be busy.
 _CANDIDATES = 100
 # Number of missed heartbeats after which an amphora counts as silent.
 _MISSED = 3
@@ -71,8 +72,8 @@ class RotationWatch:
 
     def __init__(self, silence: float) -> None:
         self._silence = silence
-        # The keys are amphora ids. A value contains the position of the newest heartbeat, whether this heartbeat
-        # arrived during the observation, and the seconds without a newer heartbeat.
+        # The keys are amphora ids. A value contains the position of the newest heartbeat, whether it arrived during the
+        # observation, and the seconds without a newer heartbeat.
         self._heartbeats: dict[str, tuple[tuple[int, int], bool, float]] = {}
         self._watched: dict[str, float] = {}
         self._well: dict[str, float] = {}
@@ -108,8 +109,9 @@ class RotationWatch:
             if item.state is ItemState.RUNNING:
                 watched[of] = self._watched.get(of, 0.0) + gap
                 before = self._first.get(of, (facts.attempts, facts.provisioning == "ERROR"))
-                # A successful job resets the number of attempts in the database. The number from the first observation
-                # then decreases too, so that the difference between the two numbers counts all later attempts.
+                # The rotation counts the failed attempts since the first observation. A successful job resets the
+                # number of attempts in the database. The number from the first observation must then decrease too, so
+                # that the difference counts all later attempts.
                 first[of] = (min(before[0], facts.attempts), before[1] and facts.provisioning == "ERROR")
                 if plan.missing_condition(snapshot.rotation, item, facts) is None:
                     well[of] = self._well[of] + gap if of in self._well else 0.0

@@ -139,8 +139,8 @@ def next_moves(
     if rotation.state is RotationState.RUNNING:
         moves += _start_items(rotation, waiting, facts, limits, rotation.max_unavailable - busy, breaker)
     if not items:
-        # `items` may contain only some of the waiting load balancers. Only an empty `items` shows that no load balancer
-        # is left, and that the rotation has ended.
+        # `items` may contain only a part of the waiting load balancers. So the image rotation has ended only if `items`
+        # is empty.
         aborted = rotation.state is RotationState.ABORTED
         moves.append(FinishRotation(state=RotationState.ABORTED if aborted else RotationState.DONE))
     return moves

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from amphora_driver.plugins import Catalogue
 
 LOG = logging.getLogger(__name__)
-# Crashes can leave a few orphans, so the cleanup removes up to this number of orphans of one kind. It removes a larger
-# number only if at most a tenth of the objects of this kind are orphans. It never removes all objects of a kind, unless
-# there is only one.
+# Crashes leave only a few orphans; more orphans indicate lost rows in the database. The cleanup removes up to this
+# number of orphans of one kind, or up to a tenth of all objects of the kind. It never removes all objects of a kind,
+# unless there is only one.
 _MOST = 2
 _FAILED = "the orphan cleanup of backend %s failed, and the controller repeats it in the next round: %s"
 
@@ -122,12 +122,13 @@ class OrphanCleaner:
             )
         )
         if not (found or noted):
-            # If there are no orphans, which is usual, the cleanup starts no write transaction, because write
-            # transactions lock rows.
+            # Usually there are no orphans. In this case, the cleanup starts no write transaction, because a write
+            # transaction locks rows.
             return []
         for one in sorted(found - noted.keys()):
             LOG.warning(
-                "the orphan cleanup will remove %s %s of backend %s in %.0f s, because it has no owner in the database",
+                "the orphan cleanup will remove %s %s of backend %s in %.0f s, because the object has no owner in "
+                "the database",
                 kind.value,
                 one,
                 backend,
@@ -138,8 +139,8 @@ class OrphanCleaner:
             lambda connection: orphans.update_orphans(connection, kind, backend, found, now, self._grace)
         )
         if self._database.seconds_since_clock_jump() < self._grace:
-            # After a jump of the database clock, the ages of orphans are not reliable. The cleanup then removes no
-            # orphan until the grace period has passed.
+            # After a jump of the database clock, the ages of orphans may be wrong. So the cleanup removes no orphan
+            # until the grace period has passed since the jump.
             return []
         if _is_plausible(len(due), len(existing)):
             return due

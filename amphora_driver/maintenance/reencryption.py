@@ -25,9 +25,9 @@ from amphora_driver.model.secret_refs import Purpose, SecretName
 from amphora_driver.store import amphorae, ca_records, sealed_secrets
 
 LOG = logging.getLogger(__name__)
-# The vault binds each encrypted value to its location: the table and the row. The keys of this dictionary are the
-# columns with encrypted values. Each entry has the further columns that belong to the location, besides the primary
-# key, and the function that computes the location from a row.
+# The vault binds each encrypted value to its location: the table, the row, and sometimes further columns. The keys are
+# the columns with encrypted values. A value has the further columns, and the function that computes the location from a
+# row.
 _LOCATIONS: dict[sa.Column[Any], tuple[tuple[sa.Column[Any], ...], Callable[[sa.Row[Any]], SecretLocation]]] = {
     secret.c.sealed: (
         (),

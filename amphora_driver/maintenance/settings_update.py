@@ -39,8 +39,8 @@ _AGENT_TIMEOUT = 5.0
 _ROUND_FACTOR = 8
 # Maximum number of seconds until the controller repeats a failed query or a failed change of settings.
 _RETRY_AFTER = 60.0
-# After this number of audit intervals, the controller asks an amphora again whether it has the configured settings. The
-# drift audit compares the settings too, and each comparison restarts this interval.
+# After this number of audit intervals, the controller asks an agent again whether it has the configured settings. The
+# drift audit compares the settings too, and each of its comparisons restarts the interval.
 _INTERVALS = 2
 # Maximum duration in seconds of one wait for answers. After each wait, the round checks whether it must end.
 _CHECK_EVERY = 0.2
@@ -67,8 +67,8 @@ class SettingsUpdate:
         self._most: int = _ROUND_FACTOR * context.conf.amp_drift.most_at_once
         # The keys are amphora ids. The values are the times of the next queries, on the clock of `time.monotonic()`.
         self._due_at: dict[str, float] = {}
-        # The keys are amphora ids, and the values ids of load balancers or of spare pools. A spare that becomes an
-        # amphora of a load balancer needs other settings at once.
+        # The keys are amphora ids, and the values are ids of load balancers or spare pools. A changed owner means that
+        # a spare amphora now serves a load balancer and needs other settings at once.
         self._owners: dict[str, str] = {}
         self._log_lines: dict[str, LogLines] = {}
 
@@ -88,8 +88,8 @@ class SettingsUpdate:
         roots = self._database.read(
             lambda connection: desired_objects.load_roots(connection, [one.load_balancer_id for one in chosen])
         )
-        # A query can hang. The controller therefore sets the time of the next query before it sends this query.
-        # Otherwise, every round would repeat the query.
+        # A query can hang. So the controller sets the time of the next query before it sends this one. Otherwise, every
+        # round would send another query.
         for one in chosen:
             self._put_off(one.id)
         asked = {pool.submit(self._query, one, roots.get(one.load_balancer_id)): one for one in chosen}
@@ -141,7 +141,8 @@ class SettingsUpdate:
         for result in metrics.LOG_RESULTS:
             present = getattr(lines, result)
             before = present if former is None else getattr(former, result)
-            # Counters below the former ones are those of a restarted log forwarder.
+            # The log forwarder counts from zero after a restart. So a counter that is lower than before counts only the
+            # lines since the restart.
             metrics.count_log_lines(result, present - before if present >= before else present)
 
     def _query(self, one: ReachableAmphora, root: LoadBalancer | None) -> str:
@@ -155,8 +156,8 @@ class SettingsUpdate:
             actual = self._agents.put_settings(amphora_id, address, wanted.encode(), deadline=deadline).digest
         except AgentError as error:
             if isinstance(error, AgentRefused) and error.status == _NOT_FOUND:
-                # The agent does not know this request: since the last query, an agent of an earlier version has
-                # replaced it.
+                # An agent of an earlier version does not know this request. Such an agent has replaced the queried
+                # agent since the last query.
                 return ""
             return f"settings: it has other heartbeat settings or log targets than configured: {error.happened}"
         if actual != wanted.digest:

@@ -202,8 +202,8 @@ def _add_load_balancer_fields(fields: dict[str, Any], source: Any) -> None:
         {name: _text_or_empty(vip.get("ip_address" if name == "address" else name)) for name in _VIP_FIELDS}
         for vip in get_value(source, "additional_vips") or ()
     ]
-    # When Octavia calls the driver, the availability zone is a dictionary with details. The functions
-    # `DriverLibrary.get_*` return only the name of the zone. The driver does not use that name.
+    # When Octavia calls the driver, the availability zone is a dictionary with details. `DriverLibrary.get_*` returns
+    # only the name of the zone, which the driver ignores.
     if not isinstance(fields.get("availability_zone"), dict):
         fields.pop("availability_zone", None)
 

@@ -50,8 +50,8 @@ class LocalNetwork:
 
     supports: ClassVar[frozenset[str]] = frozenset({"vip_qos_policy_id", "vip_sg_ids", "client_address"})
     wiring: ClassVar[str] = "bridge"
-    # The bridges let traffic to listeners pass without a rule, so the backend needs no rules for listeners. A call of
-    # `owners` takes a millisecond, so no pause is needed between two calls.
+    # A bridge passes the traffic to listeners without a rule, so the backend needs no rules for listeners. The next
+    # attribute is zero, because a call of `owners` takes only a millisecond.
     listener_rules = False
     listing_interval = 0.0
 
@@ -134,7 +134,7 @@ class LocalNetwork:
             local_db.add_addresses(connection, port.id, fixed, len(have))
             return find(connection) or port
 
-        # Most calls find an existing port, so the backend first reads without a write transaction.
+        # The port usually exists already. So the backend first searches for the port without a write transaction.
         port = self._database.read(find)
         if port is not None and set(subnet_ids) <= {fixed.subnet_id for fixed in port.addresses}:
             return port
@@ -154,8 +154,8 @@ class LocalNetwork:
     def owners(self) -> Owners:
         query = sa.select(local_port.c.owner, local_port.c.ours).distinct()
         found = self._database.read(lambda c: c.execute(query).all())
-        # Hosts of the sandbox also own ports, so only owners with the form of an amphora id count as amphorae. A VIP
-        # may use a port that a user created. The backend releases such a port but never deletes it.
+        # Only owners with the form of an amphora id are amphorae, because hosts of the sandbox also own ports. A VIP
+        # may use a port that a user created, which the backend releases but never deletes.
         return Owners(
             amphorae=frozenset(row.owner for row in found if row.ours and _AMPHORA.fullmatch(row.owner)),
             load_balancers=frozenset(
@@ -294,8 +294,8 @@ class LocalNetwork:
             try:
                 fixed.append(local_db.choose_address(connection, subnet, request.address, attempt, mine))
             except NetworkError as error:
-                # The operator cannot solve the problem, but the user can choose another address. The error therefore
-                # becomes a `Conflict`.
+                # The user can solve the problem by choosing another address, but the operator cannot. So the error
+                # becomes a `Conflict`, which Octavia shows to the user.
                 raise Conflict(error.wanted, error.happened, error.remedy) from error
         return local_db.to_vips(local_db.make_port(connection, segment, vip_owner(load_balancer_id), fixed))
 

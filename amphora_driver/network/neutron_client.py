@@ -94,9 +94,10 @@ class Neutron:
         try:
             self._service.request("PUT", f"{_NAMES[kind][0]}/{made['id']}/tags", json={"tags": list(tags)})
         except ApiError as error:
-            # The tags only help operators to find objects. The driver does not read them, so a failure is harmless.
+            # The tags only help operators to find objects, and the driver never reads them. So a failure needs no
+            # further action.
             LOG.warning(
-                "the network backend could not tag %s %s, which stays without tags: %s",
+                "the network backend could not add tags to %s %s, and leaves the object without tags: %s",
                 _NAMES[kind][1],
                 made["id"],
                 error,

@@ -30,8 +30,8 @@ from amphora_driver.network.neutron_rules import (
 from amphora_driver.openstack.errors import ApiError, translate
 
 LOG = logging.getLogger(__name__)
-# Maximum number of attempts to create or complete a security group. Another attempt follows if another process has
-# changed the group.
+# Maximum number of attempts to create or complete a security group. An attempt fails if another process changes the
+# group at the same time.
 _ATTEMPTS = 5
 
 
@@ -130,7 +130,8 @@ class Groups:
         guarded = [one for one in ports if one.get("port_security_enabled", True)]
         ids = sorted({group for one in guarded for group in one["security_groups"]})
         if not ids or not all(one["security_groups"] for one in guarded):
-            # Neutron blocks all traffic of a port that has port security but no security group.
+            # Neutron blocks all traffic of a port that has port security but no security group. So without groups, only
+            # ports without port security pass the answers.
             return not guarded
         found = self._neutron.find("groups", fields=("id", "stateful"), id=ids)
         return len(found) == len(ids) and not any(one.get("stateful", True) for one in found)
@@ -159,7 +160,7 @@ class Groups:
             except ApiError as error:
                 if error.status not in (404, 409) or "overquota" in error.kind.lower():
                     raise
-                # Another process has changed the rules or removed the security group, so the loop tries again.
+                # Another process has changed the rules or deleted the security group. So the driver tries again.
                 continue
             kept = found or self._keep_one(name, made)
             if kept is not None:

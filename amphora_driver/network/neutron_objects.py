@@ -103,8 +103,8 @@ def amphora_port_body(
         "binding:vnic_type": request.vnic_type,
     }
     if request.subnet_ids:
-        # If the list `fixed_ips` is empty, Neutron creates a port without any address. If the list is missing, Neutron
-        # chooses the addresses.
+        # The request always contains `fixed_ips`. If the list is empty, Neutron creates a port without any address. If
+        # it were missing, Neutron would choose the addresses.
         body["fixed_ips"] = [{"subnet_id": subnet_id} for subnet_id in request.subnet_ids]
     if request.vnic_type == DIRECT:
         body |= {"port_security_enabled": False, "security_groups": []}

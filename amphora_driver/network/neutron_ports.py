@@ -20,8 +20,8 @@ from amphora_driver.network.neutron_groups import Groups, families
 from amphora_driver.network.neutron_references import References
 from amphora_driver.openstack.errors import ApiError, translated
 
-# Maximum number of attempts to create or complete the port of an amphora. Another attempt follows if another process
-# has changed the port.
+# Maximum number of attempts to create or complete the port of an amphora. An attempt fails if another process changes
+# the port at the same time.
 _ATTEMPTS = 3
 
 
@@ -113,7 +113,8 @@ class AmphoraPorts:
 
     def _find(self, request: PortRequest) -> Json | None:
         found = self._list(request.amphora_id, network_id=request.network_id)
-        # Neutron refuses to change the type of a port that is bound to a hypervisor.
+        # Neutron refuses to change the type of a port that is bound to a hypervisor. So only a port of the wanted type
+        # is usable.
         return objects.oldest([one for one in found if one["binding:vnic_type"] == request.vnic_type])
 
     def _list(self, amphora_id: str, **more: str) -> list[Json]:

@@ -17,13 +17,13 @@ import msgspec
 from amphora_driver.model.network import ListenerRule
 
 FAMILIES = ("IPv4", "IPv6")
-# Protocol number of VRRP, which the two amphorae of a load balancer use between each other.
+# IP protocol number of VRRP. The two amphorae of a load balancer send VRRP advertisements to each other.
 _VRRP = "112"
-# Ports that amphorae open for each other. HAProxy synchronizes stick tables over the TCP port. The UDP port is for the
-# tunnel of a planned handover.
+# Two amphorae of a load balancer send traffic to each other at these ports. HAProxy synchronizes stick tables over the
+# TCP port. The UDP port is for the tunnel of a planned handover.
 _PEER_PORTS = (("tcp", 1025), ("udp", 4789))
-# The keys are names and numbers of protocols in Neutron's answers. The values are the names or numbers that the driver
-# uses. Neutron may return one protocol under several names and numbers.
+# Neutron may return the same protocol under several names and numbers. The keys are these names and numbers, and the
+# values are the names or numbers that the driver uses.
 _NUMBERS = {"vrrp": _VRRP, "6": "tcp", "17": "udp", "132": "sctp", "ipv6-icmp": "icmpv6", "58": "icmpv6", "1": "icmp"}
 
 

@@ -54,7 +54,7 @@ class VipPorts:
             try:
                 port = self._create(load_balancer_id, project_id, requests, wanted)
             except ApiError as error:
-                # HTTP status 409 means that the port exists. Either another process created it, or the answer to an
+                # HTTP status 409 means that the port already exists: another process created it, or the answer to an
                 # earlier request was lost.
                 port = self._find(load_balancer_id, project_id) if error.status == 409 else None
                 if port is None:
@@ -106,7 +106,8 @@ class VipPorts:
         mac = objects.derive_mac(self._deployment_id, load_balancer_id, network_id)
         body = objects.vip_port_body(load_balancer_id, project_id, self._mark, mac, network_id, fixed)
         if self._neutron.has_extension("port-security"):
-            # Neutron refuses a group on a port without port security, which is the default of some networks.
+            # Some networks disable port security for new ports. Neutron refuses a security group on such a port, so the
+            # driver enables port security.
             body["port_security_enabled"] = True
         tags = objects.tags(self._deployment_id, load_balancer_id)
         try:

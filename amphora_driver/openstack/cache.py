@@ -41,8 +41,8 @@ class TimedCache:
         now = time.monotonic()
         value = read()
         with self._lock:
-            # The method also removes expired values of other keys. Otherwise, the values of deleted objects would stay,
-            # because no call reads their keys again.
+            # The method also removes the expired values of all other keys. Otherwise, the values of deleted objects
+            # would stay in memory, because no call asks for them again.
             self._values = {one: kept for one, kept in self._values.items() if now < kept[0]}
             self._values[key] = (now + self._seconds, value)
         return value

@@ -61,7 +61,7 @@ def read_message(body: str) -> tuple[str, str]:
     except (ValueError, StopIteration):
         name, found = "", None
     if isinstance(found, dict):
-        # In an error of Nova, the key is the name of the error: {"forbidden": {"code": 403, "message": ...}}.
+        # In an error of Nova, the name of the error is a key: {"forbidden": {"code": 403, "message": ...}}.
         kind = str(found.get("type") or found.get("title") or (name if "code" in found else ""))
         message = str(found.get("message") or "")
     else:

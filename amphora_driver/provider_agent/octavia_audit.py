@@ -32,12 +32,11 @@ from amphora_driver.queue import local_socket, notifier
 from amphora_driver.store import desired_objects
 
 LOG = logging.getLogger(__name__)
-# The reporter is the process of the provider agent that reports statuses. At its start, it compares load balancers with
-# Octavia if they changed within this number of seconds. The previous reporter may have ended before it finished these
-# comparisons.
+# At its start, the reporter compares all load balancers with Octavia that changed within this number of seconds. The
+# reporter before it may have ended before it finished these comparisons.
 _LOOK_BACK = 600.0
-# Shortest and longest delay in seconds after a failed comparison with Octavia. The delay grows, because a read that
-# Octavia cannot answer occupies Octavia for half a minute.
+# Shortest and longest delay in seconds after a failed comparison with Octavia. The delay grows with each failure,
+# because a read without an answer blocks Octavia for half a minute.
 _FIRST_BACKOFF, _MAX_BACKOFF = 15.0, 600.0
 # The provider agent compares objects without their child objects. Before a comparison, it therefore sets these fields,
 # which contain the children, to empty values.
@@ -69,8 +68,8 @@ class OctaviaAuditor:
         self._reader = reader
         self._executor = executor
         self._lock = threading.Lock()
-        # For each load balancer, `_due` contains the monotonic time of the next comparison. `_backoffs` contains the
-        # delay in seconds after a failed comparison.
+        # The keys of both dictionaries are load balancer ids. `_due` contains the monotonic times of the next
+        # comparisons, and `_backoffs` contains the delays in seconds after failed comparisons.
         self._due: dict[str, float] = {}
         self._backoffs: dict[str, float] = {}
         self._next = 0.0
@@ -144,7 +143,7 @@ class OctaviaAuditor:
         dropped = "Octavia rolled back member removals of load balancer %s; the provider agent restores members %s"
         LOG.warning(dropped, load_balancer_id, ", ".join(lost))
         # If Octavia rolled back a batch of member changes, the provider agent restores only the members that the batch
-        # removed. The scheduled comparison with Octavia corrects the members that the batch created or changed.
+        # removed. A later comparison with Octavia corrects the members that the batch created or changed.
         if self._database.write(lambda connection: sync_transactions.restore_members(connection, row, lost)):
             self.schedule([load_balancer_id])
             notifier.notify(self._conf, local_socket.CONTROLLER, load_balancer_id)

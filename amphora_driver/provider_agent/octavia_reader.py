@@ -65,8 +65,8 @@ class OctaviaReader:
         self._lock = threading.Lock()
         # `_busy` contains the ids of the load balancers that the reader is currently reading from Octavia.
         self._busy: set[str] = set()
-        # For each load balancer, `retries` contains the monotonic time of the next read, and the back-off in seconds
-        # after a failed read.
+        # The keys are load balancer ids. A value contains the monotonic time of the next read, and the back-off in
+        # seconds after a failed read.
         self.retries: dict[str, tuple[float, float]] = {}
         # For each load balancer that Octavia does not know, `_unknown` contains the time of Octavia's first negative
         # answer.
@@ -94,7 +94,9 @@ class OctaviaReader:
                 return self._read_with_retry(row, verify)
             except Exception:
                 LOG.exception(
-                    "the provider agent could not read load balancer %s from Octavia and tries again", load_balancer_id
+                    "the provider agent could not read load balancer %s from Octavia because of an unexpected error "
+                    "and tries again",
+                    load_balancer_id,
                 )
                 return False
             finally:
@@ -217,8 +219,8 @@ class OctaviaReader:
         """Read each listener and pool separately, and return whether the result is enough to serve."""
         tree = self._database.read(lambda connection: desired_objects.load_tree(connection, row.load_balancer_id))
         contents: dict[SecretName, SealedSecret] = {}
-        # A listener is `unread` if an earlier call could not read it from Octavia. This earlier call has already tried
-        # to read each listener separately.
+        # A listener with the mark `unread` shows that an earlier call has already read each listener separately. A
+        # listener without the mark was readable then, so this call keeps it after a time-out.
         repeated = any(one.unread for one in tree.listeners)
         # Octavia returns a listener only together with its pools, so an unreadable secret of a pool makes the listener
         # unreadable too.

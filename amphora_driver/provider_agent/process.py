@@ -32,7 +32,7 @@ LOG = logging.getLogger(__name__)
 # whole processor.
 _RESTART_DELAY = 0.2
 # Seconds between two checks whether the provider agent must stop. The processes do not wait for octavia-driver-agent's
-# exit event. If a process died during such a wait, octavia-driver-agent would block forever when it sets the event.
+# exit event. If a process died during the wait, octavia-driver-agent would block forever when it sets the event.
 _POLL_INTERVAL = 0.5
 # The supervisor of the provider agent kills a child process that does not stop within 3 s.
 _STOP_TIMEOUT = 3.0
@@ -52,12 +52,13 @@ class _DriverAgent:
     def __init__(self) -> None:
         self._poll = select.poll()
         try:
-            # The system call pidfd_open, which detects the death of octavia-driver-agent, needs Linux 5.3, and some
-            # containers forbid the call.
+            # The system call pidfd_open detects the death of octavia-driver-agent. It needs Linux 5.3, and some
+            # containers forbid it. If the call fails, the provider agent works without this detection.
             self._poll.register(os.pidfd_open(os.getppid()), select.POLLIN)
         except OSError as error:
             LOG.info(
-                "the provider agent cannot detect a crash of octavia-driver-agent and would continue after a crash: %s",
+                "the provider agent cannot detect a crash of octavia-driver-agent, and would continue to run after "
+                "such a crash: %s",
                 error,
             )
 
@@ -118,7 +119,9 @@ def _run_standby(supervisor: int, stopping: ctypes.c_bool, exit_event: Event, dr
     while not _is_stopped(stopping, supervisor):
         time.sleep(_POLL_INTERVAL)
     if not (stopping.value or driver_agent.has_ended() or exit_event.is_set()):
-        LOG.warning("the supervisor process of the provider agent has died; the standby process replaces it")
+        LOG.warning(
+            "the supervisor process of the provider agent has died; the standby process takes over as supervisor"
+        )
         run(exit_event, driver_agent)
 
 

@@ -42,15 +42,16 @@ from amphora_driver.store.resyncs import ResyncOutcome
 from amphora_driver.store.sealed_secrets import SealedSecret
 
 LOG = logging.getLogger(__name__)
-# If the load balancer has open changes, the provider agent repeats a resync after one second. After an error, the
-# provider agent waits 15 seconds.
+# The provider agent repeats a resync after one second if the load balancer has unfinished changes, and after 15 seconds
+# if an error occurred.
 _BUSY_DELAY, _RETRY_DELAY = 1.0, 15.0
 _BUSY = "waits until all requests of its users are served and reported to Octavia"
 _CREATING = "waits until Octavia has committed its creation"
-# On a busy machine, Octavia needs up to 0.5 s for a deletion. A call with 15 deletions then takes 7.5 s, well below
-# Octavia's time-out of 30 s.
+# Maximum number of deletions in one call to Octavia. On a busy machine, Octavia needs up to 0.5 s for a deletion. So
+# the call takes at most 7.5 s, well below Octavia's time-out of 30 s.
 _MAX_DELETED = 15
-# The recorded differences must fit into the database column for the result of a resync.
+# Maximum number of characters of the recorded differences, because they must fit into the database column for the
+# result of a resync.
 _MAX_DETAIL = 2000
 
 
@@ -82,8 +83,7 @@ class Resyncer:
         self._executor = executor
         self._lock = threading.Lock()
         self._running = False
-        # For each load balancer, `_not_before` contains the monotonic time before which the provider agent does not
-        # attempt a resync again.
+        # The keys are load balancer ids. The values are the monotonic times of the next attempts of a resync.
         self._not_before: dict[str, float] = {}
 
     def run_due(self) -> None:
@@ -146,8 +146,8 @@ class Resyncer:
         if found is None and unread is None:
             self._finish_unknown(request)
             return None
-        # Octavia refuses requests of users for a load balancer in PENDING_UPDATE. So a resync finishes all its checks
-        # before it sets PENDING_UPDATE.
+        # A load balancer in PENDING_UPDATE refuses the requests of users. So a resync finishes all its checks before it
+        # sets PENDING_UPDATE in Octavia.
         before = self._database.read(lambda connection: sync_transactions.load_settled(connection, load_balancer_id))
         if before is None:
             return _BUSY

@@ -54,14 +54,14 @@ _UNREACHABLE = (
     octavia_errors.UpdateStatisticsError,
     OSError,
 )
-# If Octavia refuses the status of a child object, the reporter retries with a growing back-off. The reporter delays the
-# status of the load balancer too, while the back-off is shorter than this limit in seconds.
+# If Octavia refuses the status of a child object, the reporter retries with a growing back-off. It also holds back the
+# status of the load balancer, until the back-off exceeds this number of seconds.
 _MAX_CHILD_BACKOFF = 2.0
 # A call to Octavia lasts at most 30 s. So a reporter whose last round began more than 45 s ago counts as not working.
 _MAX_ROUND_AGE = 45.0
 _DUTY, _DUTY_SECONDS = "reporter", 10.0
-# A reporter that cannot reach octavia-driver-agent does not request the reporting duty for two poll intervals.
-# Meanwhile, a reporter on another host can take the duty.
+# Only one reporter at a time has the duty to report statuses. If a reporter cannot reach octavia-driver-agent, it waits
+# two poll intervals before it requests the duty. So a reporter on another host can take the duty.
 _YIELD_INTERVALS = 2
 
 
@@ -92,8 +92,8 @@ class Reporter:
         self._rounds = 0
         self._round_at = time.monotonic()
         self._ended = threading.Event()
-        # For each object whose status Octavia has refused, `_refused` contains the monotonic time of the next report
-        # and the back-off in seconds.
+        # Objects whose status Octavia has refused. A value contains the monotonic time of the next report, and the
+        # back-off in seconds.
         self._refused: dict[str, tuple[float, float]] = {}
         self._last_reported = ""
 
@@ -188,8 +188,8 @@ class Reporter:
         if not self._acquire_duty():
             return float(self._conf.amp_queue.poll_interval)
         waiting = self._pass_barriers()
-        # A call to Octavia may last longer than the lease of the reporting duty, so the reporter checks the lease
-        # before every call.
+        # A call to Octavia may last longer than the lease of the reporting duty. So the reporter checks before every
+        # call that it still has the duty.
         while self._acquire_duty() and self._report_statuses():
             pass
         if self._acquire_duty():
@@ -214,8 +214,8 @@ class Reporter:
             return True
         if now < self._yield_until:
             return False
-        # `_held_until` is half a lease time before the expiry of the reporting duty. If the reporter renews the lease
-        # before the expiry, the reporter has held the duty without interruption.
+        # The lease expires half a lease time after `_held_until`. A renewal before the expiry means that this reporter
+        # has held the duty without interruption.
         kept = now < self._held_until + _DUTY_SECONDS / 2
         if not jobs.acquire_duty(self._database, _DUTY, self._name, _DUTY_SECONDS):
             self._held_until = 0.0
@@ -269,8 +269,8 @@ class Reporter:
             if error.status_object_id is None or len(barriers) == 1:
                 raise
             LOG.warning(
-                "Octavia refused status updates (barriers) of several load balancers; the provider agent repeats the "
-                "updates one by one: %s",
+                "Octavia refused status updates of several load balancers; the provider agent repeats the updates "
+                "for one load balancer at a time: %s",
                 error.fault_string,
             )
         else:
@@ -299,11 +299,11 @@ class Reporter:
         reports = _limit_deletions([one for one in found if self._is_due(one)])
         if not reports:
             return False
-        # The next call to Octavia starts with the load balancer after `_last_reported`. A load balancer with many
-        # statuses therefore does not delay the statuses of other load balancers.
+        # The next call to Octavia starts with the load balancer after `_last_reported`. So a load balancer with many
+        # statuses does not delay the statuses of the others.
         self._last_reported = reports[-1].load_balancer_id
-        # A reporter that has lost the reporting duty must not send statuses. Octavia would overwrite newer statuses
-        # from another reporter with the old ones.
+        # A reporter without the reporting duty must not send statuses. Otherwise, its old statuses could overwrite
+        # newer statuses from the reporter that has the duty.
         if not self._holds_duty():
             return True
         try:
@@ -313,7 +313,7 @@ class Reporter:
             if error.status_object_id is None:
                 raise
             LOG.warning(
-                "Octavia refused one of several statuses; the provider agent sends the statuses one by one: %s",
+                "Octavia refused a call with several statuses; the provider agent sends the statuses one by one: %s",
                 error.fault_string,
             )
             due = (report for report in reports if self._is_due(report) and self._acquire_duty())
@@ -349,8 +349,8 @@ class Reporter:
             LOG.warning(refused, report.kind, report.object_id, backoff, error.fault_string)
             self._refused[report.object_id] = (time.monotonic() + backoff, backoff)
             if backoff <= _MAX_CHILD_BACKOFF:
-                # The reporter delays the status of the load balancer too. So the load balancer stays PENDING in
-                # Octavia, and Octavia refuses new requests of users.
+                # The reporter also holds back the status of the load balancer. So the load balancer stays PENDING in
+                # Octavia, and Octavia refuses new requests of users meanwhile.
                 self._refused.setdefault(report.load_balancer_id, (time.monotonic() + backoff, 0.125))
             return False
         self._refused.pop(report.object_id, None)

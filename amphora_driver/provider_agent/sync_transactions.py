@@ -201,8 +201,9 @@ def _load_batch(connection: sa.Connection, pool_id: str, generation: int) -> Mem
     )
     rows = connection.execute(sa.select(desired_object).where(*of_batch)).all()
     removed = [one.id for one in rows if one.removed and one.generation == generation]
-    # Octavia shows a member until Octavia receives the status DELETED. So even a member that a later request removes
-    # shows whether Octavia has committed the batch of member changes.
+    # To find out whether Octavia has committed a batch of member changes, the provider agent looks for one changed
+    # member in Octavia. Even a member that a later request removed is suitable, because Octavia shows it until the
+    # status DELETED arrives.
     candidates = [one for one in rows if one.id not in removed]
     sample = max(candidates, key=lambda one: one.created == generation, default=None)
     if sample is None or not removed:
@@ -220,8 +221,8 @@ def restore_members(connection: sa.Connection, row: Any, removed: Collection[str
     for one in sorted(removed):
         changed = desired_object.update().where(desired_object.c.id == one)
         connection.execute(changed.values(removed=False, generation=generation))
-    # The outbox may still contain the status DELETED of a restored member. After the amphorae confirm the new
-    # generation, a new status replaces DELETED.
+    # The outbox may still contain the status DELETED of a restored member. A new status replaces DELETED after the
+    # amphorae have confirmed the new generation.
     members = [(Kind.MEMBER, one) for one in sorted(removed)]
     status_outbox.expect_confirmation(connection, row.load_balancer_id, generation, members)
     return True

@@ -99,7 +99,7 @@ class ControllerConsumer(_Consumer):
 
     def stop(self, seconds: float) -> None:
         self._ending.set()
-        # Any thread can end the Celery worker of the process with Celery's global flag `should_stop`.
+        # `should_stop` is a global flag of Celery: any value except None stops the Celery worker of this process.
         state.should_stop = 0
         super().stop(seconds)
         if not self._thread.is_alive():
@@ -129,8 +129,8 @@ class ReporterConsumer(_Consumer):
     def _consume(self) -> None:
         limits = {"connect_timeout": rabbitmq.CONNECT_SECONDS, "heartbeat": rabbitmq.HEARTBEAT_SECONDS}
         connection = kombu.Connection(self._url, **limits)
-        # RabbitMQ deletes the exclusive queue of a provider agent when the connection ends. A provider agent does not
-        # need the hints that are sent while it has no connection.
+        # RabbitMQ deletes the exclusive queue of a provider agent when the connection ends. The provider agent needs no
+        # hints from the time without a connection, because it also polls the database.
         queue = kombu.Queue(exchange=rabbitmq.REPORTERS, exclusive=True, durable=False, auto_delete=True)
         try:
             with connection.Consumer(queue, callbacks=[self._handle], no_ack=True):

@@ -27,15 +27,15 @@ from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import amphora, duty, job, request
 from amphora_driver.errors import LeaseLost
 
-# A new lease ends after one lease duration. If a lease of a job ends later than this number of durations from now, the
-# database clock was set back. The number is above one, because hosts may configure different durations.
+# A new lease ends after one lease duration. If a job's lease ends later than this number of durations from now, the
+# database clock was set back. Hosts may configure different durations, so the number exceeds one.
 _LEASES = 4
-# The same limit for the lease of a duty.
+# The same number for the lease of a duty. A duty is a task that only one process performs at a time.
 _DUTIES = 10
-# Minimum number of seconds for each of the two limits.
+# No lease that ends within this number of seconds counts as implausible, even if the lease duration is short.
 _LEAST = 60.0
-# After a crash of a controller, the job of the load balancer waits before the next attempt. It waits this number of
-# seconds for each earlier crash since the last progress of the job.
+# After a crash of its controller, a job pauses before the next attempt. The pause is this number of seconds, times the
+# number of earlier crashes since the job last made progress.
 _CRASH_BACKOFF = 0.5
 
 
@@ -87,8 +87,8 @@ class Jobs:
                 owner=self._owner,
                 epoch=row.epoch + 1,
                 attempts=row.attempts,
-                # If the `job` row still names an owner, the owner did not return the lease. The claim counts this as a
-                # crash of the owner.
+                # If the `job` row still names an owner, the owner ended without returning the lease. So the claim
+                # counts a crash of the owner.
                 crashes=row.crashes + (row.owner is not None),
             )
             # The claim of a lease resets `due_at` to zero. If `due_at` is URGENT at the end of the job, an urgent event
@@ -142,12 +142,12 @@ class Jobs:
 
         def write(connection: sa.Connection) -> None:
             if connection.dialect.name == "postgresql":
-                # In PostgreSQL, a separate statement locks the `job` row before the next statement updates the row.
-                # Without this lock, the UPDATE could wait for another transaction and would then not read other tables
-                # again. The UPDATE could mark the job as done although an amphora has just reported the loss of its
-                # configuration.
+                # In PostgreSQL, a separate statement first locks the `job` row. Without this lock, the UPDATE could
+                # wait for another transaction, and would afterwards see outdated rows of other tables. It could then
+                # mark the job as done although an amphora has just reported the loss of its configuration.
                 connection.execute(_LOCK_ROW, {"of": lease.load_balancer_id})
-            # A single statement checks that the controller still owns the lease of the job, and returns the lease.
+            # One UPDATE statement checks that the controller still owns the lease of the job, and returns the lease. If
+            # it changes no row, the lease is lost.
             if connection.execute(statement, bound).rowcount != 1:
                 raise _lost(lease)
 
@@ -262,9 +262,8 @@ class Jobs:
             soon = clock.now(connection) + self._seconds
             return due + connection.execute(job.update().where(leased).values(leased_until=soon)).rowcount
 
-        # After the database clock was set back, due times and lease ends may be too far in the future. Such rows are
-        # rare. The controller therefore first searches without locks, and starts a write transaction only if it finds
-        # such a row.
+        # If the database clock was set back, due times and lease ends are too far in the future. This is rare. So the
+        # controller first searches without locks, and starts a write transaction only if it finds such a row.
         return self._database.write(write) if self._database.read(look) else 0
 
 
@@ -301,8 +300,8 @@ _DUE_AGAIN = sa.or_(
     _URGENT,
     sa.and_(sa.or_(job.c.applied < job.c.generation, _IS_BEHIND), sa.not_(job.c.read_back)),
 )
-# A job is not finished while an amphora is retiring. A check of `due_at` for URGENT does not suffice: another write may
-# have replaced URGENT although an amphora is still retiring.
+# A job is not finished while an amphora is retiring. The value URGENT in `due_at` does not show this, because another
+# write may have replaced URGENT meanwhile.
 _NOT_OVER = sa.or_(_DUE_AGAIN, sa.and_(_IS_LEAVING, sa.not_(job.c.read_back)))
 _RETURNED = {"owner": None, "leased_until": None, "attempts": 0, "crashes": 0, "error": None}.items()
 _AGAIN = sa.bindparam("again", type_=sa.Double)
@@ -314,9 +313,8 @@ _COMPLETE_FOR_NOW = (
     .where(*_MINE)
     .ordered_values(("due_at", sa.case((_DUE_AGAIN, 0.0), else_=_AGAIN)), ("dirty", True), *_RETURNED)
 )
-# Every write under a lease increments `writes`. Another node of a Galera cluster may grant the same lease to another
-# controller. Both nodes then change this row, and Galera detects the conflict. A write that proves progress also resets
-# `crashes`.
+# Every write under a lease increments `writes`, so that it always changes the row. If another Galera node grants the
+# same lease to another controller, both nodes change this row, and Galera detects the conflict.
 _GUARD_INTENT = job.update().where(*_MINE).values(writes=job.c.writes + 1)
 _GUARD = _GUARD_INTENT.values(crashes=0)
 _GUARD_APPLIED = _GUARD.values(applied=sa.bindparam("new_applied", type_=sa.BigInteger))

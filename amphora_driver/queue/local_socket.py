@@ -36,8 +36,8 @@ def wake_role(directory: str, role: str) -> None:
                     with contextlib.suppress(OSError):
                         os.unlink(entry.path)  # noqa: PTH108 - scandir returns paths
                 except OSError:
-                    # If the socket is full, the receiving process already has a wake-up to read, so the sender
-                    # continues with the next socket.
+                    # If the socket is full, the receiving process already has a wake-up message to read. So it needs no
+                    # further message, and the sender continues with the next socket.
                     continue
 
 
@@ -69,8 +69,8 @@ class WakeupSocket:
 
     def wake(self) -> None:
         """Wake up the waiting thread, from another thread of the same process."""
-        # Without a free file descriptor, the process cannot send a wake-up. The waiting thread then finds the work at
-        # the next poll.
+        # Without a free file descriptor, the process cannot send a wake-up message. The receiver then finds the work
+        # only at its next poll.
         kind = socket.SOCK_DGRAM | socket.SOCK_NONBLOCK
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, kind) as sender:
             sender.sendto(b"!", str(self._path))

@@ -126,8 +126,8 @@ class Publisher:
         sender = HintSender(self._url)
         pause = _BACKOFF[0]
         while (hint := self._next()) is not None:
-            # If the broker has closed an idle connection, the publisher notices only when a write fails. So the
-            # publisher sends a failed hint again over a new connection.
+            # If the broker has closed an idle connection, the publisher notices this only when it sends a hint. So the
+            # publisher sends a failed hint once more over a new connection.
             if self._send(sender, hint) or self._send(sender, hint):
                 pause = _BACKOFF[0]
             else:
@@ -155,7 +155,8 @@ class Publisher:
             sender.send(*hint)
         except Exception as error:  # noqa: BLE001 - the library's, broker's and network's errors have no common base
             LOG.info(
-                "this process failed to send a hint about new work and closes its connection to the message broker: %s",
+                "this process failed to send a hint about new work, and closes its connection to the message broker "
+                "to open a new one: %s",
                 type(error).__name__,
             )
             sender.discard_connection()
@@ -164,5 +165,5 @@ class Publisher:
 
 
 _publishers: dict[str, Publisher] = {}
-# After a fork, the child process has no publisher threads, so the child forgets the publishers of the parent process.
+# A child process after a fork has no publisher threads, so it forgets the publishers of the parent process.
 os.register_at_fork(after_in_child=_publishers.clear)

@@ -20,7 +20,7 @@ from urllib.parse import quote, unquote
 
 _SUFFIX = ".lives"
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
-# The name of a lock file contains the first digits of the kernel's boot id. Thirteen digits are enough to distinguish
+# The name of a lock file contains the first 13 digits of the kernel's boot id. So many digits are enough to distinguish
 # the hosts of a deployment.
 _BOOT_DIGITS = 13
 

@@ -24,22 +24,21 @@ from amphora_driver.errors import AmphoraDriverError
 LOG = logging.getLogger(__name__)
 # Shortest and longest pause in seconds between two attempts to connect to the port of a booting amphora.
 _MIN_PAUSE, _MAX_PAUSE = 0.01, 0.25
-# Minimum pause between two attempts, as a fraction of the time for which the controller has waited for the amphora. The
-# pause never exceeds `_MAX_PAUSE`.
+# The controller pauses between two attempts to connect to a booting amphora. The minimum pause is this fraction of the
+# time for which the controller has waited for the amphora, and at most `_MAX_PAUSE`.
 _PAUSE_PER_SECOND = 0.02
-# Minimum pause between two attempts in seconds, for each amphora for which the controller waits. The pause never
-# exceeds `_MAX_PAUSE`.
+# The pause between two attempts grows by this number of seconds with each booting amphora, up to `_MAX_PAUSE`.
 _PAUSE_PER_ENTRY = 0.0005
 # Seconds after which the controller repeats an unanswered connection attempt. The kernel would repeat its SYN packet
 # only after one, three and seven seconds (RFC 6298). Most amphorae begin to listen earlier.
 _CONNECT_TIMEOUT = 0.5
-# An amphora may accept a connection although its agent does not answer. The controller then delays the next connection
-# to the amphora. The delay is 0.1 s after the first accepted connection, twice as long after each further one, and at
-# most `_MAX_REPEAT_DELAY` seconds. `_REPEAT_DELAY` is half of the first delay.
+# An amphora may accept a connection although its agent does not answer. The controller then delays the next connection,
+# so that it does not flood the amphora. `_REPEAT_DELAY` is half of the first delay in seconds. Each further connection
+# doubles the delay, up to `_MAX_REPEAT_DELAY`.
 _REPEAT_DELAY, _MAX_REPEAT_DELAY = 0.05, 5.0
 _MAX_DOUBLINGS = 8
-# The controller delays the next connection to an amphora only if the last successful one is at most this number of
-# seconds old.
+# An accepted connection delays the next connection to the same amphora only if it is at most this number of seconds
+# old.
 _REMEMBER_SECONDS = 60.0
 # Seconds for which the thread of `BootWait` pauses after an unexpected error.
 _ERROR_BACKOFF = 0.5
@@ -78,8 +77,8 @@ class BootWait:
         # The keys are amphora ids. A value contains the number of successful connections to the amphora, and the time
         # of the last one.
         self._connected: dict[str, tuple[int, float]] = {}
-        # Removed entries whose sockets may still be open. Any thread adds entries. Only the thread of `run` closes the
-        # sockets, because its selector may still wait for them.
+        # Entries of amphorae for which the controller no longer waits, but whose sockets may still be open. Only the
+        # thread of `run` closes the sockets, because its selector may still wait for them.
         self._removed: list[_Entry] = []
         self._stopping = False
         self._selector = selectors.DefaultSelector()
@@ -117,8 +116,9 @@ class BootWait:
                 try:
                     self._run_once()
                 except Exception:
-                    # An error must not end the thread of `BootWait`, because no component would report the failure. A
-                    # job would then continue only at the end of its planned pause, even if the agent answered earlier.
+                    # An error must not end the thread of `BootWait`, because no component would report the failure.
+                    # Without the thread, jobs would continue only after their planned pause, even if an agent answered
+                    # earlier.
                     LOG.exception(
                         "the controller failed unexpectedly while it waited for booting amphorae, and continues to wait"
                     )
@@ -190,8 +190,8 @@ class BootWait:
             )
             return
         try:
-            # The connection may be established before `connect_ex` returns. The selector reports the socket as writable
-            # in this case too.
+            # The connection may already be established when `connect_ex` returns. This case needs no special code,
+            # because the selector then reports the socket as writable.
             code = connection.connect_ex((entry.awaited.address, self._port))
             if code in (0, errno.EINPROGRESS):
                 self._selector.register(connection, selectors.EVENT_WRITE, entry)
@@ -242,7 +242,7 @@ class BootWait:
             entry.socket = None
 
     def _wake(self) -> None:
-        # Sending fails only in two cases: the buffer of the socket is full because a wake-up is already pending, or
-        # `run` has ended.
+        # A message that wakes `run` may fail because the socket is full or `run` has ended. In the first case, another
+        # message already wakes `run`.
         with suppress(OSError):
             self._wake_sender.send(b"!")

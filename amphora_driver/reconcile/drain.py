@@ -67,7 +67,7 @@ class AmphoraRemoval:
         try:
             return self._agents.vrrp(amphora.id, str(amphora.management_address), deadline=deadline)
         except AgentError as error:
-            # A preemption of this job can cause the error too. The error then says nothing about the amphora, and
+            # A more urgent job may have interrupted this query. The error then says nothing about the amphora, and
             # `ensure_may_act` ends the job.
             self._job.ensure_may_act()
             LOG.info(
@@ -100,8 +100,8 @@ class AmphoraRemoval:
                 address = str(partner.management_address)
                 self._agents.expect_vips(partner.id, address, drain + _DRAIN_MARGIN, deadline=self._job.deadline)
         except AgentError as error:
-            # If the job is preempted, `ensure_may_act` ends the job here. A later job then sends the request to the
-            # partner again.
+            # If a more urgent job has interrupted this request, `ensure_may_act` ends the job here. A later job sends
+            # the request to the partner again.
             self._job.ensure_may_act()
             message = "amphora %s cannot forward open connections to amphora %s, so the VIP handover ends them: %s"
             LOG.warning(message, partner.id, amphora.id, error)
@@ -143,8 +143,8 @@ class AmphoraRemoval:
             if said is None:
                 return None
             if said.holds_vip is False:
-                # The amphora has released the VIPs earlier. Either its answer was lost, or the controller that
-                # requested the release crashed.
+                # The amphora no longer has the VIPs, although this request failed. An earlier request has succeeded,
+                # but its answer was lost or its controller crashed.
                 return float(said.draining or 0.0)
         return None
 
@@ -182,7 +182,8 @@ class AmphoraRemoval:
         """
         if isinstance(view, steps.LoadBalancerView) and self._finds_unrecorded_drain(amphora, view):
             return
-        # The push to the partner of a dead amphora waits for this deletion, so the first attempt has a short time-out.
+        # The push to the partner waits until the machine of a dead amphora is deleted. So the first attempt of the
+        # deletion has a short time-out.
         hurry = amphora.dead and not view.attempts
         deadline = self._job.deadline.within(_FENCING_TIMEOUT) if hurry else self._job.deadline
         left: AmphoraDriverError | None = None
@@ -195,8 +196,8 @@ class AmphoraRemoval:
             self._job.ensure_may_act()
             network.delete_port(port.id)
         if left is not None:
-            # The network backend may assign the addresses of deleted ports again. The row of the amphora must therefore
-            # not keep the deleted ports.
+            # The network backend may give the addresses of deleted ports to other ports. So the row of the amphora must
+            # not list the deleted ports.
             self._job.ensure_may_act()
             self._write(lambda c: amphorae.update_amphora(c, amphora.id, plugged=()))
             raise left

@@ -54,12 +54,13 @@ LOG = logging.getLogger(__name__)
 # Time-out in seconds of the controller's first query of an agent. A longer wait would delay the jobs of other load
 # balancers.
 _FIRST_QUERY_TIMEOUT = 3.0
-# The boot of the second amphora of a pair waits until Nova has chosen a hypervisor for the first one. The controller
-# checks this after each pause, and at most for the second duration after the first boot. Both are in seconds.
+# The boot of the second amphora of a pair waits until Nova has chosen a hypervisor for the first one. Seconds between
+# two checks, and maximum wait in seconds after the first boot.
 _PARTNER_PAUSE, _MAX_PARTNER_WAIT = 1.0, 60.0
 _WITHOUT_MACHINE: dict[str, Any] = {
     **dict.fromkeys(("management_address", "booted_at", "certificate_issued_at", "certificate_authority", "trusts")),
-    # The next boot of a partner must not name the former machine in a scheduler hint.
+    # These columns describe the deleted machine. At its next boot, a partner would otherwise name the deleted machine
+    # in a scheduler hint.
     **dict.fromkeys(("compute_id", "host", "zone")),
     "plugged": (),
 }
@@ -219,8 +220,8 @@ class StepExecutor:
         profile = _profile(view)
         zones = self._permitted_zones(profile)
         spare = isinstance(view, steps.SparePoolView)
-        # Another amphora of the load balancer may have booted after the job read the amphorae. The controller therefore
-        # reads them again.
+        # Another amphora of the load balancer may have booted since the job read the amphorae. So the controller reads
+        # the amphorae again.
         others = self._read_amphorae()
         if (not spare and self._awaits_partner(amphora, others, zones)) or self._delays_boot(amphora):
             return
@@ -338,7 +339,8 @@ class StepExecutor:
             raise
         subnets = tuple(map(self._network.subnet, dict.fromkeys(one.subnet_id for one in port.addresses)))
         made = AttachedPort(port=port, subnets=subnets, sr_iov=step.sr_iov)
-        # A port must not have two records, because the removal of one of them would delete the port.
+        # If a port had two records, the removal of one record would delete the port while the other record still lists
+        # it.
         others = tuple(one for one in amphora.plugged if one.key != made.key and one.port.id != port.id)
         self._update(amphora.id, plugged=(*others, made))
 
@@ -359,7 +361,7 @@ class StepExecutor:
             self._check_boot_timeout(amphora, error)
             if not isinstance(error, AgentUnreachable):
                 # If the agent refuses the request or does not prove its identity, another machine may use the amphora's
-                # address. The job fails, so that the database records the error.
+                # address. So the controller does not wait longer: the job fails, and the database records the error.
                 raise
             LOG.info(
                 "the agent of booting amphora %s does not answer yet, so the controller queries it again later: %s",
@@ -381,9 +383,11 @@ class StepExecutor:
         except ComputeError as error:
             if forbidden:
                 raise
-            # The agent answers, so a compute backend that fails now must not delay the service of the load balancer.
+            # The agent already answers. So an error of the compute backend at this point must not delay the service of
+            # the load balancer.
             LOG.warning(
-                "the controller could not read the hypervisor and the zone of amphora %s, and continues: %s",
+                "the controller could not read the hypervisor and the zone of amphora %s, and continues without "
+                "this information: %s",
                 amphora.id,
                 error,
             )
@@ -426,8 +430,8 @@ class StepExecutor:
         self._compute.destroy(amphora.id)
         self._update(amphora.id, **_WITHOUT_MACHINE)
         happened = f"its agent has not answered in {most:g} s: {error.happened}"
-        # The user has already waited for the whole boot time-out. The error is therefore final: the controller sets the
-        # load balancer to ERROR before it boots the amphora again.
+        # The controller has waited for the whole boot time-out. So the error is final: the load balancer becomes ERROR
+        # before the controller boots the amphora again.
         raise ComputeError(f"boot amphora {amphora.id}", happened, final=True)
 
     def _unplug(self, amphora: Amphora, key: tuple[str, bool]) -> None:

@@ -68,8 +68,7 @@ class Job:
             return self.preemption_reason(connection, generation, op, urgent=urgent)
 
         first = self._database.read(read)
-        # Another thread may have set `_preempted_by` during the read. The job keeps that reason and does not overwrite
-        # it with its own result.
+        # Another thread may have set `_preempted_by` during the read. The job keeps the reason of the other thread.
         if first is not None and self._preempted_by is None:
             self._preempted_by = first
         if self._preempted_by is not None:

@@ -37,8 +37,8 @@ def plan(view: steps.AnyView, amphorae: tuple[Amphora, ...]) -> list[steps.Step]
     if first:
         return first
     found = plan_pool(view, amphorae) if isinstance(view, steps.SparePoolView) else _load_balancer_steps(view, amphorae)
-    # The plan renews the certificate of a retiring amphora only in two cases: no other step is due, or the first step
-    # checks a drain.
+    # The renewal of a retiring amphora's certificate must not delay other steps. So the plan renews it only if no other
+    # step is due, or if the first step only checks a drain.
     return [*later, *found] if not found or isinstance(found[0], steps.CheckDrain) else found
 
 
@@ -131,8 +131,8 @@ class AmphoraSet:
     def __init__(self, view: steps.LoadBalancerView, amphorae: tuple[Amphora, ...]) -> None:
         self._view = view
         self.everyone = amphorae
-        # A job may have begun before the topology changed. Such a job may have recorded an amphora with a role that the
-        # new topology does not have.
+        # A job that began before a change of the topology may have recorded an amphora with a role that the new
+        # topology does not have. Such an amphora counts as retiring.
         self.live = [one for one in amphorae if one.state is not AmphoraState.RETIRING and one.role in view.roles]
         self.retiring = [one for one in amphorae if one not in self.live]
         self.missing = list((Counter(view.roles) - Counter(one.role for one in self.live)).elements())
@@ -161,8 +161,8 @@ class AmphoraSet:
         replaced = {one.role for one in staying} & {one.role for one in self.live}
         lost = {one.role for one in self.retiring if one.dead}
         if lost & set(self.missing) and self._holder not in {one.id for one in staying}:
-            # The controller replaces a dead amphora even while another retiring amphora exists, unless that retiring
-            # amphora holds the VIPs.
+            # A second retiring amphora does not delay the replacement of a dead amphora, unless that second amphora
+            # holds the VIPs.
             return settled
         return settled and not replaced and not self._holder_to_hand_over()
 
@@ -221,8 +221,8 @@ class AmphoraSet:
     def push_step(self, arrived: Sequence[Amphora]) -> steps.Push:
         """Return the push to amphorae that are behind, and to a retiring VIP holder for its VRRP peers."""
         behind = self.behind(arrived)
-        # A retiring amphora that still holds the VIPs must know the new VRRP peers. The controller therefore pushes to
-        # this amphora too, even if the amphora already serves this generation.
+        # A retiring amphora that still holds the VIPs must know the new VRRP peers. So the controller pushes to this
+        # amphora even if it already serves the generation.
         holders = self._retiring_holder()
         return steps.Push(
             waves=vrrp_peers.order_waves([*behind, *holders], self._holder, self._silent)
@@ -255,8 +255,8 @@ class AmphoraSet:
         A handover to the amphora of another topology needs the release of the former standby first.
         """
         roles = {one.role for one in self.live}
-        # A VIP handover needs exactly two amphorae. The controller therefore first releases replaced amphorae, for
-        # example one that still drains after an earlier fail-over. The controller does not wait for dead amphorae,
+        # Only two amphorae can hand the VIPs over without ending connections. So the controller first releases replaced
+        # amphorae, for example one that still drains after an earlier fail-over. It does not wait for dead amphorae,
         # because the deletion of their machines may take long.
         replaced = [
             one for one in self.retiring if not one.dead and (one.role in roles or one.drains_until is not None)
@@ -290,8 +290,8 @@ class AmphoraSet:
         """Return the steps that remove replaced amphorae; a draining amphora stays until its connections end."""
         draining = [one for one in self.retiring if self._is_draining(one)]
         found: list[steps.Step] = [self._release_or_hand_over(one) for one in self.retiring if one not in draining]
-        # A draining amphora could take the VIPs back if it did not know its current VRRP peers. Changed peers are
-        # therefore pushed to the draining amphora.
+        # A draining amphora that does not know its current VRRP peers could take the VIPs back. So the controller
+        # pushes changed peers to the draining amphora too.
         reason = "its VRRP peers lack an amphora that stays"
         found += [
             steps.Push(waves=((one.id,),), optional=frozenset((one.id,)), whole=False, reason=reason)
@@ -306,8 +306,8 @@ class AmphoraSet:
 
     def _release_or_hand_over(self, one: Amphora) -> steps.Release | steps.HandOver:
         """Return the release of an amphora, or a handover if the amphora took the VIPs in its replacement."""
-        # During a replacement, the load balancer has three amphorae. A handover at this time ends the connections,
-        # because only a handover between two amphorae keeps them.
+        # During a replacement, the load balancer has three amphorae. This handover therefore ends the open connections,
+        # because only a handover between two amphorae keeps the connections.
         if one.holds_vip and one in self._holder_to_hand_over() and self.live:
             to = max(self.live, key=lambda other: self._view.priorities.get(other.role, 0))
             return steps.HandOver(amphora_id=one.id, to=to.id, reason="it took the VIPs during its replacement")
@@ -323,9 +323,8 @@ class AmphoraSet:
     def _is_draining(self, one: Amphora) -> bool:
         if not one.drains_until:
             return False
-        # Only the agent measures the drain with a monotonic clock. If the wall clock was changed, the recorded end of
-        # the drain is wrong. The amphora then counts as draining until its agent reports the end of the drain to a
-        # `CheckDrain` step.
+        # If the wall clock was changed, the recorded end of the drain is wrong. The amphora then counts as draining
+        # until its agent, which uses a monotonic clock, reports the end of the drain.
         return self._view.clock_set or one.drains_until > self._view.now
 
     def forget_departed(self) -> list[steps.Step]:
@@ -408,5 +407,5 @@ def _cleanup_steps(view: steps.LoadBalancerView, amphora_set: AmphoraSet) -> lis
         for plugged in one.plugged
         if plugged.key not in needed
     ]
-    # A wait ends the current round of the job, so the wait is the last step of the plan.
+    # A wait ends the current round of the job. So it is the last step of the plan.
     return found + amphora_set.wait_steps()

@@ -76,16 +76,16 @@ class BundlePush:
         self._vault = context.vault
         self._job = job
         self._write = write
-        # The objects that the controller omits from the pushed generation because an amphora cannot serve them. The
-        # keys are object ids, and the values are the reasons.
+        # The objects that the controller omits from the pushed configuration, because an amphora refuses them. The keys
+        # are object ids, and the values are the reasons.
         self._omitted: dict[str, str] = {}
         # Rendered configuration without the omitted objects. None means that another object was omitted, so the
         # controller must render the configuration again.
         self._served: Served | None = None
         # Encrypted seed of the load balancer's TLS ticket keys; None if the current job has created no seed.
         self._new_seed: SealedSecret | None = None
-        # Time at which the driver accepted a request, for the latency metric. The request is the oldest open one of the
-        # generation that the job has just confirmed. None means that no request was open.
+        # For the latency metric: the time at which the driver accepted the oldest open request of the generation that
+        # this job has just confirmed. None means that no request was open.
         self._accepted_at: float | None = None
 
     def push(self, step: steps.Push, view: steps.LoadBalancerView, everyone: Sequence[Amphora]) -> None:
@@ -183,7 +183,7 @@ class BundlePush:
     def _push_to_all(self, wave: _Wave, served: Served) -> Answers:
 
         def push(amphora: Amphora) -> AgentError | None:
-            # The log context belongs to one thread, so each thread of the pool sets it again.
+            # The log context is stored per thread. So each thread of the pool sets the context itself.
             with log_context.about(wave.recorded.tree.id, amphora.id, wave.recorded.generation):
                 try:
                     self._push_to(wave, amphora, served)
@@ -241,12 +241,12 @@ class BundlePush:
                 if view.replacing and one.state is not AmphoraState.RETIRING:
                     failovers.record_event(connection, view.load_balancer_id, Event.CONFIRMED, now, one.id)
             if all_serve:
-                # The same transaction records that the last amphora serves the generation, and that the load balancer
-                # serves it. After a crash, the database contains both records or neither.
+                # One transaction records that the last amphora serves the generation, and that the load balancer serves
+                # it. So a crash cannot leave one record without the other.
                 self._record_confirmation(connection, view)
             elif served and self._omitted and view.applied < generation:
-                # A later job may confirm this generation. That job needs the list of omitted objects, so the list is
-                # recorded now.
+                # A later job may confirm this generation, and needs the list of omitted objects. So this job records
+                # the list now.
                 omitted, of = self._all_omitted(view), view.load_balancer_id
                 record_omitted_objects(connection, of, generation, omitted)
 
@@ -331,7 +331,8 @@ def _rejected_objects(refusal: AgentRefused, served: Served) -> dict[str, str]:
     """Return the objects to omit, with the reasons by object id; empty if the refusal names no object."""
     if refusal.object_id is not None:
         return {refusal.object_id: refusal.happened}
-    # An agent without UDP support cannot parse a bundle with UDP listeners, so the agent answers with HTTP status 400.
+    # An agent without UDP support answers a bundle with UDP listeners with HTTP status 400. So the controller then
+    # omits these listeners.
     if refusal.status == HTTPStatus.BAD_REQUEST:
         return {one.id: _NO_UDP_SUPPORT for one in served.virtual}
     return {}

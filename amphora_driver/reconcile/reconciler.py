@@ -46,8 +46,8 @@ from amphora_driver.store import amphorae, failovers, sealed_secrets, status_out
 from amphora_driver.store.requests import Op
 
 LOG = logging.getLogger(__name__)
-# Shortest pause in seconds before the next job of the same load balancer, so that other load balancers get their turn.
-# A plan may ask for a shorter pause.
+# Shortest pause in seconds before the next job of the same load balancer, so that other load balancers are not delayed.
+# The plan may ask for a shorter pause.
 _MIN_PAUSE = 1.0
 # Longest pause in seconds before the next job of the same load balancer. If the longest retry back-off is longer, the
 # back-off is the limit.
@@ -57,13 +57,13 @@ _MAX_PAUSE = 25.0
 _PAUSE_PER_BOOT = 0.05
 # An amphora of a new pair takes the VIPs after three to four VRRP advertisement intervals (RFC 9568, section 6.1).
 _MIN_ADVERTS, _MAX_ADVERTS = 3, 4
-# Additional seconds that a busy amphora may need to take the VIPs.
+# A busy amphora may need this number of additional seconds to take the VIPs.
 _VIP_MARGIN = 3.0
 # Number of missed heartbeats after which an amphora counts as silent. A silent amphora does not delay the push to its
 # partner.
 _MISSED_HEARTBEATS = 3
-# These steps affect the machine and the ports of one amphora only. If such a step fails, the job continues with the
-# other amphorae.
+# Each of these steps affects the machine and the ports of only one amphora. If such a step fails, the job continues
+# with the other amphorae.
 _SINGLE_AMPHORA_STEPS = (steps.Boot, steps.Plug, steps.AwaitAgent, steps.Release)
 
 
@@ -113,7 +113,8 @@ class Reconciler:
             self._handle_failure(job, error)
         except Exception as error:
             LOG.exception(
-                "load balancer %s: the controller's job failed with an unexpected error, and the controller repeats it",
+                "load balancer %s: the controller's job failed with an unexpected error, and the controller repeats "
+                "the job later",
                 lease.load_balancer_id,
             )
             self._handle_failure(job, error)
@@ -144,8 +145,8 @@ class Reconciler:
         self, job: Job, view: steps.AnyView, observed: tuple[Amphora, ...], step: steps.Await | None
     ) -> None:
         if step is None and isinstance(view, steps.LoadBalancerView) and view.replacing:
-            # An empty plan means that the load balancer needs no further step. The job therefore ends the open
-            # fail-overs of deleted amphorae, even if the database lacks some of their events.
+            # An empty plan means that the load balancer needs no further step. So the job ends the open fail-overs of
+            # amphorae that no longer exist, even if a part of their history is missing.
             of, now = job.lease.load_balancer_id, self._database.now()
             self._write(job, lambda c: failovers.finish_settled_failovers(c, of, now))
         until = None if step is None else step.until
@@ -156,16 +157,16 @@ class Reconciler:
         pause = max(until - self._database.now(), min(_MIN_PAUSE, until - view.now))
         if step.amphorae and self._boot_wait is not None:
             pause = max(pause, _PAUSE_PER_BOOT * len(self._boot_wait))
-        # `Jobs.clamp_due_times` regards a longer pause as the result of a clock jump, and ends it. The pause therefore
-        # has a maximum.
+        # A longer pause would look like the result of a jump of the database clock, and `Jobs.clamp_due_times` would
+        # end it. So the pause has a maximum.
         pause = min(pause, max(self._context.conf.amp_controller.retry_most, _MAX_PAUSE))
         if view.applied >= view.generation:
             self._jobs.complete(job.lease, view.generation, self._database.now() + pause)
         else:
             readable = view.readable if isinstance(view, steps.LoadBalancerView) else True
             self._jobs.defer(job.lease, view.generation, pause, readable=readable)
-        # An answer of a booting agent makes the load balancer due. The controller begins to wait for answers only
-        # after it has released the lease. During the lease, no controller could claim the load balancer.
+        # If the agent of a booting amphora answers, the load balancer becomes due. So the controller begins to wait for
+        # the answers only after it has released the lease. Before that, no controller could claim the load balancer.
         awaited = [
             AwaitedAgent(one.id, one.management_address, job.lease.load_balancer_id, pause)
             for one in observed
@@ -181,8 +182,8 @@ class Reconciler:
         row, observed = amphorae.load_with_work(connection, load_balancer_id)
         if row is None:
             raise LeaseLost(f"work on load balancer {load_balancer_id}", "it is not recorded")
-        # The job records the generation before it reads the objects. If a request arrives during the read, the
-        # generation of the request is newer than the recorded one.
+        # The job records the generation before it reads the objects. If a request arrives during the read, its
+        # generation is newer than the recorded one, and the load balancer stays due.
         job.record_observation(row.generation, row.op)
         log_context.set_generation(row.generation)
         job.replacing = bool(row.replacing)
@@ -212,8 +213,8 @@ class Reconciler:
         if tree is not None and addressed:
             needed = needed_networks(tree, observed, catalogue.network(row.network))
         failed = needed.failed | vip_allocation.read_refusal(connection, load_balancer_id, given)
-        # The secrets must belong to the same generation as the objects that refer to them. If the generation has
-        # changed meanwhile, the job reads the load balancer again.
+        # The secrets must belong to the same generation as the objects that refer to them. If the generation changes
+        # between the two reads, the job reads the load balancer again.
         uses_some = tree is not None and next(secrets_of_tree(tree), None) is not None
         kept = sealed_secrets.load_secrets(connection, load_balancer_id) if uses_some else {}
         if kept and _generation(connection, load_balancer_id) != row.generation:
@@ -272,8 +273,8 @@ class Reconciler:
         try:
             now = self._database.now()
             if isinstance(error, Superseded) or job.is_preempted:
-                # If a newer request preempts the job, the preemption may have caused this error. The job therefore
-                # returns its lease and records no failure.
+                # A newer request has preempted the job, which may have caused this error. So the job returns its lease
+                # and records no failure.
                 LOG.info(
                     "load balancer %s: the controller interrupts its running job and starts the job again: %s",
                     of,
@@ -284,7 +285,12 @@ class Reconciler:
             final = isinstance(error, AmphoraDriverError) and error.final
             pause = conf.retry_most if final else min(conf.retry_first * 2**lease.attempts, conf.retry_most)
             pause *= random.uniform(0.8, 1.2)  # noqa: S311 - jitter, no secret
-            LOG.warning("load balancer %s: the controller's job failed: %s; trying again in %.1f s", of, error, pause)
+            LOG.warning(
+                "load balancer %s: the controller's job failed: %s; the controller tries again in %.1f s",
+                of,
+                error,
+                pause,
+            )
             if job.replacing:
                 self._write(job, lambda c: failovers.record_failure(c, of, now, str(error)))
             tried = lease.attempts + 1
@@ -292,15 +298,15 @@ class Reconciler:
                 first = final or tried == conf.give_up_after
                 if self._database.write(lambda c: _report_error(c, job, str(error), always=first)):
                     self._on_status()
-            # This attempt ended without a crash of its controller, so the number of crashes returns to zero. After
-            # too many crashes, a controller refuses the job without an attempt. Then the number decreases by one, so
-            # that the next controller tries the job once more.
+            # The job has failed, but the controller has not crashed, so the count of crashes returns to zero. A
+            # CrashLoop error is different: too many earlier crashes prevented the attempt. Then the count decreases by
+            # one, so that the next controller tries the job once.
             crashes = lease.crashes - 1 if isinstance(error, CrashLoop) else 0
             self._jobs.retry_later(lease, pause, str(error), job.generation or None, crashes=crashes)
         except (AmphoraDriverError, OSError) as failure:
             LOG.warning(
-                "load balancer %s: the controller could not release the lease of the failed job, and the "
-                "lease expires by itself: %s",
+                "load balancer %s: the controller could not release the lease of the failed job, and repeats the "
+                "job after the lease expires: %s",
                 of,
                 failure,
             )
@@ -320,7 +326,7 @@ def _perform_steps(
         if errors and (amphora_id is None or amphora_id in errors):
             continue
         if amphora_id in executor.boots_at:
-            # Its boot is delayed, so the machine does not exist.
+            # The controller has delayed the boot of this amphora, so its machine does not exist yet.
             continue
         if isinstance(step, steps.Await):
             return step

@@ -50,8 +50,8 @@ class SpareSteps:
         self._write = write
         # Spare amphorae that were ready when the job last read the pool.
         self._ready: tuple[Spare, ...] = ()
-        # The keys are the ids of spare pools, and the values are their current images. None stands for an unknown
-        # image.
+        # The keys are the ids of spare pools, and the values are the current images of the pools. None means that the
+        # image is not known.
         self._images: dict[str, str | None] = {}
 
     def find_spec(self, row: Any, tree: Any) -> SparePoolSpec | None:
@@ -103,7 +103,7 @@ class SpareSteps:
             return {}
         image = self._current_image(spec)
         # The controller normally renews a certificate after half of its validity. If less than a third of the validity
-        # is left, the renewal is overdue, and the spare amphora is unfit.
+        # is left, the renewals have failed, and the spare amphora is not used.
         lasting = self._context.conf.amp_certificates.validity_days * _DAY / 3
         return {one.id: why for one in self._ready if (why := spare_pools.unfit_reason(one, image, now, lasting))}
 

@@ -16,11 +16,11 @@ from amphora_driver.store.spare_pools import ROLE
 
 # Seconds after which the controller checks a spare pool again if all its amphorae are ready.
 LOOK_PAUSE = 30.0
-# Seconds without heartbeats and answers after which the controller replaces a spare amphora. The controller
-# replaces the amphora only while other amphorae send heartbeats.
+# If a spare amphora sends no heartbeat and no answer for this number of seconds, the controller replaces it. The
+# replacement requires that other amphorae send heartbeats, because otherwise the network may have failed.
 _LOST_AFTER = 60.0
-# Seconds for which the plan keeps a new spare amphora even if it is unfit. Otherwise, an image that is always unfit
-# would cause an endless loop of boots.
+# The plan keeps a new spare amphora for this number of seconds even if it is unfit. Otherwise, an image that is always
+# unfit would cause an endless loop of boots.
 _FITNESS_GRACE = 60.0
 # Seconds between two checks of booting spare amphorae. The pause ends earlier if the agent of such an amphora begins to
 # listen.
@@ -48,8 +48,8 @@ def plan_pool(view: steps.SparePoolView, amphorae: Sequence[Amphora]) -> list[st
     ]
     gone = [steps.Release(amphora_id=one.id, reason="the spare is retiring") for one in amphorae if one not in live]
     if boots or awaited or gone:
-        # The failure may have occurred during the boot of one spare amphora. After a failure, the plan therefore
-        # finishes the boots that have begun before it starts others.
+        # The last attempt may have failed because a spare amphora does not boot. So after a failure, the plan first
+        # finishes the boots that have begun, and then starts others.
         return [*awaited, *gone, *boots] if view.attempts else [*boots, *awaited, *gone]
     if not live and not view.stock.users:
         return [steps.DeletePool(reason="no load balancer uses this pool")]
@@ -95,8 +95,8 @@ def _find_lost(view: steps.SparePoolView, live: Sequence[Amphora]) -> str | None
 
 def _silent_for(view: steps.SparePoolView, one: Amphora) -> float:
     """Return the seconds since the last heartbeat, or since the boot, by the receivers' newest heartbeat."""
-    # Health managers record heartbeats with their own clocks, which may differ from the database clock. The time of the
-    # newest heartbeat therefore serves as the present time.
+    # Health managers record heartbeats with their own clocks, which may differ from the database clock. So ages are
+    # measured from the newest heartbeat, not from the database time.
     if one.heard_at is not None:
         return (view.stock.last_heartbeat_at or 0.0) - one.heard_at
     return 0.0 if one.booted_at is None else view.now - one.booted_at

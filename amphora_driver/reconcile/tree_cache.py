@@ -136,8 +136,8 @@ def _merge_pools(tree: LoadBalancer, by_kind: dict[Kind, Children], generation: 
         if now is before and members_now is pool.members:
             return pool
         if len(now) > 1:
-            # The merge has found two health monitors, but a pool has at most one. Only a full read shows which of the
-            # monitors was deleted.
+            # The merged pool would have two health monitors, but a pool has at most one. Only a full read shows which
+            # monitor was deleted.
             raise _FullReadNeededError
         return msgspec.structs.replace(pool, members=members_now, healthmonitor=now[0] if now else None)
 
@@ -161,8 +161,8 @@ def _merge_children(
         if change is None:
             found.append(one)
         elif change.created > generation:
-            # The recorded object was deleted, and a new object with the same id was created. Only a full read shows the
-            # position of the new object.
+            # An object was deleted, and a new object with the same id was created. Only a full read shows the position
+            # of the new object.
             raise _FullReadNeededError
         elif change.node is not None:
             now: N = msgspec.structs.replace(change.node, **{name: getattr(one, name) for name in children})

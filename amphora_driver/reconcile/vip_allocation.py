@@ -193,7 +193,7 @@ class VipSteps:
             now = self._database.now()
             later = vip_claims.schedule_retry(pending, answer.reason, answer.again_in, now)
             LOG.info(
-                "load balancer %s has no VIP addresses yet, so the controller requests them again later: %s",
+                "load balancer %s has no VIP addresses yet, so the controller requests the addresses again later: %s",
                 tree.id,
                 answer.reason,
             )

@@ -17,8 +17,8 @@ from amphora_driver.model.loadbalancer import Vip
 from amphora_driver.render.bundle import BundlePartner, BundleVrrp
 from amphora_driver.topology import effective_priorities
 
-# All pairs of amphorae use the same VRRP router id. RFC 9568 requires distinct ids because virtual routers share a
-# multicast group. Amphorae use unicast instead, so their ids may be equal.
+# All pairs of amphorae use the same VRRP router id. RFC 9568 requires distinct ids for routers that share a multicast
+# group, but amphorae send VRRP by unicast.
 ROUTER_ID = 1
 # VRRP priority of an amphora that has handed over its VIPs. Such an amphora gets the lowest priority, so it waits
 # longest before it takes the VIPs back. With a high priority, an amphora takes VIPs up to one advertisement interval
@@ -109,7 +109,7 @@ def find_holder(amphorae: Sequence[Amphora], first_role: str, silent: frozenset[
 
     Without any report, the amphora with `first_role` is assumed. The last reports of silent amphorae are ignored.
     """
-    # A retiring amphora without ports cannot hold the VIPs, even if its heartbeats report them.
+    # A retiring amphora without ports cannot hold the VIPs, even if its last heartbeats report the opposite.
     serving = [one for one in amphorae if one.confirmed > 0 and (one.plugged or one.state is not AmphoraState.RETIRING)]
     if not serving:
         return None

@@ -40,7 +40,7 @@ HTTP_TUNNEL = quoting.milliseconds(3_600_000, "the tunnel timeout")
 
 _HTTP, _TCP = quoting.keywords("http"), quoting.keywords("tcp")
 _PROXY = {PoolProtocol.PROXY: quoting.keywords("send-proxy"), PoolProtocol.PROXYV2: quoting.keywords("send-proxy-v2")}
-# If the listener terminates TLS, a PROXY header of version 2 also describes the TLS connection and contains the name
+# If the listener terminates TLS, the PROXY header of version 2 also describes the TLS connection and contains the name
 # from the client's certificate.
 _PROXY_TLS = {**_PROXY, PoolProtocol.PROXYV2: quoting.keywords("send-proxy-v2-ssl-cn")}
 
@@ -154,8 +154,8 @@ class ExaminedPool:
 
     def _backend(self, route: Route) -> _Backend:
         pool, http = self.pool, mode_is_http(self.pool, listener_http=route.http)
-        # Consistent hashing keeps most clients at their members after the change of one member. HAProxy refuses the
-        # command `add server` for other kinds of hashing (management guide 9.3).
+        # Consistent hashing keeps most clients at their members if one member changes. With any other hashing, HAProxy
+        # refuses the command `add server` (management guide 9.3).
         return _Backend(
             name=quoting.backend_name(quoting.identifier(pool.id, "the pool's id", pool.id), route.listener),
             mode=_HTTP if http else _TCP,

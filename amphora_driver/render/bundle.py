@@ -202,7 +202,8 @@ def _interface(tree: LoadBalancer, plugged: AttachedPort, member_routes: Sequenc
     routes: list[tuple[str, str | None]] = [(destination, None) for destination in member_routes]
     routes += [(route.destination, route.gateway) for subnet in plugged.subnets for route in subnet.routes]
     if is_vip:
-        # Only the default route of the VIP network leads to clients and to members outside the attached networks.
+        # Clients, and members outside the attached networks, are reachable only through a gateway of the VIP network.
+        # So the default route is a route of the VIP network.
         gateways = [subnet.gateway for subnet in plugged.subnets if subnet.gateway is not None]
         routes += [("::/0" if ":" in gateway else "0.0.0.0/0", gateway) for gateway in gateways]
     # The kernel of an amphora would refuse a second route with the same destination, so the bundle contains only the
@@ -212,8 +213,8 @@ def _interface(tree: LoadBalancer, plugged: AttachedPort, member_routes: Sequenc
         first.setdefault(destination, gateway)
     return BundleInterface(
         mac=port.mac,
-        # The name of a network interface must not depend on other interfaces, because a later rename would end
-        # connections.
+        # The name of a network interface must not depend on other interfaces. Otherwise, a change of another interface
+        # would rename this one and end its connections.
         name="eth1" if is_vip else f"m{port.mac.replace(':', '')}",
         mtu=port.mtu,
         addresses=tuple(f"{fixed.address}/{prefix_lengths[fixed.subnet_id]}" for fixed in port.addresses),

@@ -218,7 +218,8 @@ def _policies(
     if not enabled:
         return l7.L7()
     if not _reads_http(listener):
-        # HAProxy would accept L7 policies of a listener without HTTP, but would silently ignore the policies.
+        # HAProxy would accept L7 policies of a listener without HTTP, but would silently ignore them. So the renderer
+        # refuses the policies.
         refused.append(render_errors.policies_without_http(listener))
         return None
     culprits = {

@@ -31,8 +31,8 @@ from amphora_driver.render.quoting import Quoted
 from amphora_driver.validation import l7, regex
 
 _REMEMBERED = 8_192
-# The renderer expands some values. For example, percent-encoding makes a text at most three times as long. The limit
-# for expanded values is therefore four times the limit for plain values.
+# The renderer makes some values longer. For example, percent-encoding makes a text up to three times as long. So the
+# limit for such values is four times the usual limit.
 _LONGEST = 4 * quoting.MAX_TEXT
 
 _ACL = quoting.keywords("acl")
@@ -50,7 +50,8 @@ _IS_NOT_EMPTY = quoting.keywords("-m len 1:")
 _HAS_CERTIFICATE = quoting.keywords("ssl_c_used")
 _VERIFY_RESULT = quoting.keywords("ssl_c_verify -m int --")
 
-# For FILE_TYPE rules, HAProxy stores the file extension of the request path in a variable once for each request.
+# HAProxy stores the file extension of the request path in a variable. So it computes the extension only once per
+# request for all FILE_TYPE rules.
 _WITH_DOT = quoting.keywords(
     "http-request set-var(txn.extension) path,field(-1,/),field(-1,.) if { path,field(-1,/) -m sub"
 )
@@ -140,8 +141,7 @@ def _actions(conditions: list[tuple[L7Policy, _Condition]], pools: dict[str, Quo
     to_pool = L7Action.REDIRECT_TO_POOL
     backends = [pools[str(one.redirect_pool_id)] if one.action is to_pool else None for one, _ in conditions]
     # HAProxy applies all `http-request` lines before all `use_backend` lines. From the index `plain` on, all policies
-    # redirect to pools. The renderer can therefore write `use_backend` lines for these policies without a change of
-    # their order.
+    # redirect to pools. Only for these policies, `use_backend` lines keep the order of the policies.
     plain = len(backends)
     while plain and backends[plain - 1] is not None:
         plain -= 1
@@ -167,8 +167,8 @@ def _action(policy: L7Policy) -> Quoted:
         return _UNAVAILABLE
     target = l7.check_redirect_target(policy)
     if policy.action is L7Action.REDIRECT_PREFIX and not set("?#") & set(target):
-        # For a prefix redirect, HAProxy appends the request path to the prefix. The path begins with a slash, so the
-        # prefix must not end with a slash.
+        # HAProxy appends the request path, which begins with a slash, to the prefix of a prefix redirect. So the prefix
+        # must not end with a slash.
         target = target.rstrip("/") or "/"
     code = policy.redirect_http_code or l7.DEFAULT_REDIRECT_CODE
     return quoting.words(
@@ -256,8 +256,8 @@ def _fetches(rule: L7Rule) -> tuple[str, ...]:
     # HAProxy parses the arguments of a fetch a second time, so the key of a header or cookie is in double quotes.
     # `check_l7rule` permits only token characters in the key, so no key contains a double quote.
     if rule.type is L7RuleType.HEADER:
-        # If one value of a comma-separated header contains a text, the whole header line contains the text too. So a
-        # rule with CONTAINS compares only the whole line.
+        # A rule with CONTAINS compares only the whole header line. If one value of a comma-separated header contains a
+        # text, the whole line contains the text too.
         whole, single = f'req.fhdr("{rule.key}")', f'req.hdr("{rule.key}")'
         return (whole,) if rule.compare_type is L7Compare.CONTAINS else (whole, single)
     return (f'req.cook("{rule.key}")',) if rule.type is L7RuleType.COOKIE else (f"ssl_c_s_dn({rule.key})",)
@@ -266,7 +266,7 @@ def _fetches(rule: L7Rule) -> tuple[str, ...]:
 _PATH = ("path",)
 _FIXED = {
     L7RuleType.PATH: _PATH,
-    # A HOST_NAME rule compares two forms of the Host header: with the port and without the port.
+    # A HOST_NAME rule matches the Host header with the port or without the port.
     L7RuleType.HOST_NAME: ("req.fhdr(host)", "req.fhdr(host),host_only"),
     L7RuleType.FILE_TYPE: ("var(txn.extension)",),
 }

@@ -53,8 +53,8 @@ class Quoted(str):
         raise TypeError("a Quoted value comes from amphora_driver.render.quoting only")
 
 
-# `Quoted.__init__` always raises an error. `str.__new__` does not call `__init__`, so only `_quoted` can create Quoted
-# strings.
+# Only the function `_quoted` can create Quoted strings. `Quoted.__init__` always raises an error, but `str.__new__`
+# does not call it.
 _quoted: Callable[[str], Quoted] = partial(str.__new__, Quoted)
 _PRINTABLE = frozenset({Quoted, int})
 

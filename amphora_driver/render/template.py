@@ -14,8 +14,8 @@ from amphora_driver.render import quoting
 
 
 class _Environment(jinja2.Environment):
-    # Jinja2's default method would look up a missing attribute as a key of a mapping. The built-in `getattr` raises an
-    # error instead.
+    # If an attribute is missing, Jinja2 would look up a key with the same name in a mapping. The built-in `getattr`
+    # raises an error instead.
     getattr = staticmethod(getattr)  # type: ignore[assignment]
 
 
@@ -23,8 +23,8 @@ _ENVIRONMENT = _Environment(
     loader=jinja2.PackageLoader("amphora_agent", "templates"),
     undefined=jinja2.StrictUndefined,
     finalize=quoting.finalize,
-    # The template produces a configuration file, so HTML escaping would corrupt the values. The function `finalize`
-    # refuses unquoted values.
+    # The template produces a configuration file, so HTML escaping would corrupt the values. Instead, the function
+    # `finalize` refuses values that are not quoted.
     autoescape=False,
     trim_blocks=True,
     lstrip_blocks=True,

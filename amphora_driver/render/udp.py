@@ -119,7 +119,7 @@ def virtual_servers(
     refused: list[ModelError] = []
     behind: dict[str, _Behind | None] = {}
     for pool in once(pools, refused):
-        # If a pool is not the default pool of a listener, the members need not have the address family of a VIP.
+        # Only the default pool of a listener must have members with the address family of a VIP.
         met = load_balancer.vips if load_balancer.is_default_pool(pool) else None
         examine = partial(_behind, pool, met, failed, refused)
         behind[pool.id] = render_errors.try_render(examine, pool.id, refused) if pool.id not in failed else None

@@ -66,7 +66,8 @@ class ReachableAmphora(msgspec.Struct, frozen=True, kw_only=True):
 _JSON_COLUMNS = ("plugged", "partners")
 _IDS: sa.BindParameter[Any] = sa.bindparam("ids", expanding=True)
 _LOAD_BALANCER_IDS = sa.select(amphora.c.id, amphora.c.load_balancer_id)
-# The query of a `job` row with the `amphora` rows omits the listed columns. Fewer columns make the query faster.
+# The query for a `job` row and its `amphora` rows does not read these columns, because the query is faster with fewer
+# columns.
 _UNREAD_COLUMNS = {
     *("project_id", "reread", "tickets_due", "owner", "writes", "leased_until", "due_at", "error"),
     *("heartbeat_key", "created_at", "ready_at", "reason", "image", "audited_at", "drift", "drifts"),

@@ -64,7 +64,7 @@ _TREE = (
 _ALIVE = (
     sa.select(sa.func.count()).select_from(desired_object).where(_OBJECT.load_balancer_id == _OF, ~_OBJECT.removed)
 ).scalar_subquery()
-# The query for changed objects always returns the row of the load balancer too. That row also contains the current
+# The query for changed objects always returns the row of the load balancer too, because that row contains the current
 # number of objects.
 _SINCE = sa.select(
     *(_OBJECT.id, _OBJECT.kind, _OBJECT.parent_id, _OBJECT.created, _OBJECT.removed, _OBJECT.body),
@@ -235,7 +235,8 @@ def load_l4_context(
 
 def load_tree(connection: sa.Connection, load_balancer_id: str) -> LoadBalancer:
     """Return a complete load balancer, children in the order of creation; see `load_object`."""
-    # A load balancer may have thousands of members. So the loop uses the texts of kinds, and leaves need no call.
+    # A load balancer may have thousands of members. To save time, the loop uses the database's texts of kinds as keys,
+    # and calls `with_children` only for objects that may have child objects.
     decoders = {kind.value: decoder for kind, decoder in _DECODERS.items()}
     by_parent: dict[tuple[str, str | None], list[Any]] = defaultdict(list)
     for kind, parent, body in connection.execute(_TREE, {"of": load_balancer_id}):
@@ -311,7 +312,7 @@ def _with_local_fields(node: Node, recorded: str) -> Node:
     if isinstance(node, LoadBalancer):
         whole: LoadBalancer = _DECODERS[Kind.LOAD_BALANCER].decode(recorded)
         # Octavia takes VIP addresses from the driver only while Octavia creates the load balancer. So Octavia does not
-        # know a VIP address that the driver allocates later.
+        # know an address that the driver allocated later, and the driver keeps its own record.
         kept = ("profile", "flavor", "availability_zone", "vip", "additional_vips")
         return msgspec.structs.replace(node, **{name: getattr(whole, name) for name in kept})
     if not isinstance(node, Listener) or not node.sni_container_refs:

@@ -207,8 +207,8 @@ def purge_old_failovers(connection: sa.Connection, before: float, limit: int = _
     ended = sa.select(failover.c.id).where(failover.c.ended_at < before).order_by(failover.c.ended_at).limit(limit)
     old = list(connection.execute(ended).scalars())
     if old:
-        # Housekeeping deletes the events of a fail-over first. After the deletion of the fail-over itself, no query
-        # would find the events.
+        # Housekeeping deletes the events of a fail-over before the fail-over itself. Afterwards, no query would find
+        # the events.
         connection.execute(failover_event.delete().where(failover_event.c.failover_id.in_(old)))
         connection.execute(failover.delete().where(failover.c.id.in_(old)))
     return len(old) == limit

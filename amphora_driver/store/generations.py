@@ -99,8 +99,8 @@ def rotate_tickets(
     rotated = 0
     for one, following in due:
         unchanged = job.c.load_balancer_id == one.load_balancer_id, job.c.tickets == one.number
-        # The update checks again whether new ticket keys are due. A change of the load balancer may have created new
-        # keys since `list_due_tickets`.
+        # A change of the load balancer may have created new ticket keys since the search for due keys. So the update
+        # checks again whether new keys are due.
         query = job.update().where(*unchanged, job.c.tickets_due <= now, *SETTLED)
         if connection.execute(query.ordered_values(*advance_to(job.c.generation + 1), *rotation.items())).rowcount:
             rotated += 1

@@ -45,7 +45,7 @@ def list_due_totals(connection: sa.Connection, limit: int) -> list[ListenerTotal
     if not listener_ids:
         return []
     counters: dict[str, sa.ColumnElement[int]] = {name: table.c[name] for name in (*_COUNTERS, "version")}
-    # A row of a deleted amphora still contains the last number of active connections. The sum counts zero active
+    # The row of a deleted amphora still contains the last number of active connections. So the sum counts no active
     # connections for a deleted amphora.
     counters["active_connections"] = sa.case((amphora.c.id.is_(None), 0), else_=table.c.active_connections)
     rows = connection.execute(

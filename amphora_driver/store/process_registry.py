@@ -42,8 +42,8 @@ class ProcessRegistration:
         self._name = name
         self._kind = kind
         self._beat = 0
-        # Another process may delete the database row of this process. The field then restores the drain state in a new
-        # row.
+        # Another process may delete the database row of this process. If this process then inserts a new row, this
+        # field restores the drain state.
         self._draining = False
 
     def heartbeat(self, *, jobs: int = 0, working: bool = True) -> bool:

@@ -38,7 +38,8 @@ Contents = Mapping[SecretName, SealedSecret]
 # The request history names object kinds in the singular and without an underscore, for example `l7policy`.
 _KIND_NAMES = {kind: kind.value[:-1] for kind in Kind} | {Kind.L7POLICY: "l7policy"}
 LOG = logging.getLogger(__name__)
-# Length of the request history of a load balancer. At each 50th request, the driver deletes the entries beyond it.
+# Number of requests that the driver keeps in the history of a load balancer. After each 50th request, the driver
+# deletes the older entries.
 _HISTORY_LENGTH = 200
 _PURGE_INTERVAL = 50
 _RESIZE = "resize"
@@ -358,8 +359,8 @@ def _advance_owner(connection: sa.Connection, object_id: str) -> tuple[str, int]
     """Make the job of an object's load balancer due; return the load balancer's id and its new generation."""
     row = connection.execute(_LOCK_OWNER, {"of": object_id}).first()
     if row is None:
-        # If the statement finds no row, either the object or the load balancer is missing. The two separate look-ups
-        # raise the error for the missing one.
+        # The search finds no row if the object or the load balancer is missing. The following two look-ups raise an
+        # error that names the missing one.
         load_balancer_id = desired_objects.load_balancer_id_of(connection, object_id)
         return load_balancer_id, _advance(connection, load_balancer_id)
     return row.load_balancer_id, _write_generation(connection, row.load_balancer_id, row, Op.APPLY)
@@ -404,8 +405,8 @@ def _record_request(
 ) -> None:
     accepted = {"load_balancer_id": load_balancer_id, "generation": generation, "accepted_at": time.time()}
     added = connection.execute(request.insert(), {**accepted, "action": action, "object_id": object_id})
-    # Each recorded request inserts one `request` row. If the row exists after the connection is lost, the database has
-    # committed the transaction of the request.
+    # Each recorded request inserts one `request` row. If a connection loss leaves the end of the transaction unknown,
+    # the row proves that the transaction was committed.
     (row,) = added.inserted_primary_key or (None,)
     set_commit_marker(connection, _REQUEST_MARKER, {"row": row, "of": load_balancer_id})
     if generation % _PURGE_INTERVAL == 0:

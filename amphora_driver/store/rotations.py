@@ -168,7 +168,7 @@ def select_amphorae(
         found = {one: ids for one, ids in found.items() if one in fitting}
     if wanted.load_balancers:
         _require_known(connection, wanted.load_balancers)
-        # The image rotation keeps the order of the load balancers in the operator's request.
+        # The image rotation processes the load balancers in the order in which the operator named them.
         found = {one: found[one] for one in dict.fromkeys(wanted.load_balancers) if one in found}
     return {one: tuple(ids) for one, ids in found.items() if ids}
 

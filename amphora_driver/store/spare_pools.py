@@ -45,8 +45,8 @@ class SparePoolSpec(msgspec.Struct, frozen=True, kw_only=True):
     def id(self) -> str:
         """The id of the pool with this specification."""
         values = msgspec.structs.asdict(self)
-        # Controllers of the previous version do not know `compute_zones`. Without zones, both versions must compute the
-        # same id.
+        # The id of a spare pool is derived from its properties. Controllers of the previous version do not know
+        # `compute_zones`. Without zones, both versions must compute the same id.
         if self.compute_zones is None:
             del values["compute_zones"]
         return str(uuid.uuid5(_NAMESPACE, msgspec.json.encode(values).decode()))

@@ -69,7 +69,8 @@ _OBSERVE = (
         version=object_status.c.version + 1,
     )
 )
-# The statement writes an operating status only if the recorded status is still the status that the caller has read.
+# The UPDATE statement changes an operating status only if the database still contains the status that the caller has
+# read before.
 _PREVIOUS = sa.bindparam("was", type_=sa.String)
 _OBSERVE_IF_UNCHANGED = _OBSERVE.where(
     sa.or_(object_status.c.operating == _PREVIOUS, sa.and_(object_status.c.operating.is_(None), _PREVIOUS.is_(None)))
@@ -95,8 +96,8 @@ _IS_REMOVED = object_status.c.object_id.in_(
         desired_object.c.load_balancer_id == sa.bindparam("of"), desired_object.c.removed
     )
 )
-# When the amphorae serve a new generation, objects in ERROR become ACTIVE. An object that waits for a later generation
-# stays in ERROR.
+# When the amphorae serve a new generation, objects in ERROR become ACTIVE. This excludes objects that wait for a later
+# generation.
 _IS_SETTLED = object_status.c.pending.is_(None)
 _HAS_FAILED = object_status.c.provisioning == Provisioning.ERROR.value
 _SUCCEED = (

@@ -86,7 +86,8 @@ def _insert(connection: sa.Connection, one: UnknownAmphora) -> bool:
         with connection.begin_nested():
             connection.execute(unknown_amphora.insert().values(**values))
     except IntegrityError:
-        # An IntegrityError means that another health manager has just inserted a row with the same amphora id.
+        # An IntegrityError means that another health manager has just inserted a row with the same amphora id. So this
+        # health manager need not insert the row.
         return False
     return True
 

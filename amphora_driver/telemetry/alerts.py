@@ -92,7 +92,7 @@ def find_notices(fleet: FleetSnapshot, interval: float) -> tuple[Notice, ...]:
     by_balancer = fleet.amphorae_by_balancer()
     for balancer in fleet.balancers:
         found += _balancer_notices(balancer, by_balancer.get(balancer.id, []), fleet.at)
-    # Python's sort is stable, so notices of the same level keep their order.
+    # Python's sort is stable. So notices of the same level keep their order.
     return tuple(sorted(found, key=lambda one: -one.level))
 
 

@@ -78,8 +78,8 @@ def fleet_families(view: View) -> Iterator[Metric]:
     is_current = view.read_error is None and view.fleet is not None
     yield _gauge("amphora_fleet_up", "1 if the database could be read for this answer.", is_current)
     if view.read_error is not None or view.fleet is None:
-        # If the database is unreadable, the metrics server omits the metrics of the fleet, because old metrics would
-        # look like current ones.
+        # The database is not readable, so the metrics server omits the metrics of the fleet. Old values would look like
+        # current ones.
         return
     fleet = view.fleet
     yield _gauge("amphora_fleet_read_seconds", "Duration of the read of the fleet.", fleet.took)
@@ -186,8 +186,8 @@ def _control_plane_metrics(fleet: FleetSnapshot) -> Iterator[Metric]:
     for (kind, draining), number in sorted(counted.items()):
         seen.add_metric([kind, draining], number)
     yield seen
-    # The dict keeps the last heartbeat of each kind of process. The processes are sorted by the time of their
-    # heartbeats, so the last one is the newest.
+    # For each kind of process, the dict keeps the time of the last heartbeat. The processes are sorted by the times of
+    # their heartbeats, so the newest time of a kind replaces the others.
     youngest = {one.kind: one.seen_at for one in sorted(fleet.processes, key=lambda one: one.seen_at)}
     ages = {kind: max(0.0, fleet.at - seen_at) for kind, seen_at in sorted(youngest.items())}
     yield _by("amphora_fleet_process_age_seconds", "Age of the newest heartbeat of a process.", "kind", ages)

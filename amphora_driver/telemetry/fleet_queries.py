@@ -106,8 +106,8 @@ _AMPHORAE = (
     .order_by(_AMPHORA.c.load_balancer_id, _AMPHORA.c.created_at, _AMPHORA.c.id)
     .limit(MAX_AMPHORAE)
 )
-# The condition on the generation lets the database use an index. The query then does not read the old requests of a
-# load balancer.
+# With the condition on the generation, the database can use an index, and does not read the old requests of a load
+# balancer.
 _ACCEPTED = (
     sa.select(_WORK.c.load_balancer_id, sa.func.min(tables.request.c.accepted_at).label("accepted_at"))
     .join(tables.request, tables.request.c.load_balancer_id == _WORK.c.load_balancer_id)
@@ -218,7 +218,7 @@ def _build_amphorae(rows: Iterable[Any], work: Iterable[Any]) -> tuple[AmphoraIn
     pools = {row.id for row in work if row.op == spare_pools.OP}
     found = []
     for row in rows:
-        # SQLAlchemy reads columns by position three times as fast as by name, which matters for tens of thousands of
+        # SQLAlchemy reads columns by position three times as fast as by name. This matters for tens of thousands of
         # amphorae.
         values = dict(zip(_AMPHORA_COLUMNS, row, strict=True))
         of = values["load_balancer_id"]
@@ -271,7 +271,8 @@ def read_name_and_addresses(body: str | None) -> tuple[str | None, tuple[str, ..
     try:
         found = _decode_body(body)
     except msgspec.DecodeError:
-        # One undecodable row of a load balancer must not hide all other load balancers on the status page.
+        # The row of this load balancer is not readable. It must not prevent the status page from showing the other load
+        # balancers.
         return None, ()
     return found.name, tuple(vip.address for vip in (found.vip, *found.additional_vips) if vip.address)
 
@@ -288,7 +289,7 @@ def _build_pools(rows: Iterable[Any], amphorae: Iterable[AmphoraInfo], configure
             continue
         spares = kept.get(row.id, [])
         ready = sum(one.state == "ready" for one in spares)
-        # If no load balancer uses a pool of warm spares, the pool needs no amphorae.
+        # If no load balancer uses a pool of warm spares, the pool needs no spare amphorae.
         wanted = _desired_number(row.spares, configured) if row.id in used else 0
         found.append(_build(SparePoolInfo, row, wanted=wanted, booted=len(spares), ready=ready))
     return tuple(found)

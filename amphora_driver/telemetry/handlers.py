@@ -88,8 +88,8 @@ class TokenFile:
         try:
             found = Path(self._path).stat()
             if found.st_mode & stat.S_IROTH:
-                # If other users can read the token file, they may already know the token. The operator must correct the
-                # file mode and also write a new token.
+                # If other users can read the token file, they may already know the token. So the operator must not only
+                # correct the file mode, but also write a new token.
                 problem = "other users can read it; run chmod o-r, and write a new token into it"
             else:
                 token = self._read_file(found)

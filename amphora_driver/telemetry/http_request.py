@@ -26,8 +26,8 @@ _FORWARDED = {
     *("forwarded", "via", "x-real-ip"),
     *("x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-forwarded-server"),
 }
-# Many proxies use HTTP/1.0 without a Forwarded header, while local clients use HTTP/1.1. So the status page regards
-# every HTTP/1.0 request as forwarded.
+# Many proxies use HTTP/1.0 and add no Forwarded header, while local clients use HTTP/1.1. So the status page treats
+# each HTTP/1.0 request as forwarded by a proxy.
 _PROXY_VERSION = "HTTP/1.0"
 
 
@@ -105,8 +105,7 @@ def authorize(request: Request, peer: str, token: Secret | None) -> None:
         RequestRefused: 401 without the token; 403 from another machine, or with a host name of another machine.
     """
     if token is not None:
-        # The class Secret compares tokens in constant time, so the duration of the comparison reveals nothing about the
-        # token.
+        # The comparison of two Secret objects takes constant time. So its duration reveals nothing about the token.
         if Secret(_presented_token(request.headers.get("authorization", ""))) != token:
             raise RequestRefused(401, "This page requires its token, as a bearer token or as a password.")
         return

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from amphora_driver.telemetry.http_request import Request
 
 LOG = logging.getLogger(__name__)
-# The status page server accepts at most 16 concurrent connections, and closes the oldest connection to accept a further
-# one.
+# The status page server accepts at most 16 connections at a time. It closes the oldest connection before it accepts a
+# further one.
 _MAX_CONNECTIONS = 16
 _BACKLOG = 32
 # The status page server limits a whole connection to 20 s and each read to 5 s. After the response, the close of the
@@ -114,7 +114,8 @@ class StatusServer:
 
     def _bind(self) -> socket.socket:
         family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
-        # The status page server cannot bind its port while another process of the host uses the port.
+        # The status page server cannot bind its port while another process of the host uses the port. So it tries again
+        # later.
         made = socket.create_server((self._address, self.port), family=family, backlog=_BACKLOG)
         made.setblocking(False)
         self.port = made.getsockname()[1]
@@ -134,8 +135,8 @@ class StatusServer:
         connection.settimeout(_READ_TIMEOUT)
         with self._lock:
             if len(self._open) >= _MAX_CONNECTIONS:
-                # A normal request to the status page takes milliseconds. If 16 connections are open, the oldest
-                # connection belongs to a slow client.
+                # A normal request to the status page takes milliseconds. So if 16 connections are open, the oldest one
+                # belongs to a slow client, and the server closes it.
                 self._shut_down([min(self._open)])
             number = next(self._numbers)
             self._open[number] = (connection, time.monotonic())
@@ -173,11 +174,14 @@ class StatusServer:
                 connection = self._wrap_tls(number, connection)
             self._answer(connection, peer)
         except (OSError, ValueError) as error:
-            # A connection to the status page fails if the client closes the connection or uses another protocol.
-            # Neither case needs a warning.
+            # A client has closed its connection to the status page, or does not speak TLS. Neither case needs a
+            # warning.
             LOG.debug("a connection to the status page failed, and the server closes it: %s", error)
         except Exception:
-            LOG.exception("the status page server could not serve a connection and closes the connection")
+            LOG.exception(
+                "the status page server failed to serve a connection because of an unexpected error, and closes the "
+                "connection"
+            )
         finally:
             self._close(number, connection)
 
@@ -187,8 +191,8 @@ class StatusServer:
             with self._lock:
                 if number in self._open:
                     self._open[number] = (wrapped, self._open[number][1])
-            # The status page server shuts down a connection that exceeds its time limit. The TLS handshake then fails,
-            # and the thread ends.
+            # The server closes a connection that exceeds its time limit, even during the TLS handshake. The handshake
+            # then fails, and the thread ends.
             wrapped.do_handshake()
         except BaseException:
             wrapped.close()
@@ -222,7 +226,10 @@ class StatusServer:
         except OSError:
             raise
         except Exception:
-            LOG.exception("the status page server could not process a request and responds with status 500")
+            LOG.exception(
+                "the status page server failed to process a request because of an unexpected error, and responds "
+                "with status 500"
+            )
             response = Response(status=500, body=b"Internal error: see the log of this process.\n")
         connection.sendall(response.encode(method, accepts_gzip=accepts_gzip))
         _close_gracefully(connection)
@@ -231,7 +238,9 @@ class StatusServer:
         """Log an error unless it repeats the previous one."""
         if self._logged != text:
             self._logged = text
-            LOG.error("the status page server serves no requests: %s", text)
+            LOG.error(
+                "the status page server does not work, so the process serves no status page and no metrics: %s", text
+            )
 
 
 def _read_head(connection: socket.socket) -> bytes:

@@ -56,8 +56,8 @@ def open_read_only(url: str) -> Database:
 
     def forbid_writes(connection: Any, _record: Any) -> None:
         if dialect == "postgresql":
-            # psycopg starts every transaction of a connection as a read-only transaction if the connection's attribute
-            # `read_only` is true.
+            # If the attribute `read_only` of a connection is true, psycopg makes each transaction of the connection
+            # read-only.
             connection.read_only = True
             return
         with closing(connection.cursor()) as cursor:
@@ -97,8 +97,8 @@ class SnapshotCache:
         if known is None:
             self._lock.acquire()
         elif not self._lock.acquire(blocking=False):
-            # While another thread reads the database, a request gets the previous snapshot instead of waiting for the
-            # new one.
+            # Another thread is already reading the database. So the request gets the previous snapshot and does not
+            # wait for the new one.
             return known
         try:
             if self._view is None or self._clock() - self._read_at >= MAX_AGE:

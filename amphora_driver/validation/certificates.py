@@ -105,18 +105,18 @@ def _server_pem(option: str, material: SecretMaterial) -> Secret:
 
 
 def _key(option: str, material: SecretMaterial) -> _ServerKey:
-    # If a secret has no separate private key, the driver searches for the key in the text of the certificate.
+    # If a secret has no separate private key, the text of the certificate may contain the key.
     text = material.private_key or material.text
     block = next(_blocks(text, *_KEYS), None)
     if block is None:
         _refuse(option, "it holds no private key in PEM format")
     passphrase = material.passphrase.reveal().rstrip(b"\r\n") if material.passphrase is not None else None
     for password in (passphrase or None, None):
-        # A private key may be unencrypted although the secret contains a passphrase. So the driver tries to read the
-        # key again without a password.
+        # A secret may contain a passphrase although its private key is not encrypted. So the driver also tries to read
+        # the key without a password.
         with contextlib.suppress(*_LIBRARY_ERRORS):
-            # The option makes the library skip the check of an RSA key's primes, which would take 0.1 s. The later
-            # comparison of the key with the certificate is sufficient.
+            # The option makes the library skip the check of an RSA key's primes, which takes 0.1 s. The comparison of
+            # the key with the certificate, which follows, is sufficient.
             key = load_pem_private_key(block, password, unsafe_skip_rsa_key_validation=True)
             break
     else:

@@ -20,8 +20,8 @@ from amphora_driver.validation.metadata_schema import KeySupport, MetadataSchema
 from amphora_driver.validation.unsupported import NOT_SUPPORTED
 
 SCHEMA = MetadataSchema("flavor", "flavor.json")
-# The driver accepts a compute key in a flavor only if the selected compute backend supports the key. A network key
-# needs the support of the selected network backend.
+# A flavor may contain these compute keys only if the selected compute backend supports them. The same applies to
+# network keys and the selected network backend.
 COMPUTE_KEYS = ("compute_flavor", "amp_image_tag")
 NETWORK_KEYS = ("sriov_vip", "allow_member_sriov")
 LOG_KEYS = ("admin_log_targets", "tenant_log_targets")

@@ -27,8 +27,8 @@ _RANGES = {"delay": MAX_SECONDS, "timeout": MAX_SECONDS, "max_retries": MAX_RETR
 MAX_PATH = 255
 """Longest url_path: the width of Octavia's column."""
 
-# The url_path of a health monitor consists of visible ASCII characters. A request line of HTTP (RFC 9112, section 3)
-# permits no others.
+# The url_path of a health monitor must consist of visible ASCII characters, because a request line of HTTP (RFC 9112,
+# section 3) permits no others.
 _PATH = re.compile(r"/[!-~]*")
 # Octavia accepts domain names with labels of letters, digits, hyphens and underscores, and with an optional dot at the
 # end.

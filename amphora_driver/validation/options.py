@@ -26,8 +26,8 @@ from amphora_driver.validation.unsupported import NOT_SUPPORTED, refuse, require
 _PROXIED = (PoolProtocol.HTTP, PoolProtocol.TCP, PoolProtocol.HTTPS, PoolProtocol.PROXY, PoolProtocol.PROXYV2)
 POOL_PROTOCOLS = (*_PROXIED, PoolProtocol.UDP, PoolProtocol.SCTP)
 ALGORITHMS = tuple(Algorithm)
-# Octavia permits the vnic_type `direct` for a member only if the flavor sets allow_member_sriov. The driver accepts
-# this key only if the network backend supports the key.
+# The driver accepts the vnic_type `direct` only if the network backend supports it. Octavia permits this value for a
+# member only if the flavor sets allow_member_sriov.
 VNIC_TYPES = (None, "", "normal", "direct")
 MAX_WEIGHT = 256
 MAX_TIMEOUT = 2**31 - 1
@@ -106,8 +106,8 @@ def check_listener(listener: Listener) -> None:
 def _check_hsts(listener: Listener) -> None:
     age = listener.hsts_max_age
     if age is None:
-        # Without hsts_max_age, HSTS is disabled. Octavia keeps the other HSTS options when a user disables HSTS, so the
-        # driver ignores these options.
+        # Octavia keeps the other HSTS options when a user disables HSTS. So the driver ignores these options if
+        # hsts_max_age is missing.
         return
     if listener.protocol is not ListenerProtocol.TERMINATED_HTTPS:
         reason = "only a TERMINATED_HTTPS listener can send the HSTS header"

@@ -151,7 +151,7 @@ def _topology(name: str | None, deployment: Deployment) -> Topology:
 
 
 def _backend(kind: str, name: str, backends: Mapping[str, Backend]) -> Backend:
-    # A load balancer may refer to a compute or network backend that the operator has disabled since.
+    # The operator may have disabled a compute or network backend after a load balancer was created with it.
     if name not in backends:
         raise UnsupportedOption(
             f"use the {kind} backend {name}",

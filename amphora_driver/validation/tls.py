@@ -34,7 +34,8 @@ MAX_CIPHERS = 2048
 
 # The option tls_ciphers contains names of ciphers and the operators of OpenSSL's cipher lists, such as ! and +.
 _CIPHERS = re.compile(r"[A-Za-z0-9+!:@=_.-]+")
-# TLS 1.0 and 1.1 need SHA-1 signatures in the handshake. OpenSSL 3 permits these signatures only at security level 0.
+# TLS 1.0 and 1.1 need SHA-1 signatures in the handshake, which OpenSSL 3 permits only at security level 0. So the
+# driver adds this text to the cipher list of a listener with these versions.
 _ANY_STRENGTH = "@SECLEVEL=0"
 _NO_AUTHORITY = "a revocation list needs its certificate authority"
 
@@ -129,7 +130,8 @@ def _split_ciphers(option: str, text: str | None) -> tuple[str | None, str | Non
     suites = [name for name in names if name.startswith("TLS_")]
     older = [name for name in names if not name.startswith("TLS_")]
     if not any(name[0] not in "!-+@" for name in older):
-        # A cipher list that contains only OpenSSL operators selects no cipher.
+        # A cipher list that contains only OpenSSL operators selects no cipher. So the driver treats it as an empty
+        # list.
         older = []
     if not names or not (older or suites):
         refuse(option, text, "it selects no cipher", "Name at least one cipher, or remove this option.")

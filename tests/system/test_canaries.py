@@ -293,7 +293,7 @@ def pushed_in_vain(cloud, balancer, amphora_id):
     compute = NetnsCompute(conf, LocalNetwork(conf, cloud.database))
     compute.power_off(amphora_id)
     cloud.balancers.update_listener(cloud.listener_of(balancer), name="again")
-    cloud.until(lambda: said(cloud, "; trying again in"), "the push failed")
+    cloud.until(lambda: said(cloud, "; the controller tries again in"), "the push failed")
     compute.power_on(amphora_id)
     cloud.active(balancer.id)
 
