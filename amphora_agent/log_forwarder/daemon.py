@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from amphora_agent.errors import AgentError, ServiceError
-from amphora_agent.log_forwarder import forwarder
-from amphora_agent.log_forwarder.code_version import version
+from amphora_agent.log_forwarder import ELSEWHERE, PACKAGES, forwarder
 from amphora_agent.log_settings import LOG_ADDRESS, LOG_PORT, NO_LOGS, LogSettings
 from amphora_agent.network.namespace import Namespace
 from amphora_agent.paths import Paths
 from amphora_agent.services.control import ServiceManager
+from amphora_agent.source_checksum import source_checksum
 
 _log = logging.getLogger(__name__)
 SERVICE = "amphora-log-forwarder"
@@ -49,6 +49,7 @@ class LogForwarding:
         self._services = services
         self._inner = inner
         self._amphora_id = amphora_id
+        self._version = source_checksum(PACKAGES, ELSEWHERE)
         self._wanted = NO_LOGS
         self._wakeup = threading.Event()
         self._status: dict[str, Any] | None = None
@@ -110,7 +111,7 @@ class LogForwarding:
         }
         digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
         status = self._ask({"op": "status"})
-        if status["version"] != version():
+        if status["version"] != self._version:
             _log.info("The agent replaces the log forwarder, because the code of the agent has changed")
             self._services.stop(SERVICE)
             self._ensure_running()

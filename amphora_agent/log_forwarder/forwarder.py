@@ -18,7 +18,6 @@ from contextlib import suppress
 from typing import Any
 
 from amphora_agent import log_settings
-from amphora_agent.log_forwarder.code_version import version
 from amphora_agent.log_forwarder.records import LONGEST_LINE, Record, Renderer, Source, parse_admin, parse_loopback
 from amphora_agent.log_forwarder.target import Target
 from amphora_agent.log_settings import NO_LOGS, LogSettings, LogTarget
@@ -32,9 +31,13 @@ _MEMINFO = struct.Struct("=9I")
 
 
 class Forwarder:
-    """Targets and inputs. ``admin_path`` is the socket for lines of the journal or of the supervisor."""
+    """Targets and inputs.
 
-    def __init__(self, admin_path: str, control_path: str) -> None:
+    ``admin_path`` is the socket for lines of the journal or of the supervisor. ``version`` is of the sources.
+    """
+
+    def __init__(self, admin_path: str, control_path: str, version: str) -> None:
+        self._version = version
         self._settings = NO_LOGS
         self._source = Source("-", "")
         self._renderer = Renderer(self._source)
@@ -149,7 +152,7 @@ class Forwarder:
     def _status(self) -> dict[str, Any]:
         lost = self._lost_before + (0 if self._input is None else _drops(self._input))
         return {
-            "version": version(),
+            "version": self._version,
             "digest": self._digest,
             "has_input": self._input is not None,
             "received": self._received,
