@@ -57,6 +57,10 @@ class LogForwarding:
 
     def start(self, settings: LogSettings) -> None:
         self._wanted = settings
+        if settings:
+            # A controller that reads no lines after a restart of the agent would count all former lines again.
+            with suppress(AgentError, OSError, ValueError):
+                self._status = self._ask_once({"op": "status"}, None)
         threading.Thread(target=self._run, name="log-forwarding", daemon=True).start()
 
     def use(self, settings: LogSettings) -> None:
@@ -73,11 +77,13 @@ class LogForwarding:
         return {**shown, "error": self._error}
 
     def line_counts(self) -> dict[str, int]:
-        """Return the sums of sent and lost lines since the start of the log forwarder."""
-        counters = self._status or {"lost": 0, "admin": (), "tenant": ()}
-        targets = (*counters["admin"], *counters["tenant"])
-        lost = sum(one["dropped"] + one["uncertain"] for one in targets)
-        return {"sent": sum(one["sent"] for one in targets), "lost": counters["lost"] + lost}
+        """Return the sums of sent and lost lines since the start of the log forwarder, also of former targets."""
+        counters = self._status
+        if counters is None:
+            return {"sent": 0, "lost": 0}
+        former, targets = counters["former"], (*counters["admin"], *counters["tenant"])
+        lost = counters["lost"] + sum(one["dropped"] + one["uncertain"] for one in targets)
+        return {"sent": former["sent"] + sum(one["sent"] for one in targets), "lost": former["lost"] + lost}
 
     def _run(self) -> None:
         while True:
@@ -93,7 +99,8 @@ class LogForwarding:
                 self._error = str(error)
             else:
                 self._error = ""
-            self._wakeup.wait(POLL_SECONDS)
+            # Without targets there is nothing to poll after the stop.
+            self._wakeup.wait(POLL_SECONDS if self._wanted or self._error else None)
             self._wakeup.clear()
 
     def converge(self) -> None:
