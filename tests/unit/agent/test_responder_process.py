@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import amphora_agent
-from amphora_agent.haproxy.config_parser import AGENT_PREFIX
 from amphora_agent import responder
+from amphora_agent.haproxy.config_parser import AGENT_PREFIX
 from amphora_agent.responder import ping_targets, prometheus
 from amphora_agent.stats.haproxy_stats import QUESTION
 
