@@ -200,9 +200,10 @@ class Supervisor:
             service.health.started(service.pid)
 
     def _drain(self, service: Service, reader: int, incomplete: bytearray) -> None:
-        """Keep the last lines of a daemon's output in bounded memory. `incomplete` is the beginning of the next line.
+        """Keep the last lines of a daemon's output in bounded memory.
 
-        Only a line feed ends a line. The text of a client in the middle of a line never becomes a line of the daemon.
+        `incomplete` is the beginning of the next line. Only a line feed ends a line. So the text of a client in the
+        middle of a line never becomes a line of the daemon.
         """
         try:
             data = os.read(reader, LINE_BYTES)

@@ -112,7 +112,10 @@ def log_settings(defaults: LogSettings, load_balancer: LoadBalancer | None) -> L
 
 
 def _read_authorities(path: str) -> str:
-    """Return the certificates of a file in PEM. Other content, for example a private key, reaches no amphora."""
+    """Return the certificates of a file in PEM.
+
+    Other content, for example a private key, reaches no amphora.
+    """
     try:
         found = x509.load_pem_x509_certificates(_read(path, "ca_certificate").encode())
     except ValueError as error:
