@@ -189,7 +189,10 @@ FORGED = "[ALERT] (1) : forged"
         ([b"one\ntwo\n"], ["one", "two"]),
         ([b"on", b"e\ntw", b"o"], ["one", "two"]),
         ([b"listener agent=", f"{FORGED}\n".encode()], [f"listener agent={FORGED}"]),
-        ([f"listener agent=\u2028{FORGED}\x0b\x85\n".encode()], [f"listener agent=\u2028{FORGED}\x0b\x85"]),
+        (
+            [f"x=\u2028{FORGED}\x0b\x85\r{FORGED}\n".encode()],
+            [f"x=\u2028{FORGED}\x0b\x85\r{FORGED}"],
+        ),
         ([b"x" * LINE_BYTES, FORGED.encode(), b"\nnext\n"], ["x" * LINE_BYTES, "next"]),
     ],
 )
