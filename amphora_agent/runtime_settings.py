@@ -22,8 +22,8 @@ from amphora_agent.log_settings import NO_LOGS, LogSettings
 from amphora_agent.paths import Paths, write_atomically
 
 _log = logging.getLogger(__name__)
-# Maximum size of a settings document in bytes.
-LARGEST = 64 * 1024
+# Maximum size of a settings document in bytes: above that of a document with the largest valid value of each key.
+LARGEST = 192 * 1024
 _ACTION = "read the settings"
 HIDDEN = "***"
 
@@ -114,7 +114,8 @@ def stored(settings: Settings, paths: Paths) -> Settings:
 def keep(found: RuntimeSettings, paths: Paths) -> None:
     """Store the settings for the next start of the agent.
 
-    Raises MachineError. The former document then stays.
+    Raises MachineError. After a restart the agent can then have other settings than the controller, which sends them
+    again.
     """
     try:
         write_atomically(paths.settings, json.dumps(found.to_document(hidden="")))

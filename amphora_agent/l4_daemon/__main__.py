@@ -24,11 +24,12 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."
 from amphora_agent.l4.event_loop import EventLoop
 from amphora_agent.l4.model import MONITORS
 from amphora_agent.l4_checks.check import CheckType, Factories
+from amphora_agent.l4_daemon import ELSEWHERE, PACKAGES
 from amphora_agent.l4_daemon.checker import Checker
-from amphora_agent.l4_daemon.code_version import version
 from amphora_agent.l4_daemon.control_socket import ControlSocket
 from amphora_agent.l4_daemon.persisted_state import StateFiles
 from amphora_agent.l4_nftables.engine import NftablesEngine
+from amphora_agent.source_checksum import source_checksum
 
 _MAX_OPEN_FILES = 16384
 ROWS_SOCKET = "rows.sock"
@@ -49,7 +50,8 @@ def serve(engine: NftablesEngine, directory: str, path: str) -> int:
     loop = EventLoop()
     received: list[int] = []
     loop.add_reader(wakeup, lambda: received.extend(wakeup.recv(64)))
-    checker = Checker(loop, engine, StateFiles(directory), KINDS, version())
+    version = source_checksum(PACKAGES, ELSEWHERE)
+    checker = Checker(loop, engine, StateFiles(directory), KINDS, version)
     control = ControlSocket(loop, path, checker.handle_request)
     # The responder runs as another user and must not change anything. So the L4 daemon has a second socket for the
     # responder, which only returns rows of statistics.

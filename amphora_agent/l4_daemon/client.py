@@ -26,9 +26,10 @@ from amphora_agent.errors import ConfigurationRefused, ServiceError, VirtualServ
 from amphora_agent.l4 import model
 from amphora_agent.l4.counters import SUMMED, Counters
 from amphora_agent.l4.model import VirtualServer
-from amphora_agent.l4_daemon.code_version import version
+from amphora_agent.l4_daemon import ELSEWHERE, PACKAGES
 from amphora_agent.paths import Paths
 from amphora_agent.services.control import ServiceManager, ServicePolicy
+from amphora_agent.source_checksum import source_checksum
 
 _log = logging.getLogger(__name__)
 SERVICE = "amphora-checker"
@@ -99,7 +100,7 @@ class CheckerClient:
         self._paths = paths
         self._services = services
         self._lock = threading.Lock()
-        self._version = version()
+        self._version = source_checksum(PACKAGES, ELSEWHERE)
         # A separate lock protects the L4 daemon's final state, so that a reader does not wait for a running request to
         # the L4 daemon.
         self._final_state_lock = threading.Lock()

@@ -16,8 +16,9 @@ import sys
 # adds the package again.
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))  # noqa: PTH100, PTH118, PTH120
 
-from amphora_agent.log_forwarder.code_version import version
+from amphora_agent.log_forwarder import ELSEWHERE, PACKAGES
 from amphora_agent.log_forwarder.forwarder import Forwarder
+from amphora_agent.source_checksum import source_checksum
 
 NICENESS = 10
 
@@ -25,9 +26,9 @@ NICENESS = 10
 def main() -> None:
     """Forward lines until a signal ends the process."""
     os.nice(NICENESS)
-    version()
     directory = sys.argv[1]
-    Forwarder(f"{directory}/admin.sock", f"{directory}/control.sock").run()
+    version = source_checksum(PACKAGES, ELSEWHERE)
+    Forwarder(f"{directory}/admin.sock", f"{directory}/control.sock", version).run()
 
 
 if __name__ == "__main__":

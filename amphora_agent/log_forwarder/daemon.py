@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from amphora_agent.errors import AgentError, ServiceError
-from amphora_agent.log_forwarder import forwarder
-from amphora_agent.log_forwarder.code_version import version
+from amphora_agent.log_forwarder import ELSEWHERE, PACKAGES, forwarder
 from amphora_agent.log_settings import LOG_ADDRESS, LOG_PORT, NO_LOGS, LogSettings
 from amphora_agent.network.namespace import Namespace
 from amphora_agent.paths import Paths
 from amphora_agent.services.control import ServiceManager
+from amphora_agent.source_checksum import source_checksum
 
 _log = logging.getLogger(__name__)
 SERVICE = "amphora-log-forwarder"
@@ -50,6 +50,7 @@ class LogForwarding:
         self._services = services
         self._inner = inner
         self._amphora_id = amphora_id
+        self._version = source_checksum(PACKAGES, ELSEWHERE)
         self._wanted = NO_LOGS
         self._wakeup = threading.Event()
         self._status: dict[str, Any] | None = None
@@ -57,6 +58,10 @@ class LogForwarding:
 
     def start(self, settings: LogSettings) -> None:
         self._wanted = settings
+        if settings:
+            # A controller that reads no lines after a restart of the agent would count all former lines again.
+            with suppress(AgentError, OSError, ValueError):
+                self._status = self._ask_once({"op": "status"}, None)
         threading.Thread(target=self._run, name="log-forwarding", daemon=True).start()
 
     def use(self, settings: LogSettings) -> None:
@@ -73,11 +78,13 @@ class LogForwarding:
         return {**shown, "error": self._error}
 
     def line_counts(self) -> dict[str, int]:
-        """Return the sums of sent and lost lines since the start of the log forwarder."""
-        counters = self._status or {"lost": 0, "admin": (), "tenant": ()}
-        targets = (*counters["admin"], *counters["tenant"])
-        lost = sum(one["dropped"] + one["uncertain"] for one in targets)
-        return {"sent": sum(one["sent"] for one in targets), "lost": counters["lost"] + lost}
+        """Return the sums of sent and lost lines since the start of the log forwarder, also of former targets."""
+        counters = self._status
+        if counters is None:
+            return {"sent": 0, "lost": 0}
+        former, targets = counters["former"], (*counters["admin"], *counters["tenant"])
+        lost = counters["lost"] + sum(one["dropped"] + one["uncertain"] for one in targets)
+        return {"sent": former["sent"] + sum(one["sent"] for one in targets), "lost": former["lost"] + lost}
 
     def _run(self) -> None:
         while True:
@@ -93,7 +100,8 @@ class LogForwarding:
                 self._error = str(error)
             else:
                 self._error = ""
-            self._wakeup.wait(POLL_SECONDS)
+            # Without targets there is nothing to poll after the stop.
+            self._wakeup.wait(POLL_SECONDS if self._wanted or self._error else None)
             self._wakeup.clear()
 
     def converge(self) -> None:
@@ -111,7 +119,7 @@ class LogForwarding:
         }
         digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
         status = self._ask({"op": "status"})
-        if status["version"] != version():
+        if status["version"] != self._version:
             _log.info("The agent replaces the log forwarder, because the code of the agent has changed")
             self._services.stop(SERVICE)
             self._ensure_running()

@@ -18,7 +18,6 @@ from contextlib import suppress
 from typing import Any
 
 from amphora_agent import log_settings
-from amphora_agent.log_forwarder.code_version import version
 from amphora_agent.log_forwarder.records import LONGEST_LINE, Record, Renderer, Source, parse_admin, parse_loopback
 from amphora_agent.log_forwarder.target import Target
 from amphora_agent.log_settings import NO_LOGS, LogSettings, LogTarget
@@ -33,9 +32,13 @@ _MEMINFO = struct.Struct("=9I")
 
 
 class Forwarder:
-    """Targets and inputs. ``admin_path`` is the socket for lines of the journal or of the supervisor."""
+    """Targets and inputs.
 
-    def __init__(self, admin_path: str, control_path: str) -> None:
+    ``admin_path`` is the socket for lines of the journal or of the supervisor. ``version`` is of the sources.
+    """
+
+    def __init__(self, admin_path: str, control_path: str, version: str) -> None:
+        self._version = version
         self._settings = NO_LOGS
         self._source = Source("-", "")
         self._renderer = Renderer(self._source)
@@ -43,6 +46,8 @@ class Forwarder:
         self._admin: dict[LogTarget, Target] = {}
         self._tenant: dict[LogTarget, Target] = {}
         self._received = self._lost_before = 0
+        # Lines of targets that are not in use any more. So the sums over all targets never decrease.
+        self._former = {"sent": 0, "lost": 0}
         self._input: socket.socket | None = None
         self._selector = selectors.DefaultSelector()
         self._admin_input = _bind(admin_path, socket.SOCK_DGRAM)
@@ -73,14 +78,16 @@ class Forwarder:
     # -- lines ---------------------------------------------------------------------------------------------------------
 
     def _read_input(self) -> None:
-        now = time.time()
-        found = (parse_loopback(data, self._source, now) for data in _receive(self._input))
-        self._put(self._tenant, [one for one in found if one is not None])
+        now, received = time.time(), _receive(self._input)
+        if self._tenant:
+            found = (parse_loopback(data, self._source, now) for data in received)
+            self._put(self._tenant, [one for one in found if one is not None])
 
     def _read_admin(self) -> None:
-        now = time.time()
-        found = (parse_admin(data, now) for data in _receive(self._admin_input))
-        self._put(self._admin, [one for one in found if one is not None])
+        now, received = time.time(), _receive(self._admin_input)
+        if self._admin:
+            found = (parse_admin(data, now) for data in received)
+            self._put(self._admin, [one for one in found if one is not None])
 
     def _put(self, targets: Mapping[LogTarget, Target], records: Sequence[Record]) -> None:
         if not records:
@@ -129,15 +136,39 @@ class Forwarder:
         return self._status()
 
     def _configure(self, wanted: LogSettings, source: Source) -> None:
-        """Replace targets that have changed. A target with equal settings keeps its queue and its connection."""
+        """Replace targets that have changed. A target with equal settings keeps its queue and its connection.
+
+        Raises ValueError or OSError for unusable CA certificates. The former targets then stay in use.
+        """
         same = (wanted.authorities, wanted.queue_bytes) == (self._settings.authorities, self._settings.queue_bytes)
-        for known, chosen in ((self._admin, wanted.admin), (self._tenant, wanted.tenant)):
-            for one in [one for one in known if not same or one not in chosen]:
-                known.pop(one).close()
+        made: list[Target] = []
+
+        def choose(known: Mapping[LogTarget, Target], chosen: Sequence[LogTarget]) -> dict[LogTarget, Target]:
+            found = {one: known[one] for one in chosen if same and one in known}
             for one in chosen:
-                if one not in known:
-                    known[one] = Target(one, wanted.authorities, wanted.queue_bytes)
+                if one not in found:
+                    found[one] = Target(one, wanted.authorities, wanted.queue_bytes)
+                    made.append(found[one])
+            return found
+
+        try:
+            admin, tenant = choose(self._admin, wanted.admin), choose(self._tenant, wanted.tenant)
+        except (ValueError, OSError):
+            for target in made:
+                target.close()
+            raise
+        for known, used in ((self._admin, admin), (self._tenant, tenant)):
+            for one, target in known.items():
+                if used.get(one) is not target:
+                    self._retire(target)
+        self._admin, self._tenant = admin, tenant
         self._settings, self._source, self._renderer = wanted, source, Renderer(source)
+
+    def _retire(self, target: Target) -> None:
+        target.close()
+        counters = target.counters()
+        self._former["sent"] += counters["sent"]
+        self._former["lost"] += counters["dropped"] + counters["uncertain"]
 
     def _use_input(self, opened: socket.socket) -> None:
         if self._input is not None:
@@ -151,13 +182,14 @@ class Forwarder:
     def _status(self) -> dict[str, Any]:
         lost = self._lost_before + (0 if self._input is None else _drops(self._input))
         return {
-            "version": version(),
+            "version": self._version,
             "digest": self._digest,
             "has_input": self._input is not None,
             "received": self._received,
             "lost": lost,
             "admin": [one.counters() for one in self._admin.values()],
             "tenant": [one.counters() for one in self._tenant.values()],
+            "former": self._former,
         }
 
 

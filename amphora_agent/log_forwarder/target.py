@@ -29,6 +29,8 @@ class Target:
         self.endpoint = parse_endpoint(target.url)
         self.queue = LineQueue(queue_bytes)
         self._sent = self._refused = 0
+        # Lines that the thread has taken from the queue, and whose result is open.
+        self._sending = 0
         self._error = ""
         self._stopping = threading.Event()
         self._transport: Transport = create_transport(self.endpoint, target.authorization, authorities, self._stopping)
@@ -45,7 +47,7 @@ class Target:
             "url": str(self.endpoint),
             "sent": self._sent,
             "dropped": self.queue.dropped + self._refused + self._transport.lost,
-            "uncertain": self._transport.uncertain,
+            "uncertain": self._transport.uncertain + (self._sending if self._stopping.is_set() else 0),
             "waiting_bytes": self.queue.bytes,
             "connected": self._transport.is_connected,
             "error": self._error,
@@ -58,8 +60,11 @@ class Target:
 
     def _run(self) -> None:
         while lines := self.queue.take(_MOST_BYTES):
-            retry = _FIRST_RETRY
-            while not self._stopping.is_set() and not self._try(lines):
+            self._sending, retry = len(lines), _FIRST_RETRY
+            while not self._stopping.is_set():
+                if self._try(lines):
+                    self._sending = 0
+                    break
                 self._stopping.wait(retry)
                 retry = min(_LAST_RETRY, 2 * retry)
         self._transport.close()
@@ -70,19 +75,19 @@ class Target:
             self._transport.send(lines)
         except LinesRefused as error:
             self._refused += len(lines)
-            self._report(str(error))
+            self._report(str(error), "drops them")
             return True
         except (OSError, ValueError) as error:
-            self._report(f"{type(error).__name__}: {error}")
+            self._report(f"{type(error).__name__}: {error}", "tries again")
             return False
         self._sent += len(lines)
         self._report("")
         return True
 
-    def _report(self, error: str) -> None:
+    def _report(self, error: str, reaction: str = "") -> None:
         """Write a line if the target begins or ends to fail."""
         if bool(error) != bool(self._error) and not self._stopping.is_set():
-            state = f"cannot send log lines, and retries: {error}" if error else "sends log lines again"
-            sys.stderr.write(f"log forwarder: target {self.endpoint} {state}\n")
+            begins = f"cannot send log lines to {self.endpoint}, and {reaction}: {error}"
+            sys.stderr.write(f"log forwarder: {begins if error else f'sends log lines to {self.endpoint} again'}\n")
             sys.stderr.flush()
         self._error = error

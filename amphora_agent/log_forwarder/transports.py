@@ -4,7 +4,8 @@
 The standards are RFC 5426 (UDP), RFC 6587 (TCP) and RFC 5425 (TLS).
 
 Invariant: a TLS target has a certificate of the configured CA with the target's IP address. No transport sends a line
-or an authorization before this verification. Each call ends within seconds after `stopping` is set.
+or an authorization before this verification. A call ends within seconds after `stopping` is set, unless the target
+sends an answer in slow pieces.
 """
 
 from __future__ import annotations
@@ -74,18 +75,26 @@ class Datagrams:
         return self._socket is not None
 
     def send(self, lines: Sequence[bytes]) -> None:
-        if self._socket is None:
-            family = socket.AF_INET6 if ":" in self._endpoint.host else socket.AF_INET
-            self._socket = socket.socket(family, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
-            self._socket.settimeout(_CHECK_SECONDS)
-            self._socket.connect((self._endpoint.host, self._endpoint.port))
-        for line in lines:
-            try:
-                self._socket.send(line)
-            except ConnectionRefusedError:
-                # The target's host has refused an earlier datagram, and the kernel has not sent this one.
-                self.lost += 1
-                self._socket.send(line)
+        try:
+            if self._socket is None:
+                family = socket.AF_INET6 if ":" in self._endpoint.host else socket.AF_INET
+                self._socket = socket.socket(family, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+                self._socket.settimeout(_CHECK_SECONDS)
+                self._socket.connect((self._endpoint.host, self._endpoint.port))
+            for line in lines:
+                self._send(self._socket, line)
+        except OSError:
+            # A new socket gets the present address of the amphora.
+            self.close()
+            raise
+
+    def _send(self, opened: socket.socket, line: bytes) -> None:
+        try:
+            opened.send(line)
+        except ConnectionRefusedError:
+            # The target's host has refused an earlier datagram, and the kernel has not sent this one.
+            self.lost += 1
+            opened.send(line)
 
     def close(self) -> None:
         if self._socket is not None:

@@ -22,10 +22,10 @@ import sys
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))  # noqa: PTH100, PTH118, PTH120
 
 from amphora_agent.haproxy.runtime_socket import Socket
-from amphora_agent.responder import prometheus
-from amphora_agent.responder.code_version import version
+from amphora_agent.responder import ELSEWHERE, PACKAGES, prometheus
 from amphora_agent.responder.http_server import Responder, Waiting
 from amphora_agent.responder.ping_targets import Targets
+from amphora_agent.source_checksum import source_checksum
 
 
 def main() -> None:
@@ -43,7 +43,7 @@ def main() -> None:
         # running responder keeps its arguments, so new code must not need other arguments.
         lambda: prometheus.scrape(_worker(place, stats), sums, f"{place}/checker/rows.sock"),
         Targets(pings),
-        version=version(),
+        version=source_checksum(PACKAGES, ELSEWHERE),
         listener=listener,
         waiting=waiting,
     )

@@ -16,9 +16,9 @@ from pathlib import Path
 from amphora_agent.errors import AgentError, ServiceError
 from amphora_agent.network.namespace import Namespace
 from amphora_agent.paths import Paths, write_atomically
-from amphora_agent.responder import http_server, ping_targets
-from amphora_agent.responder.code_version import version
+from amphora_agent.responder import ELSEWHERE, PACKAGES, http_server, ping_targets
 from amphora_agent.services.control import ServiceManager
+from amphora_agent.source_checksum import source_checksum
 
 _log = logging.getLogger(__name__)
 SERVICE = "amphora-responder"
@@ -73,7 +73,7 @@ class ResponderDaemon:
 
     def ensure(self) -> None:
         """Start the responder, replace one with other code, and wait for its answer; raises AgentError."""
-        wanted = version()
+        wanted = source_checksum(PACKAGES, ELSEWHERE)
         self._start()
         present = self._await(None)
         self._ready.set()

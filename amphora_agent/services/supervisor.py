@@ -195,21 +195,28 @@ class Supervisor:
         finally:
             os.close(writer)
         os.set_blocking(reader, False)
-        self._selector.register(reader, selectors.EVENT_READ, partial(self._drain, service, reader))
+        self._selector.register(reader, selectors.EVENT_READ, partial(self._drain, service, reader, bytearray()))
         if service.health is not None:
             service.health.started(service.pid)
 
-    def _drain(self, service: Service, reader: int) -> None:
-        """Keep the last lines of a daemon's output in bounded memory."""
+    def _drain(self, service: Service, reader: int, incomplete: bytearray) -> None:
+        """Keep the last lines of a daemon's output in bounded memory.
+
+        `incomplete` is the beginning of the next line. Only a line feed ends a line. So the text of a client in the
+        middle of a line never becomes a line of the daemon.
+        """
         try:
             data = os.read(reader, LINE_BYTES)
         except BlockingIOError:
             return
+        *ended, rest = (bytes(incomplete) + data).split(b"\n")
         if not data:
             self._selector.unregister(reader)
             os.close(reader)
-            return
-        lines = data.decode(errors="replace").splitlines()
+            ended = [rest] if rest else []
+        # The rest of a longer line is discarded.
+        incomplete[:] = rest[:LINE_BYTES]
+        lines = [line[:LINE_BYTES].decode(errors="replace") for line in ended]
         service.log.extend(lines)
         self._forward(service.name, lines)
 

@@ -2,10 +2,10 @@
 """Sends changed heartbeat settings, check intervals and log targets to the agents, without a rotation.
 
 Invariant: the settings depend on the configuration and on recorded rows only, so an update needs no lease and may be
-repeated. A warm spare has the settings of the deployment; another amphora has those of its load balancer, whose flavor
-can have log targets. The holder of the duty `audit` queries every ready amphora, also spares and amphorae of load
-balancers with an open job. The number of amphorae in a round is limited. The drift audit reports the digests that it
-reads anyway, which saves queries.
+repeated. A warm spare has the settings of the deployment without targets of flows. Another amphora has those of its
+load balancer, whose flavor can have log targets. The holder of the duty `audit` queries every ready amphora, also
+spares and amphorae of load balancers with an open job. The number of amphorae in a round is limited. The drift audit
+reports the digests that it reads anyway, which saves queries.
 """
 
 from __future__ import annotations
@@ -77,8 +77,9 @@ class SettingsUpdate:
         ready = self._database.read(amphorae.list_reachable)
         moment = time.monotonic()
         known = {one.id for one in ready}
-        self._due_at = {one: at for one, at in self._due_at.items() if one in known}
-        self._log_lines = {one: lines for one, lines in self._log_lines.items() if one in known}
+        # A query of a former round can still add its result. The copies do not change during the loops.
+        self._due_at = {one: at for one, at in self._due_at.copy().items() if one in known}
+        self._log_lines = {one: lines for one, lines in self._log_lines.copy().items() if one in known}
         owners = {one.id: one.load_balancer_id for one in ready}
         for known_id in self._due_at.keys() & self._owners.keys():
             if self._owners[known_id] != owners[known_id]:

@@ -12,6 +12,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding
 from oslo_config.cfg import ConfigOpts
 
 from amphora_driver.errors import ConfigurationError, UnsupportedOption
@@ -61,10 +63,10 @@ def log_defaults(conf: ConfigOpts) -> LogSettings:
     """Return the log targets of `[amp_logs]`, with the content of its files.
 
     Raises:
-        ConfigurationError: a target is invalid, or a file cannot be read.
+        ConfigurationError: a target is invalid, a file cannot be read, or a file has no CA certificate.
     """
     options = conf.amp_logs
-    authorities = "" if options.ca_certificate is None else _read(options.ca_certificate, "ca_certificate")
+    authorities = "" if options.ca_certificate is None else _read_authorities(options.ca_certificate)
     given = "" if options.authorization_file is None else _read(options.authorization_file, "authorization_file")
     authorization = Secret(given.strip().encode())
 
@@ -82,13 +84,14 @@ def log_defaults(conf: ConfigOpts) -> LogSettings:
 def log_settings(defaults: LogSettings, load_balancer: LoadBalancer | None) -> LogSettings:
     """Return the log settings of an amphora; a warm spare has no load balancer.
 
-    Targets of a flavor replace the configured ones, and get no authorization.
+    Targets of a flavor replace the configured ones, and get no authorization. A warm spare has no targets of flows: the
+    flavor of the load balancer that takes it may name others, and the first flows can precede the next settings.
 
     Raises:
         ConfigurationError: a target of the flavor needs a CA certificate, which the deployment has not any more.
     """
     if load_balancer is None:
-        return defaults
+        return msgspec.structs.replace(defaults, tenant=())
     profile = load_balancer.profile
     named = {"admin": profile.admin_log_targets, "tenant": profile.tenant_log_targets}
     chosen = {
@@ -106,6 +109,19 @@ def log_settings(defaults: LogSettings, load_balancer: LoadBalancer | None) -> L
     except ValueError as error:
         remedy = "Set [amp_logs] ca_certificate, or resize the load balancer to a flavor with other targets."
         raise ConfigurationError(f"use the log targets of {load_balancer.id}", str(error), remedy) from error
+
+
+def _read_authorities(path: str) -> str:
+    """Return the certificates of a file in PEM.
+
+    Other content, for example a private key, reaches no amphora.
+    """
+    try:
+        found = x509.load_pem_x509_certificates(_read(path, "ca_certificate").encode())
+    except ValueError as error:
+        happened = f"the file has no CA certificate in PEM, or an invalid one ({error})"
+        raise ConfigurationError(f"read {path} ([amp_logs] ca_certificate)", happened, "Correct the option.") from error
+    return "".join(one.public_bytes(Encoding.PEM).decode() for one in found)
 
 
 def _read(path: str, option: str) -> str:

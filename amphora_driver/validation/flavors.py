@@ -120,11 +120,15 @@ def _check_logging(flavor: Mapping[str, Any], deployment: Deployment) -> None:
 
 def _check_log_targets(flavor: Mapping[str, Any], deployment: Deployment) -> None:
     for key in LOG_KEYS:
+        known: set[str] = set()
         for url in flavor.get(key, ()):
             try:
                 endpoint = parse_endpoint(url)
             except ValueError as error:
                 raise UnsupportedOption(f"use the flavor key '{key}'", str(error), _REMEDY) from error
+            if str(endpoint) in known:
+                raise UnsupportedOption(f"use the flavor key '{key}'", f"it has the target {endpoint} twice", _REMEDY)
+            known.add(str(endpoint))
             if endpoint.scheme in ENCRYPTED and not deployment.log_authorities:
                 raise UnsupportedOption(
                     f"use the flavor key '{key}'",

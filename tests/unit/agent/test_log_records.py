@@ -1,25 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log lines: parsing, RFC 5424 messages, JSON lines, and the queue of a target."""
+"""Log lines: parsing, RFC 5424 messages, JSON lines, the queue of a target, and the settings."""
 
 from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-import amphora_agent
 from amphora_agent import log_settings
-from amphora_agent.log_forwarder import code_version
 from amphora_agent.log_forwarder.line_queue import LineQueue
 from amphora_agent.log_forwarder.records import Renderer, Source, parse_admin, parse_loopback
 from amphora_agent.log_settings import LogSettings, LogTarget, parse_endpoint
 from amphora_agent.services.output_lines import is_admin, to_datagram
 
-PACKAGE = Path(amphora_agent.__file__).parent
 LISTENER, OTHER = "11500000-0000-4000-8000-000000000001", "11500000-0000-4000-8000-000000000002"
 SOURCE = Source("amphora-1", "0b9d7a52-0000-4000-8000-000000000001", "project", "1b000000-0000-4000-8000-000000000000")
 NOW = 1764000000.25
@@ -245,24 +239,3 @@ def test_an_invalid_document_is_refused(document, reason):
     with pytest.raises(ValueError, match=reason) as caught:
         log_settings.parse(document)
     assert "secret" not in str(caught.value)
-
-
-# -- the process -------------------------------------------------------------------------------------------------------
-
-LIST = """import sys
-sys.path.insert(0, {place!r})
-import amphora_agent.log_forwarder.__main__
-print("\\n".join(name + " " + (getattr(module, "__file__", None) or "") for name, module in sys.modules.items()))
-"""
-
-
-def test_the_process_imports_the_standard_library_only_and_its_version_covers_the_sources():
-    command = [sys.executable, "-I", "-S", "-c", LIST.format(place=str(PACKAGE.parent))]
-    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    modules = dict(line.split(" ", 1) for line in said.splitlines())
-    assert {"ssl", "http.client", "logging"}.isdisjoint(modules)
-    library = Path(sys.modules["os"].__file__).parent
-    foreign = {name for name, file in modules.items() if file and not file.startswith((str(library), str(PACKAGE)))}
-    assert foreign == set()
-    own = {Path(file).relative_to(PACKAGE) for file in modules.values() if file.startswith(str(PACKAGE))}
-    assert {str(file) for file in own if file.parts[0] != "log_forwarder"} == set(code_version.ELSEWHERE)

@@ -67,7 +67,7 @@ def test_a_complete_document_is_read():
         (b"", "not JSON"),
         (b"\xff", "not JSON"),
         (b"[" * 50_000, "not JSON"),
-        (b" " * 65_537, "longer than"),
+        (b" " * (runtime_settings.LARGEST + 1), "longer than"),
         (b"[]", "not an object"),
         (b"{}", "other keys"),
         (changed("surprise", 1), "other keys"),
@@ -161,6 +161,15 @@ def test_settings_without_secrets_replace_those_with_secrets(paths):
     runtime_settings.keep(LOGGED, paths)
     runtime_settings.keep(OTHER, paths)
     assert runtime_settings.current(runtime_settings.stored(settings(), paths)) == OTHER
+
+
+def test_the_largest_valid_log_settings_are_accepted():
+    secret = '"' * 4096
+    path = "x" * 1023
+    four = tuple(LogTarget(f"https://192.0.2.{number}:65535/{path}", secret) for number in range(251, 255))
+    logs = LogSettings(four, four, "x\n" * (24 << 10), project_id='"' * 255, load_balancer_id='"' * 255)
+    document = json.dumps(dataclasses.replace(OTHER, logs=logs).to_document())
+    assert runtime_settings.parse(document.encode()).logs == logs
 
 
 def test_no_representation_shows_an_authorization():

@@ -4,6 +4,7 @@
 import pytest
 
 from amphora_driver import config
+from amphora_driver.certificates.ca import create_authority
 from amphora_driver.errors import ConfigurationError
 from amphora_driver.model.loadbalancer import LoadBalancer, Profile, Vip
 from amphora_driver.reconcile import defaults
@@ -51,7 +52,8 @@ def test_every_default_can_be_configured(conf):
 
 
 def test_log_targets_have_the_content_of_their_files(conf, tmp_path):
-    (tmp_path / "ca.pem").write_text("the CA\n")
+    certificate, key = create_authority("collectors")
+    (tmp_path / "ca.pem").write_bytes(b"a comment\n" + key.reveal() + certificate)
     (tmp_path / "token").write_text("Bearer abc\n")
     found = defaults.log_defaults(
         conf(
@@ -67,13 +69,14 @@ def test_log_targets_have_the_content_of_their_files(conf, tmp_path):
             {"url": "https://[2001:db8::9]:8443/", "authorization": "Bearer abc"},
         ],
         "tenant": [{"url": "tls://192.0.2.9:6514", "authorization": ""}],
-        "authorities": "the CA\n",
+        "authorities": certificate.decode(),
         "queue_bytes": 65536,
         "project_id": "",
         "load_balancer_id": "",
     }
     assert "Bearer" not in repr(found)
-    assert defaults.log_settings(found, None) == found
+    spare = defaults.log_settings(found, None).to_document()
+    assert spare == {**document, "tenant": []}, "a warm spare has no flows"
 
 
 @pytest.mark.parametrize(
@@ -85,6 +88,7 @@ def test_log_targets_have_the_content_of_their_files(conf, tmp_path):
         ("tenant_targets = tls://192.0.2.9:1", "CA certificate"),
         ("tenant_targets = udp://192.0.2.9:1/x", "path"),
         ("ca_certificate = /nonexistent/ca.pem", "ca_certificate"),
+        ("ca_certificate = /dev/null", "no CA certificate"),
         ("authorization_file = /nonexistent/token", "authorization_file"),
     ],
 )

@@ -120,6 +120,7 @@ def test_the_listing_names_the_available_values():
         (flavors, {"admin_log_targets": "udp://192.0.2.9:514"}, "admin_log_targets", "type array"),
         (flavors, {"admin_log_targets": [5]}, "admin_log_targets", "its item 5 must be of type string"),
         (flavors, {"admin_log_targets": ["udp://192.0.2.9:1"] * 2}, "admin_log_targets", "twice"),
+        (flavors, {"admin_log_targets": ["udp://[::1]:1", "udp://[0::1]:01"]}, "admin_log_targets", "[::1]:1 twice"),
         (flavors, {"admin_log_targets": ["udp://a.example:1"]}, "admin_log_targets", "with an IP address and a port"),
         (flavors, {"admin_log_targets": ["tls://192.0.2.9:6514"]}, "admin_log_targets", "no CA certificate"),
         (flavors, {"tenant_log_targets": ["relp://192.0.2.9:1"]}, "tenant_log_targets", "udp://, tcp://"),
