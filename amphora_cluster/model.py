@@ -158,7 +158,8 @@ class Pool(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         has_monitor: the pool has a health monitor whose admin_state_up is true, so that members become ONLINE.
         changeable: the load balancer is ACTIVE, so that Octavia accepts changes.
-        active_connections: of all listeners of the pool; None if unknown.
+        failed: the load balancer is in ERROR. Octavia accepts no change, but the deletion of the load balancer.
+        active_connections: of all listeners of the pool; None if unknown, or without statistics of the provider.
     """
 
     id: str
@@ -166,6 +167,7 @@ class Pool(msgspec.Struct, frozen=True, kw_only=True):
     has_monitor: bool
     changeable: bool
     members: tuple[Member, ...]
+    failed: bool = False
     active_connections: int | None = None
 
 

@@ -87,7 +87,7 @@ def plan(group: Group, servers: tuple[Server, ...], pool: Pool, nodes: tuple[Nod
         now: seconds since 1970.
     """
     related = relate(group, servers, pool)
-    recorded = {node.server_id: node for node in nodes}
+    recorded = {node.server_id: _not_after(node, now) for node in nodes}
     # The source's order, then vanished servers. A node without server and members may wait for its server.
     ids = list(dict.fromkeys([*related, *recorded]))
     outcomes = [
@@ -306,6 +306,19 @@ def _statuses(members: list[Member]) -> str:
     return " ".join(
         f"Member {member.id} ({member.address} port {member.port}) is in operating status {member.operating_status}."
         for member in members
+    )
+
+
+def _not_after(node: Node, now: float) -> Node:
+    """The node without times in the future, with which a drain would last too long.
+
+    Such a time was recorded before the clock was set back.
+    """
+    began = node.drain_began_at
+    if node.since <= now and (began is None or began <= now):
+        return node
+    return msgspec.structs.replace(
+        node, since=min(node.since, now), drain_began_at=None if began is None else min(began, now)
     )
 
 

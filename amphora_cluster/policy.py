@@ -91,7 +91,7 @@ class PolicySpec(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         health_monitor: None for a pool without monitor.
-        lb_status_timeout: seconds until the created load balancer has to be ACTIVE.
+        lb_status_timeout: has no effect. Senlin waits for the load balancer; a group continues when it is ACTIVE.
         loadbalancer: name or id of an existing load balancer. Its pool is `pool.id`, and nothing is created.
     """
 

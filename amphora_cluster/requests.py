@@ -5,19 +5,25 @@ A request changes records only. The next plan computes the steps. So a request i
 records its nodes, and its outcome is computed after each pass until it has ended.
 
 * **Join.** A server that leaves, has left or has failed gets a new attempt. A serving server is not changed. A server
-  that the source does not show yet may appear within the group's `join_timeout`.
+  that the source does not show yet may appear within the group's `join_timeout`. A group expects a limited number of
+  such servers, because each one is a record that every pass reads.
 * **Leave.** A server that is neither shown nor recorded has no member in the pool: its leave succeeds, so that a caller
-  can repeat a request after the deletion of the server. A request that would leave fewer SERVING servers than the
-  group's `minimum` is refused as a whole. A server that does not serve can always leave.
+  can repeat a request after the deletion of the server. This is true for ids only: the leave of an unknown server with
+  another text, for example a name, fails. A request that would leave fewer SERVING servers than the group's `minimum`
+  is refused as a whole. A server that does not serve can always leave.
 * **Count.** A request that names no server chooses `count` servers. A leave takes servers that are not leaving, first
   those that are FAILED or UNHEALTHY, then by the criterion. A join takes servers that are leaving or have left. If
   there are fewer than `count`, all of them are chosen. If there is none, the request is refused.
 * **Sync.** The request changes nothing. It ends when none of the servers that it names is WAITING, JOINING or DRAINING.
-  Without names it covers all servers of the group.
+  Without names it covers all servers of the group, also those that the source shows for the first time.
+
+Nova's ids are in lower case. Some callers read the id of their machine in upper case, for example from its firmware;
+the request then names the same server.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from random import Random
 
@@ -25,11 +31,17 @@ import msgspec
 
 from amphora_cluster.candidates import choose
 from amphora_cluster.members import GONE
-from amphora_cluster.model import Group, Node, NodeState, Request, RequestKind, Server
+from amphora_cluster.model import Criterion, Group, Node, NodeState, Request, RequestKind, Server
 from amphora_cluster.plan import NOT_SHOWN
 
+# The id of a server. Nova's ids are UUIDs; a stub of Nova may use others.
+SERVER_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", re.ASCII)
 _OPEN = frozenset({NodeState.WAITING, NodeState.JOINING, NodeState.DRAINING})
 _FAULTY = (NodeState.FAILED, NodeState.UNHEALTHY)
+# The largest number of servers that the source of a group does not show yet.
+MOST_EXPECTED = 1000
+NO_ID = "The group has no such server. Send the id that Nova shows, not the name."
+NO_LOAD = "Octavia has no statistics of single servers, so least_loaded chooses the oldest one."
 
 
 class Applied(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,21 +75,27 @@ def apply_request(
     """
     shown = {server.id: server for server in servers if server.selected and server.status not in GONE}
     recorded = {node.server_id: node for node in nodes}
+    named = tuple(dict.fromkeys(one.lower() for one in request.servers))
     if request.kind is RequestKind.SYNC:
-        named = tuple(dict.fromkeys(request.servers or recorded))
-        return Applied(request=msgspec.structs.replace(request, servers=named))
-    if not request.servers and request.count <= 0:
+        return Applied(request=msgspec.structs.replace(request, servers=named or tuple({**recorded, **shown})))
+    if not named and request.count <= 0:
         return _refused(request, "The request names neither servers nor a count.", now)
-    chosen = tuple(dict.fromkeys(request.servers)) or _chosen(request, shown, recorded, rng, load)
+    chosen = named or _chosen(request, shown, recorded, rng, load)
     request = msgspec.structs.replace(request, servers=chosen)
     if not chosen:
         return _refused(request, f"The group has no server that can {request.kind.value}.", now)
     if request.kind is RequestKind.JOIN:
+        if expected(nodes) + sum(one not in shown and one not in recorded for one in chosen) > MOST_EXPECTED:
+            return _refused(request, f"The source of the group would have to show {MOST_EXPECTED} more servers.", now)
         changes = [_joining(one, one in shown, recorded.get(one), now) for one in chosen]
     else:
         if refusal := _below_minimum(group, chosen, recorded):
             return _refused(request, refusal, now)
         changes = [_leaving(one, one in shown, recorded.get(one), now) for one in chosen]
+        unknown = [one for one in named if one not in shown and one not in recorded and not _is_id(one)]
+        request = msgspec.structs.replace(request, outcome=dict.fromkeys(unknown, NO_ID))
+        if not named and request.criterion is Criterion.LEAST_LOADED and not load:
+            changes = [node and msgspec.structs.replace(node, reason=NO_LOAD) for node in changes]
     return Applied(request=request, nodes=tuple(node for node in changes if node))
 
 
@@ -96,6 +114,16 @@ def outcome(request: Request, nodes: tuple[Node, ...], now: float) -> Request:
             found[one] = result
     ended = all(one in found for one in request.servers)
     return msgspec.structs.replace(request, outcome=found, ended_at=now if ended else None)
+
+
+def expected(nodes: tuple[Node, ...]) -> int:
+    """The number of servers that a join named before the source of the group shows them."""
+    return sum(map(is_expected, nodes))
+
+
+def is_expected(node: Node) -> bool:
+    """Whether a join named the server, but the source does not show it yet: it has no members."""
+    return node.state is NodeState.WAITING and node.reason == NOT_SHOWN and not node.leaving
 
 
 def serving(nodes: tuple[Node, ...]) -> int:
@@ -141,6 +169,10 @@ def _leaving(server_id: str, shown: bool, node: Node | None, now: float) -> Node
     if node.leaving and node.state is not NodeState.FAILED:
         return None
     return msgspec.structs.replace(node, state=NodeState.DRAINING, since=now, leaving=True, reason="")
+
+
+def _is_id(text: str) -> bool:
+    return re.fullmatch(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", text) is not None
 
 
 def _result(kind: RequestKind, node: Node | None) -> str | None:

@@ -8,22 +8,31 @@ method and the path, without the query, because the query may contain a token; t
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
-from flask import Flask, Response, request
+import sqlalchemy as sa
+from flask import Flask, Response, current_app, request
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from werkzeug.exceptions import HTTPException
 
+from amphora_cluster.api import counters
+from amphora_cluster.api.attempts import FailedAttempts, Throttled
 from amphora_cluster.api.authentication import Replayed, Unauthenticated
+from amphora_cluster.api.counters import SharedCounters
 from amphora_cluster.api.parameters import MOST_BYTES
 from amphora_cluster.api.responses import error_json
 from amphora_cluster.api.webhooks import EXTENSION, Service, respond, routes
 from amphora_cluster.database.groups import GroupStore
-from amphora_cluster.database.requests import RequestStore
-from amphora_cluster.database.tables import SCHEMA
+from amphora_cluster.database.requests import RequestStore, TooManyOpen
+from amphora_cluster.database.tables import SCHEMA, group_row
 from amphora_cluster.database.tokens import TokenStore
 from amphora_driver.errors import AmphoraDriverError, Conflict, RequestError, StoreError, UnknownObject
+from amphora_driver.telemetry.handlers import TokenFile
+from amphora_driver.telemetry.http_request import RequestRefused
 from amphora_driver.untrusted_text import printable
 
 if TYPE_CHECKING:
@@ -34,10 +43,16 @@ LOG = logging.getLogger(__name__)
 # so that the API can always answer other requests.
 FREE_THREADS = 2
 _RETRY_SECONDS = "5"
+_COUNTERS = "amphora-cluster-counters"
 
 
-def create_app(conf: ConfigOpts | None = None) -> Flask:
-    """Return the application for these options; by default for those of the usual file."""
+def create_app(conf: ConfigOpts | None = None, shared: SharedCounters | None = None) -> Flask:
+    """Return the application for these options; by default for those of the usual file.
+
+    Args:
+        conf: the options.
+        shared: counters of all worker processes; None for counters of this process.
+    """
     from amphora_cluster import config  # noqa: PLC0415 - tests make the application without options
     from amphora_driver.database.engine import Database  # noqa: PLC0415
 
@@ -50,20 +65,33 @@ def create_app(conf: ConfigOpts | None = None) -> Flask:
         tokens=TokenStore(database, vault),
         longest_wait=own.longest_wait,
         waiting=threading.Semaphore(own.threads - FREE_THREADS),
+        attempts=FailedAttempts(own.failed_attempts),
+        behind_proxy=own.tls_proxy,
     )
-    return make_app(service, database.now)
+    # A query, because the clock of a database that does not answer is estimated.
+    alive = partial(database.read, lambda connection: connection.execute(sa.select(group_row.c.id).limit(1)).first())
+    return make_app(service, alive, shared, TokenFile(conf.amp_status_page.token_file))
 
 
-def make_app(service: Service, alive: Callable[[], object] = lambda: None) -> Flask:
+def make_app(
+    service: Service,
+    alive: Callable[[], object] = lambda: None,
+    shared: SharedCounters | None = None,
+    token_file: TokenFile | None = None,
+) -> Flask:
     """Return the application for a service.
 
     Args:
         service: what the routes use.
         alive: raises an error if the database does not answer, for /healthcheck.
+        shared: see `create_app`.
+        token_file: of the page /metrics.
     """
+    found, tokens = shared or SharedCounters(), token_file or TokenFile(None)
     app = Flask("amphora-cluster-api", static_folder=None)
     app.config["MAX_CONTENT_LENGTH"] = MOST_BYTES
     app.extensions[EXTENSION] = service
+    app.extensions[_COUNTERS] = found
     app.register_blueprint(routes)
     app.register_error_handler(AmphoraDriverError, _refused)
     app.register_error_handler(HTTPException, _http_error)
@@ -74,21 +102,39 @@ def make_app(service: Service, alive: Callable[[], object] = lambda: None) -> Fl
         alive()
         return respond(200, {"status": "ok"})
 
+    @app.get("/metrics")
+    def metrics() -> Response:
+        try:
+            page = counters.metrics_page(found, request, tokens.read_token())
+        except RequestRefused as refusal:
+            document = {"wanted": "read the metrics", "happened": refusal.reason, "remedy": "See [amp_status_page]."}
+            challenge = {"WWW_Authenticate": "Bearer"} if refusal.status == 401 else {}
+            return respond(refusal.status, document, **challenge)
+        return Response(page, content_type=CONTENT_TYPE_LATEST)
+
     return app
 
 
 def _refused(error: AmphoraDriverError) -> Response:
     match error:
+        case Throttled():
+            # Each request would be one more line. The begin of the pause is in the log.
+            _count(counters.LIMITED)
+            return respond(429, error_json(error), Retry_After=str(math.ceil(error.seconds)))
         case Unauthenticated():
+            _count(counters.INVALID)
             LOG.info("refused %s %s from %s: %s", request.method, _path(), request.remote_addr, error.happened)
             return respond(401, error_json(error), WWW_Authenticate="Bearer")
         case Replayed():
+            _count(counters.REPLAYED)
             LOG.warning("refused %s %s from %s: %s", request.method, _path(), request.remote_addr, error.happened)
             return respond(409, error_json(error))
         case UnknownObject():
             return respond(404, error_json(error))
         case Conflict():
             return respond(409, error_json(error))
+        case TooManyOpen():
+            return respond(429, error_json(error), Retry_After=_RETRY_SECONDS)
         case RequestError():
             return respond(400, error_json(error))
         case StoreError():
@@ -97,6 +143,11 @@ def _refused(error: AmphoraDriverError) -> Response:
             return respond(503, {**document, "remedy": "Send the request again."}, Retry_After=_RETRY_SECONDS)
         case _:
             return _failed(error)
+
+
+def _count(reason: str) -> None:
+    found: SharedCounters = current_app.extensions[_COUNTERS]
+    found.count(reason)
 
 
 def _http_error(error: HTTPException) -> Response:

@@ -10,13 +10,12 @@ from __future__ import annotations
 import hmac
 import logging
 import re
-import time
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import msgspec
 
-from amphora_cluster.api.signature import SIGNATURE_HEADER, WINDOW_SECONDS, read_signed
+from amphora_cluster.api.signature import SIGNATURE_HEADER, TOKEN_HEADER, WINDOW_SECONDS, read_signed
 from amphora_cluster.database.tokens import TokenRecord, token_digest, token_id
 from amphora_driver.errors import AmphoraDriverError
 from amphora_driver.secret import Secret
@@ -41,6 +40,9 @@ class Replayed(AmphoraDriverError):
 
 class Tokens(Protocol):
     """The part of `TokenStore` that authentication uses."""
+
+    def now(self) -> float:
+        """Return the database clock, in seconds since 1970."""
 
     def find(self, wanted: str) -> tuple[TokenRecord, Secret] | None:
         """Return the valid token with this id and its digest."""
@@ -67,6 +69,19 @@ class Received(msgspec.Struct, frozen=True, kw_only=True):
     body: bytes
 
 
+def credential_of(headers: Mapping[str, str], tokens: Sequence[str], source: str) -> str:
+    """Return the text by which `FailedAttempts` recognizes a caller.
+
+    Args:
+        headers: with names in lower case.
+        tokens: the values of the parameter `token` of the query.
+        source: the source address of the request.
+    """
+    if SIGNATURE_HEADER.lower() in headers:
+        return f"{source} {headers.get(TOKEN_HEADER.lower(), '')}"
+    return _sent_token(headers, tokens)
+
+
 def authenticate(received: Received, group_id: str, tokens: Tokens) -> TokenRecord:
     """Return the token of a request for a group.
 
@@ -77,7 +92,7 @@ def authenticate(received: Received, group_id: str, tokens: Tokens) -> TokenReco
     """
     if SIGNATURE_HEADER.lower() in received.headers:
         return _signed(received, group_id, tokens)
-    token = Secret(_sent_token(received).encode())
+    token = Secret(_sent_token(received.headers, received.tokens).encode())
     record, digest = _find(token_id(token.reveal().decode()), tokens)
     same = hmac.compare_digest(token_digest(token).reveal(), digest.reveal())
     if record is None or not same or record.group_id != group_id:
@@ -94,8 +109,10 @@ def _signed(received: Received, group_id: str, tokens: Tokens) -> TokenRecord:
     valid = signed.verify(key, signature)
     if record is None or not valid or record.group_id != group_id:
         raise _refusal()
-    if abs(time.time() - signed.timestamp) > WINDOW_SECONDS:
-        happened = f"the timestamp differs by more than {WINDOW_SECONDS:g} s from the clock of this host"
+    # The clock that also measures the lifetime of nonces. With a host's own clock that is slow, a timestamp could
+    # outlive its nonce.
+    if abs(tokens.now() - signed.timestamp) > WINDOW_SECONDS:
+        happened = f"the timestamp differs by more than {WINDOW_SECONDS:g} s from the clock of this service"
         raise Unauthenticated("authenticate the request", happened, "Set the clock of the client.")
     # The API keeps the nonce until the timestamp is too old, even if the client's clock is ahead. So no signed request
     # is accepted twice.
@@ -109,10 +126,10 @@ def _find(wanted: str, tokens: Tokens) -> tuple[TokenRecord | None, Secret]:
     return (None, _NOTHING) if found is None else found
 
 
-def _sent_token(received: Received) -> str:
-    header = received.headers.get("authorization", "")
+def _sent_token(headers: Mapping[str, str], tokens: Sequence[str]) -> str:
+    header = headers.get("authorization", "")
     sent = [header[len(_BEARER) :].strip()] if header.lower().startswith(_BEARER) else []
-    sent += received.tokens
+    sent += tokens
     return sent[0] if len(sent) == 1 and len(sent[0]) <= _MOST_TOKEN else ""
 
 

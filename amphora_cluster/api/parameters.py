@@ -17,12 +17,12 @@ from typing import NoReturn
 import msgspec
 
 from amphora_cluster.model import Criterion, Request, RequestKind
+from amphora_cluster.requests import SERVER_ID
 from amphora_driver.errors import RequestError
 
 MOST_SERVERS = 1000
 MOST_BYTES = 128 * 1024
 _NAMES = ("server", "servers", "count", "criterion")
-_SERVER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", re.ASCII)
 _KEY = re.compile(r"[\x21-\x7e]{1,200}")
 
 
@@ -105,7 +105,7 @@ def _servers(given: Mapping[str, object]) -> tuple[str, ...]:
     value = given.get("server", given.get("servers", ()))
     values = [value] if isinstance(value, str) else value
     if not isinstance(values, list | tuple) or not all(
-        isinstance(one, str) and _SERVER.fullmatch(one) for one in values
+        isinstance(one, str) and SERVER_ID.fullmatch(one) for one in values
     ):
         _refuse("servers is not a list of server ids", "Send the ids that Nova shows.")
     if len(values) > MOST_SERVERS:

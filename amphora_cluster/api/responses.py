@@ -61,6 +61,16 @@ def failure_json(request: Request) -> Json:
     }
 
 
+def unfinished_json(request: Request) -> Json:
+    """Return the error for a request that has not ended, for a caller that continues after the end only."""
+    return {
+        "wanted": f"answer at the end of the {request.kind.value}",
+        "happened": "the request has not ended yet, and continues",
+        "remedy": "Send the same request again, or read the URL.",
+        "request": request_json(request),
+    }
+
+
 def group_json(record: GroupRecord, nodes: Sequence[Node]) -> Json:
     """Return the status of a group. It contains no credential and no token."""
     group = record.group

@@ -18,6 +18,8 @@ from gunicorn.app.base import BaseApplication
 from gunicorn.glogging import Logger
 
 from amphora_cluster import config
+from amphora_cluster.api.counters import SharedCounters
+from amphora_cluster.api.worker import Worker, make_context
 from amphora_driver import log_context
 from amphora_driver.errors import AmphoraDriverError, ConfigurationError
 
@@ -54,6 +56,8 @@ class Server(BaseApplication):
 
     def __init__(self, conf: ConfigOpts) -> None:
         self._conf = conf
+        # Made before the workers are forked, so that they share it.
+        self._counters = SharedCounters()
         super().__init__()
 
     def load_config(self) -> None:
@@ -67,7 +71,7 @@ class Server(BaseApplication):
         # after the fork.
         from amphora_cluster.api.app import create_app  # noqa: PLC0415
 
-        return create_app(self._conf)
+        return create_app(self._conf, self._counters)
 
 
 def gunicorn_options(conf: ConfigOpts) -> dict[str, object]:
@@ -87,7 +91,7 @@ def gunicorn_options(conf: ConfigOpts) -> dict[str, object]:
     options: dict[str, object] = {
         "bind": f"{host}:{own.bind_port}",
         "workers": own.workers,
-        "worker_class": "gthread",
+        "worker_class": Worker,
         "threads": own.threads,
         "timeout": int(own.longest_wait + _SPARE_SECONDS),
         "graceful_timeout": 5,
@@ -101,7 +105,7 @@ def gunicorn_options(conf: ConfigOpts) -> dict[str, object]:
         "control_socket_disable": True,
     }
     if own.certificate:
-        options |= {"certfile": own.certificate, "keyfile": own.private_key}
+        options |= {"certfile": own.certificate, "keyfile": own.private_key, "ssl_context": make_context}
     return options
 
 

@@ -16,9 +16,10 @@ from typing import Any
 import msgspec
 from flask import Blueprint, Response, current_app, request
 
-from amphora_cluster.api.authentication import Received, authenticate
+from amphora_cluster.api.attempts import Caller, FailedAttempts
+from amphora_cluster.api.authentication import Received, Unauthenticated, authenticate, credential_of
 from amphora_cluster.api.parameters import read_parameters
-from amphora_cluster.api.responses import failure_json, group_json, request_json, state_of
+from amphora_cluster.api.responses import failure_json, group_json, request_json, state_of, unfinished_json
 from amphora_cluster.database.groups import GroupStore
 from amphora_cluster.database.requests import RequestStore
 from amphora_cluster.database.tokens import TokenStore
@@ -37,6 +38,8 @@ class Service(msgspec.Struct, kw_only=True):
     Args:
         longest_wait: longest time in seconds that a request can wait for its end.
         waiting: limits the number of threads that wait, so that other requests find a free thread.
+        attempts: limits failed authentications.
+        behind_proxy: the last address in X-Forwarded-For is the source address of a request.
     """
 
     groups: GroupStore
@@ -44,6 +47,8 @@ class Service(msgspec.Struct, kw_only=True):
     tokens: TokenStore
     longest_wait: float = 300.0
     waiting: threading.Semaphore = msgspec.field(default_factory=lambda: threading.Semaphore(14))
+    attempts: FailedAttempts = msgspec.field(default_factory=lambda: FailedAttempts(0))
+    behind_proxy: bool = False
 
 
 def respond(status: int, document: Any, **headers: str) -> Response:
@@ -57,17 +62,20 @@ def respond(status: int, document: Any, **headers: str) -> Response:
 
 @routes.post("/<any(join, leave, sync):kind>")
 def record_request(group_id: str, kind: str) -> Response:
-    """Record a join, leave or sync; with `?wait=SECONDS` answer at its end."""
+    """Record a join, leave or sync; with `?wait=SECONDS` answer at its end.
+
+    With `?final=true`, the status of a request that has not ended is an error.
+    """
     service = _service()
     received = _authenticated(service, group_id)
     wanted = RequestKind(kind)
     query = {name: request.args.getlist(name) for name in request.args}
     parameters = read_parameters(wanted, query, received.body, received.headers)
-    seconds = _wait_seconds(service)
+    seconds, final = _wait_seconds(service), _final()
     recorded = service.requests.add(
         parameters.request(group_id, wanted), key=parameters.key, digest=parameters.digest(wanted)
     )
-    return _answered(_ended(service, recorded, seconds))
+    return _answered(_ended(service, recorded, seconds), final=final)
 
 
 @routes.get("/requests/<request_id>")
@@ -95,16 +103,36 @@ def _service() -> Service:
 
 
 def _authenticated(service: Service, group_id: str) -> Received:
+    """Authenticate the request; raises Throttled before its body is read."""
+    headers = {name.lower(): value for name, value in request.headers.items()}
+    tokens = request.args.getlist("token")
+    source = _source(service)
+    caller = Caller(source=source, group_id=group_id, credential=credential_of(headers, tokens, source))
+    service.attempts.check(caller)
     received = Received(
         method=request.method,
         path=request.path,
         query=request.query_string.decode("latin-1"),
-        tokens=request.args.getlist("token"),
-        headers={name.lower(): value for name, value in request.headers.items()},
+        tokens=tokens,
+        headers=headers,
         body=request.get_data(cache=False),
     )
-    authenticate(received, group_id, service.tokens)
-    return received
+    try:
+        authenticate(received, group_id, service.tokens)
+    except Unauthenticated as error:
+        refused = error
+    else:
+        service.attempts.add_success(caller)
+        return received
+    # Outside of the handler, because oslo.log appends the handled exception to each line.
+    service.attempts.add_failure(caller)
+    raise refused
+
+
+def _source(service: Service) -> str:
+    """Return the source address of the request: a proxy adds that of its client at the end of a header."""
+    forwarded = request.headers.get("X-Forwarded-For", "") if service.behind_proxy else ""
+    return forwarded.rpartition(",")[2].strip() or request.remote_addr or ""
 
 
 def _wait_seconds(service: Service) -> float:
@@ -116,6 +144,13 @@ def _wait_seconds(service: Service) -> float:
     if not seconds >= 0:
         raise RequestError("read the request", "wait is not a number of seconds", "Send wait=30, for example.")
     return min(seconds, service.longest_wait)
+
+
+def _final() -> bool:
+    text = request.args.get("final", "false")
+    if text not in {"true", "false"}:
+        raise RequestError("read the request", "final is neither true nor false", "Send final=true, or nothing.")
+    return text == "true"
 
 
 def _ended(service: Service, recorded: Request, seconds: float) -> Request:
@@ -140,10 +175,12 @@ def _watch(read: Callable[[], Request], seconds: float) -> Request:
         pause = min(pause * 1.5, _LONGEST_LOOK)
 
 
-def _answered(found: Request) -> Response:
+def _answered(found: Request, *, final: bool) -> Response:
     match state_of(found):
         case "open":
             place = f"/v1/groups/{found.group_id}/requests/{found.id}"
+            if final:
+                return respond(504, {**unfinished_json(found), "url": place}, Location=place, Retry_After="5")
             return respond(202, {"request": request_json(found), "url": place}, Location=place)
         case "succeeded":
             return respond(200, {"request": request_json(found)})

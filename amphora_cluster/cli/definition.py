@@ -9,13 +9,15 @@ from typing import Any
 
 from amphora_cluster.cloud import options
 from amphora_cluster.cloud.errors import CloudError
-from amphora_cluster.cloud.octavia import OctaviaPools
+from amphora_cluster.cloud.octavia import LoadBalancerIds, OctaviaPools
 from amphora_cluster.cloud.session import CloudConnection
 from amphora_cluster.credential import ApplicationCredential
+from amphora_cluster.database.groups import GroupStore
 from amphora_cluster.model import TAG_PREFIX, Group, MemberTemplate, Selector, SelectorKind, Weight, WeightKind
 from amphora_cluster.policy import PolicySpec, names, to_create_body
+from amphora_cluster.requests import SERVER_ID
 from amphora_driver.cli.command import Argument, argument
-from amphora_driver.errors import RequestError
+from amphora_driver.errors import RequestError, StoreError, UnknownObject
 
 _MOST_PORT, _MOST_WEIGHT, _MOST_SECONDS = 65535, 256, 86400
 
@@ -31,6 +33,18 @@ def number(least: int, most: int) -> Any:
 
     read.__name__ = "number"
     return read
+
+
+def group_id(text: str) -> str:
+    """Return the id of a group in its usual spelling; a type for argparse."""
+    return str(uuid.UUID(text))
+
+
+def server_id(text: str) -> str:
+    """Return the id of a server as Nova writes it; a type for argparse."""
+    if not SERVER_ID.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no id of a server")
+    return text.lower()
 
 
 SELECTORS: tuple[tuple[SelectorKind, str, str, str], ...] = (
@@ -86,7 +100,8 @@ MEMBERS: tuple[Argument, ...] = (
 
 def selector_arguments() -> tuple[Argument, ...]:
     """Return the arguments of the selectors; a group has exactly one."""
-    listed = argument("--server", action="append", metavar="ID", help="An explicit list of servers; can be repeated.")
+    text = "An explicit list of servers; can be repeated."
+    listed = argument("--server", type=server_id, action="append", metavar="ID", help=text)
     return (*(argument(name, metavar=value, help=text) for _, name, value, text in SELECTORS), listed)
 
 
@@ -133,20 +148,30 @@ def connect(conf: Any, credential: ApplicationCredential | None, project_id: str
     return OctaviaPools(CloudConnection(options.settings(conf), credential, project_id))
 
 
-def create_load_balancer(octavia: OctaviaPools, group_id: str, name: str, policy: PolicySpec) -> tuple[str, str]:
-    """Create the load balancer of a policy; return the ids of load balancer and pool.
+def require_ids(policy: PolicySpec | None, subnet: str | None) -> None:
+    """Refuse names in a policy, and in the argument --subnet.
+
+    Senlin resolves names with Neutron. Octavia's API takes ids only, and a group uses no API of Neutron.
 
     Raises:
-        RequestError: the policy has names in place of ids, which Octavia does not know.
+        RequestError: a value is a name.
+    """
+    given = [*(names(policy) if policy else ()), *([("subnet", subnet)] if subnet else [])]
+    for kind, value in given:
+        if not _is_id(value):
+            remedy = f"Write the id of the {kind}: openstack {kind} show NAME -f value -c id."
+            raise RequestError("create the group", f"{value!r} is no id, and names are not resolved", remedy)
+
+
+def create_load_balancer(octavia: OctaviaPools, group_id: str, name: str, policy: PolicySpec) -> LoadBalancerIds:
+    """Create the load balancer of a policy, or find the one of an earlier call; return the ids.
+
+    Raises:
         CloudError: Octavia refuses the load balancer.
     """
-    for kind, value in names(policy):
-        if not _is_id(value):
-            raise RequestError("create the load balancer", f"{value!r} is no id", f"Write the id of the {kind}.")
     body = to_create_body(policy, name, tags=(TAG_PREFIX + group_id,))["loadbalancer"]
     body.pop("tags", None)
-    made = octavia.create_load_balancer(group_id, body)
-    return made.load_balancer_id, made.pool_id
+    return octavia.create_load_balancer(group_id, body)
 
 
 def check_pool(octavia: OctaviaPools, group: Group) -> None:
@@ -166,12 +191,25 @@ def check_credential(octavia: OctaviaPools, group: Group) -> None:
     octavia.read_pool(group)
 
 
-def delete_quietly(octavia: OctaviaPools, group_id: str, load_balancer_id: str) -> str:
-    """Delete the load balancer of a group that could not be recorded; return a text if it may still exist."""
+def undo_load_balancer(octavia: OctaviaPools, groups: GroupStore, group_id: str, made: LoadBalancerIds) -> str:
+    """Delete the load balancer of a group that could not be recorded; return a text if it still exists.
+
+    It stays if an earlier call has created it, and if the group may be recorded in spite of the error.
+    """
+    stays = f" Load balancer {made.load_balancer_id} stays. Repeat the command with --id {group_id}, or delete it."
     try:
-        octavia.delete_load_balancer(group_id, load_balancer_id)
+        groups.get(group_id)
+    except UnknownObject:
+        if not made.created:
+            return stays
+    except StoreError:
+        return stays
+    else:
+        return f" Group {group_id} is recorded."
+    try:
+        octavia.delete_load_balancer(group_id, made.load_balancer_id)
     except CloudError as error:
-        return f" Load balancer {load_balancer_id} could not be deleted: {error}"
+        return f"{stays} It could not be deleted: {error}"
     return ""
 
 

@@ -17,12 +17,12 @@ import msgspec
 from amphora_cluster.cli import definition
 from amphora_cluster.cli.credentials import read_credential, read_policy
 from amphora_cluster.cli.stores import GROUP, Stores, opened
-from amphora_cluster.database.groups import GroupRecord
+from amphora_cluster.database.groups import GroupRecord, GroupStore
 from amphora_cluster.model import Group, Node, NodeState, SelectorKind
 from amphora_cluster.policy import PolicySpec
 from amphora_driver.cli.command import Lister, ShowOne, Table, argument
 from amphora_driver.cli.formatting import Age, Counts, Rows, Timestamp, Value, ValueList
-from amphora_driver.errors import AmphoraDriverError, ConfigurationError, RequestError
+from amphora_driver.errors import AmphoraDriverError, ConfigurationError, Conflict, RequestError
 
 _HEAD = ("ID", "Name", "Project", "Pool", "Servers", "Last pass", "State", "Error")
 _CREDENTIAL = argument(
@@ -62,22 +62,30 @@ class CreateGroup(ShowOne):
         *definition.PROTECTION,
         _CREDENTIAL,
         argument("--project", metavar="ID", help="Project of the owner. Default: project_id in the credential file."),
-        argument("--id", metavar="UUID", help="Id of the new group, to repeat an interrupted creation."),
+        argument(
+            "--id",
+            type=definition.group_id,
+            metavar="UUID",
+            help="Id of the new group, to repeat an interrupted creation.",
+        ),
     )
 
     def values(self, parsed_args: argparse.Namespace) -> dict[str, Any]:
         """Create the group; return what it is."""
         policy = read_policy(parsed_args.policy) if parsed_args.policy else None
+        definition.require_ids(policy, parsed_args.subnet)
         selector = definition.read_selector(parsed_args)
         template = definition.read_template(parsed_args, policy)
         balancer, pool = _pool_of(parsed_args, policy)
         with opened(self.app) as stores:
             credential, project = _owner(parsed_args, stores)
             store, new = stores.groups, parsed_args.id or str(uuid.uuid4())
+            _require_new(store, new, parsed_args.name, project)
             octavia = definition.connect(stores.conf, credential, project)
-            owns = policy is not None and policy.creates_load_balancer
-            if policy is not None and owns:
-                balancer, pool = definition.create_load_balancer(octavia, new, parsed_args.name, policy)
+            made = None
+            if policy is not None and policy.creates_load_balancer:
+                made = definition.create_load_balancer(octavia, new, parsed_args.name, policy)
+                balancer, pool = made.load_balancer_id, made.pool_id
             group = Group(
                 id=new,
                 name=parsed_args.name,
@@ -86,7 +94,7 @@ class CreateGroup(ShowOne):
                 load_balancer_id=balancer,
                 pool_id=pool,
                 member=template,
-                owns_load_balancer=owns,
+                owns_load_balancer=made is not None,
                 drain_on_idle=not parsed_args.no_drain_on_idle,
                 **definition.protection(parsed_args),
             )
@@ -94,8 +102,8 @@ class CreateGroup(ShowOne):
                 definition.check_pool(octavia, group)
                 store.create(group, credential)
             except AmphoraDriverError as error:
-                if owns:
-                    error.remedy += definition.delete_quietly(octavia, new, balancer)
+                if made is not None:
+                    error.remedy += definition.undo_load_balancer(octavia, store, new, made)
                 raise
             return _details(store.get(new), ())
 
@@ -138,13 +146,21 @@ class SetGroup(ShowOne):
     arguments = (
         GROUP,
         argument("--name", metavar="NAME", help="New name."),
-        argument("--add-server", action="append", default=[], metavar="ID", help="Add a server to an explicit list."),
         argument(
-            "--remove-server",
+            "--add-server",
+            type=definition.server_id,
             action="append",
             default=[],
             metavar="ID",
-            help="Remove a server from an explicit list. Its members are removed without a drain.",
+            help="Add a server to an explicit list.",
+        ),
+        argument(
+            "--remove-server",
+            type=definition.server_id,
+            action="append",
+            default=[],
+            metavar="ID",
+            help="Remove a server from an explicit list. Its members drain first.",
         ),
         *definition.PROTECTION,
         _CREDENTIAL,
@@ -154,7 +170,8 @@ class SetGroup(ShowOne):
         """Change the group; return what it is."""
         with opened(self.app) as stores:
             record = stores.groups.find(parsed_args.group)
-            group = msgspec.structs.replace(record.group, **definition.protection(parsed_args))
+            before = record.group
+            group = msgspec.structs.replace(before, **definition.protection(parsed_args))
             if parsed_args.name:
                 group = msgspec.structs.replace(group, name=parsed_args.name)
             if parsed_args.add_server or parsed_args.remove_server:
@@ -162,7 +179,7 @@ class SetGroup(ShowOne):
             credential = read_credential(parsed_args.credential_file)[0] if parsed_args.credential_file else None
             if credential is not None:
                 definition.check_credential(definition.connect(stores.conf, credential, group.project_id), group)
-            stores.groups.update(group, credential)
+            stores.groups.update(group, credential, before=before)
             return _details(stores.groups.get(group.id), stores.groups.list_nodes(group.id))
 
 
@@ -191,6 +208,15 @@ class DeleteGroup(ShowOne):
             else:
                 stores.groups.delete(found.id)
             return {"ID": found.id, "Name": found.name, "State": "deleted" if parsed_args.force else "deleting"}
+
+
+def _require_new(store: GroupStore, group_id: str, name: str, project_id: str) -> None:
+    """Find a conflict before a load balancer is created; raises Conflict."""
+    for one in store.list_groups():
+        group = one.group
+        if group.id == group_id or (group.name, group.project_id) == (name, project_id):
+            happened = f"group {group.id} with the name {group.name} exists"
+            raise Conflict(f"create group {name}", happened, "Use another name and id, or nothing: the group exists.")
 
 
 def _pool_of(parsed: argparse.Namespace, policy: PolicySpec | None) -> tuple[str, str]:

@@ -10,6 +10,7 @@ import argparse
 import time
 from typing import Any
 
+from amphora_cluster.cli.definition import server_id
 from amphora_cluster.cli.stores import GROUP, Stores, opened
 from amphora_cluster.model import Criterion, Request, RequestKind
 from amphora_driver.cli.command import Lister, ShowOne, Table, argument
@@ -19,7 +20,7 @@ from amphora_driver.errors import DeadlinePassed, RequestError
 _LOOK_SECONDS = 0.25
 _HEAD = ("ID", "Kind", "State", "Servers", "Created", "Ended", "Failed")
 _EVENTS = ("Time", "Server", "State", "Reason")
-_SERVERS = argument("server", nargs="*", metavar="SERVER", help="Ids of the servers.")
+_SERVERS = argument("server", type=server_id, nargs="*", metavar="SERVER", help="Ids of the servers.")
 _WAIT = argument(
     "--wait",
     type=float,
@@ -32,7 +33,8 @@ _CRITERION = argument(
     "--criterion",
     choices=[one.value for one in Criterion],
     default=Criterion.RANDOM.value,
-    help="The choice with --count (default: random). Unhealthy servers are chosen first.",
+    help="The choice with --count (default: random). Unhealthy servers are chosen first. Octavia has no statistics of "
+    "single servers, so least_loaded chooses the oldest one.",
 )
 _LIMIT = argument("--limit", type=int, default=100, metavar="NUMBER", help="Number of rows (default: 100).")
 

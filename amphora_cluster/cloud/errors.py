@@ -14,6 +14,9 @@ from amphora_driver.openstack.errors import ApiError
 from amphora_driver.untrusted_text import printable
 
 _MOST = 500
+# Octavia's refusals of a change while another one is in progress: of an object of a load balancer, and of the load
+# balancer itself ("Invalid state PENDING_UPDATE of loadbalancer resource ID").
+_PENDING = ("immutable", "invalid state pending_")
 
 
 class CloudError(BackendError):
@@ -61,7 +64,7 @@ def translate(error: ApiError, wanted: str) -> CloudError:
             return CredentialRefused(wanted, f"the application credential lacks a right: {reason}", remedy, final=True)
         case 404:
             return Missing(wanted, reason, final=True)
-        case 409 if "immutable" in error.message.lower():
+        case 409 if any(text in error.message.lower() for text in _PENDING):
             return Busy(wanted, reason)
         case 429:
             return CloudError(wanted, f"the service limits the rate of requests: {reason}")

@@ -19,6 +19,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from datetime import datetime
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 
@@ -173,7 +174,7 @@ class NovaServers:
             case SelectorKind.LIST:
                 return frozenset(selector.servers)
             case SelectorKind.SERVER_GROUP:
-                path = f"/os-server-groups/{selector.value}"
+                path = f"/os-server-groups/{quote(selector.value, safe='')}"
                 found: _ServerGroupAnswer = self._get(path, _ServerGroupAnswer, wanted)
                 return frozenset(found.server_group.members)
             case SelectorKind.HEAT_STACK:
@@ -209,7 +210,7 @@ class NovaServers:
 
     def _server(self, server_id: str, wanted: str) -> ServerRecord | None:
         try:
-            found: _ServerAnswer = self._get(f"/servers/{server_id}", _ServerAnswer, wanted)
+            found: _ServerAnswer = self._get(f"/servers/{quote(server_id, safe='')}", _ServerAnswer, wanted)
         except Missing:
             return None
         return found.server

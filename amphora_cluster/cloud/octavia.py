@@ -75,6 +75,7 @@ class _MonitorAnswer(msgspec.Struct, frozen=True):
 
 class _Statistics(msgspec.Struct, frozen=True):
     active_connections: int = 0
+    total_connections: int = 0
 
 
 class _StatisticsAnswer(msgspec.Struct, frozen=True):
@@ -90,12 +91,13 @@ class _Versions(msgspec.Struct, frozen=True):
 
 
 class LoadBalancerIds(msgspec.Struct, frozen=True, kw_only=True):
-    """The objects that a group created from its policy."""
+    """The objects that a group created from its policy; `created` is False if an earlier call did it."""
 
     load_balancer_id: str
     pool_id: str
     listener_id: str | None = None
     health_monitor_id: str | None = None
+    created: bool = True
 
 
 class Applied(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,6 +149,7 @@ class OctaviaPools:
             load_balancer_id=group.load_balancer_id,
             has_monitor=self._has_monitor(pool, members, wanted),
             changeable=balancer.loadbalancer.provisioning_status == "ACTIVE",
+            failed=balancer.loadbalancer.provisioning_status == "ERROR",
             members=members,
             active_connections=active,
         )
@@ -181,7 +184,10 @@ class OctaviaPools:
         # A pool with several listeners uses the statistics of the whole load balancer, because this needs only one
         # request. They are the sum of all listeners, so they are never too small.
         path = f"/v2/lbaas/listeners/{listeners[0]}/stats" if len(listeners) == 1 else f"{_LB}/{load_balancer_id}/stats"
-        return self._get(path, _StatisticsAnswer, wanted).stats.active_connections
+        found = self._get(path, _StatisticsAnswer, wanted).stats
+        # Octavia answers zeros if the provider reports no statistics, for example with OVN. Only a listener that has
+        # counted a connection proves that its number of active connections has a meaning.
+        return found.active_connections if found.total_connections > 0 else None
 
     def _members(self, pool_id: str, wanted: str) -> list[MemberRecord]:
         size = self._connection.settings.page_size
@@ -298,12 +304,13 @@ class OctaviaPools:
         tag = TAG_PREFIX + group_id
         wanted = f"create the load balancer of group {group_id}"
         found = self._find_load_balancer(tag, wanted)
+        created = found is None
         if found is None:
             tags = [tag, *(str(one) for one in _list(body.get("tags")))]
             request = {"loadbalancer": {**body, "tags": tags}}
             made = self._request("POST", _LB, kind=dict[str, Any], wanted=wanted, body=request)
             found = str(made["loadbalancer"]["id"])
-        return self._ids_of(found, wanted)
+        return msgspec.structs.replace(self._ids_of(found, wanted), created=created)
 
     def delete_load_balancer(self, group_id: str, load_balancer_id: str) -> bool:
         """Request the deletion of a group's load balancer with all its objects; return whether it is gone.

@@ -130,7 +130,9 @@ class GroupPass:
         group, nodes = claimed.group, claimed.nodes
         new = any(not one.applied for one in claimed.requests)
         # A request may name servers that are younger than a list that another group has read.
-        servers = cloud.servers(group, [node.server_id for node in nodes], fresh=new)
+        # The list shows an expected server when it exists. It has no members, so its deletion needs no proof.
+        known = [node.server_id for node in nodes if not requests.is_expected(node)]
+        servers = cloud.servers(group, known, fresh=new)
         pool = cloud.read_pool(group, connections=new or any(map(_drains, nodes)))
         now = self._now()
         nodes, applied = self._apply_requests(group, claimed.requests, servers, nodes, now)
@@ -258,7 +260,9 @@ class GroupPass:
         try:
             view = self._view_of_deletion(claimed, cloud)
             nodes, busy = self._apply(claimed, cloud, view)
-            there = any(group.tag in member.tags for member in view.pool.members)
+            # Octavia refuses to change members while the load balancer is in ERROR, but deletes it with all members.
+            deletable = group.owns_load_balancer and view.pool.failed
+            there = not deletable and any(group.tag in member.tags for member in view.pool.members)
         except Missing as error:
             # The user has deleted the pool, the load balancer, or the source of the servers before the group. This does
             # not prevent the deletion of the group.

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import cotyledon
+import msgspec
 from oslo_config.cfg import ConfigOpts
 
 from amphora_cluster import config
@@ -26,7 +27,7 @@ from amphora_cluster.controller.clouds import Cloud, Clouds
 from amphora_cluster.controller.group_pass import GroupPass, PassSettings
 from amphora_cluster.controller.status_page import StatusPage
 from amphora_cluster.credential import ApplicationCredential
-from amphora_cluster.database.claims import Claims, PassEnd
+from amphora_cluster.database.claims import Claim, Claims, PassEnd
 from amphora_cluster.database.groups import GroupStore
 from amphora_cluster.database.passes import ClaimedGroup, PassStore
 from amphora_cluster.database.requests import RequestStore
@@ -187,13 +188,14 @@ class Controller:
         free = self._conf.amp_cluster.threads - len(running)
         if free <= 0:
             return
-        claims = self._claims.claim(free, fresh=True)
         retrying = sum(one.claimed.claim.attempts > 0 for one in running)
-        more = min(free - len(claims), max(self._conf.amp_cluster.threads // 2, 1) - retrying)
-        if more > 0:
-            claims += self._claims.claim(more)
+        claims: tuple[Claim, ...] = ()
         try:
-            loaded = self._passes.load(claims)
+            claims = self._claims.claim(free, fresh=True)
+            more = min(free - len(claims), max(self._conf.amp_cluster.threads // 2, 1) - retrying)
+            if more > 0:
+                claims += self._claims.claim(more)
+            loaded = self._load(claims)
         except BaseException:
             # The controller could not read the claimed groups, so it returns their leases. The groups are due again at
             # once, for any controller.
@@ -205,6 +207,23 @@ class Controller:
             with self._lock:
                 self._running.add(one)
             pool.submit(self._run_pass, one)
+
+    def _load(self, claims: tuple[Claim, ...]) -> tuple[ClaimedGroup, ...]:
+        """Read the groups of these leases. A group with an unreadable record gets an error."""
+        try:
+            return self._passes.load(claims)
+        except msgspec.DecodeError:
+            LOG.warning("the controller cannot read the records of one of %d groups, and reads each alone", len(claims))
+        loaded: tuple[ClaimedGroup, ...] = ()
+        for claim in claims:
+            try:
+                loaded += self._passes.load([claim])
+            except msgspec.DecodeError as error:
+                text = f"A record of the group is not valid, or is one of a newer version: {error}"
+                LOG.error("group %s: %s", claim.group_id, text)  # noqa: TRY400 - the traceback has no more information
+                due_at, attempts = self._database.now() + self._conf.amp_cluster.retry_most, claim.attempts + 1
+                self._keep_ends([PassEnd(claim=claim, due_at=due_at, error=text, attempts=attempts)])
+        return loaded
 
     def _end(self) -> None:
         """Return all leases of this process."""

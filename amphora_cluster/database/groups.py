@@ -98,11 +98,17 @@ class GroupStore:
 
         self._database.write(write)
 
-    def update(self, group: Group, credential: ApplicationCredential | None = None) -> None:
+    def update(
+        self, group: Group, credential: ApplicationCredential | None = None, *, before: Group | None = None
+    ) -> None:
         """Replace the definition of a group, and also its credential unless it is None.
+
+        Args:
+            before: the definition that the caller has changed; None to replace any definition.
 
         Raises:
             UnknownObject: the group does not exist, or is being deleted.
+            Conflict: the recorded definition is another one than `before`.
         """
         values: dict[str, Any] = {"name": group.name, "body": _encode(group)}
         if credential is not None:
@@ -110,8 +116,13 @@ class GroupStore:
 
         def write(connection: sa.Connection) -> None:
             alive = group_row.c.id == group.id, sa.not_(group_row.c.deleting)
-            if not connection.execute(group_row.update().where(*alive).values(**values, **_event(connection))).rowcount:
+            body = connection.execute(sa.select(group_row.c.body).where(*alive).with_for_update()).scalar()
+            if body is None:
                 raise _unknown(group.id)
+            if before is not None and decode_group(body) != before:
+                happened = "another command has changed it meanwhile"
+                raise Conflict(f"change group {group.name}", happened, "Repeat the command.")
+            connection.execute(group_row.update().where(*alive).values(**values, **_event(connection)))
 
         self._database.write(write)
 
@@ -228,8 +239,13 @@ _RECORDS = sa.select(*(column for column in group_row.c if column.name != "crede
 
 
 def _event(connection: sa.Connection) -> dict[str, Any]:
-    """Return the values of an UPDATE that make a group due at once, also after a pass that is running."""
-    return {"events": group_row.c.events + 1, "due_at": clock.now(connection), "writes": group_row.c.writes + 1}
+    """Return the values of an UPDATE that make a group due at once, also after a pass that is running.
+
+    A group that is due already keeps its time. Otherwise, frequent events would move it behind all other due groups.
+    """
+    now = clock.now(connection)
+    due_at = sa.case((group_row.c.due_at < now, group_row.c.due_at), else_=now)
+    return {"events": group_row.c.events + 1, "due_at": due_at, "writes": group_row.c.writes + 1}
 
 
 def make_group_due(connection: sa.Connection, group_id: str) -> bool:
@@ -288,9 +304,10 @@ def remove_group(connection: sa.Connection, claim: Claim) -> None:
 
 
 def _delete_rows(connection: sa.Connection, group_id: str) -> None:
+    # The row of the group comes first: afterwards, no transaction can record a request for the group.
+    connection.execute(group_row.delete().where(group_row.c.id == group_id))
     for table in (node_row, request_row, event_row, token_row):
         connection.execute(table.delete().where(table.c.group_id == group_id))
-    connection.execute(group_row.delete().where(group_row.c.id == group_id))
 
 
 def _node_values(group_id: str, node: Node) -> dict[str, Any]:

@@ -8,6 +8,7 @@ retention time, and so are their keys.
 
 from __future__ import annotations
 
+import hashlib
 import uuid
 from collections.abc import Mapping, Sequence
 
@@ -20,10 +21,17 @@ from amphora_cluster.model import Request
 from amphora_driver.database import clock
 from amphora_driver.database.engine import Database, set_commit_marker
 from amphora_driver.database.rows import chunks
-from amphora_driver.errors import Conflict, ContentRefused, UnknownObject
+from amphora_driver.errors import Conflict, ContentRefused, RequestError, UnknownObject
 
+# Open requests of one group. A group without successful passes ends its requests after some minutes only, and each pass
+# reads all open ones.
+MOST_OPEN = 1000
 _REQUESTS = msgspec.json.Decoder(Request)
 _MARKER = sa.select(request_row.c.id).where(request_row.c.id == sa.bindparam("of"))
+
+
+class TooManyOpen(RequestError):
+    """A group has as many open requests as one group can have."""
 
 
 class StoredRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,8 +62,12 @@ class RequestStore:
         Raises:
             UnknownObject: the group does not exist, or is being deleted.
             Conflict: the key belongs to a request with another digest.
+            TooManyOpen: the group has `MOST_OPEN` open requests.
         """
         request = msgspec.structs.replace(request, id=request.id or str(uuid.uuid4()))
+        # MariaDB ignores the case of texts when it compares them. Without the digest, a request with the key `A` could
+        # be taken for the repetition of another one with the key `a`.
+        key = None if key is None else hashlib.sha256(key.encode()).hexdigest()
 
         def write(connection: sa.Connection) -> Request:
             set_commit_marker(connection, _MARKER, {"of": request.id})
@@ -64,6 +76,7 @@ class RequestStore:
             if not make_group_due(connection, request.group_id):
                 wanted = f"record a request for group {request.group_id}"
                 raise UnknownObject(wanted, "the group does not exist, or is being deleted")
+            _require_room(connection, request.group_id)
             now = connection.execute(sa.select(clock.now(connection))).scalar_one()
             recorded = msgspec.structs.replace(request, created_at=float(now))
             values = {"id": request.id, "group_id": request.group_id, "body": _encode(recorded), "created_at": now}
@@ -111,14 +124,14 @@ class RequestStore:
 
 def read_open_requests(connection: sa.Connection, group_ids: Sequence[str]) -> Mapping[str, tuple[StoredRequest, ...]]:
     """Return the requests without an outcome by group, oldest first."""
-    found: dict[str, tuple[StoredRequest, ...]] = {}
+    found: dict[str, list[StoredRequest]] = {}
     for part in chunks(group_ids):
         query = sa.select(request_row.c.group_id, request_row.c.body, request_row.c.applied)
         query = query.where(request_row.c.group_id.in_(part), request_row.c.ended_at.is_(None))
         for row in connection.execute(query.order_by(request_row.c.created_at, request_row.c.id)):
             one = StoredRequest(request=_REQUESTS.decode(row.body), applied=bool(row.applied))
-            found[row.group_id] = (*found.get(row.group_id, ()), one)
-    return found
+            found.setdefault(row.group_id, []).append(one)
+    return {group_id: tuple(requests) for group_id, requests in found.items()}
 
 
 def write_requests(connection: sa.Connection, requests: Sequence[StoredRequest]) -> None:
@@ -126,6 +139,14 @@ def write_requests(connection: sa.Connection, requests: Sequence[StoredRequest])
     for one in requests:
         values = {"body": _encode(one.request), "applied": one.applied, "ended_at": one.request.ended_at}
         connection.execute(request_row.update().where(request_row.c.id == one.request.id).values(**values))
+
+
+def _require_room(connection: sa.Connection, group_id: str) -> None:
+    still_open = request_row.c.group_id == group_id, request_row.c.ended_at.is_(None)
+    number = connection.execute(sa.select(sa.func.count()).select_from(request_row).where(*still_open)).scalar_one()
+    if number >= MOST_OPEN:
+        wanted = f"record a request for group {group_id}"
+        raise TooManyOpen(wanted, f"it has {number} open requests", "Send the request again after some of them ended.")
 
 
 def _with_key(connection: sa.Connection, group_id: str, key: str) -> tuple[Request, str | None] | None:

@@ -81,7 +81,7 @@ node_row = sa.Table(
 
 # The table `cluster_request` has one row per request. The column `body` is the JSON of `model.Request`. A request that
 # is `applied` has changed the recorded nodes. A repeated request with the same key and the same `digest` of its content
-# gets the row of the first one.
+# gets the row of the first one. The column `idempotency_key` has the SHA-256 of the key.
 request_row = sa.Table(
     "cluster_request",
     metadata,

@@ -64,6 +64,10 @@ class TokenStore:
         self._database = database
         self._vault = vault
 
+    def now(self) -> float:
+        """Return the database clock, in seconds since 1970."""
+        return self._database.now()
+
     def create(
         self, group_id: str, name: str, created_by: str, seconds: float | None = None
     ) -> tuple[TokenRecord, Secret]:

@@ -62,7 +62,7 @@ class Lab:
                 "connection": url, "encryption_key_file": keys, "poll_interval": 0.5, "threads": 4, "lease": _LEASE,
                 "retry_first": 0.2, "retry_most": 1, "lock_dir": self.folder / "locks", "status_port": 0,
             },
-            "amp_cluster_api": {"bind_port": self.port, "workers": 1, "threads": 8},
+            "amp_cluster_api": {"bind_port": self.port, "workers": 1, "threads": 8, "failed_attempts": 1000},
             "amp_cluster_cloud": {
                 "without_keystone": True, "octavia_endpoint_override": settings.endpoint,
                 "nova_endpoint_override": self.nova.url, "request_timeout": 10, "server_list_age": 0.2,

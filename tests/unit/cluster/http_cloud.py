@@ -76,10 +76,10 @@ class HttpCloud:
         if kind == "loadbalancers":
             state = "PENDING_UPDATE" if self._is_pending(name) else "ACTIVE"
             if more == ["stats"]:
-                return 200, {"stats": {"active_connections": 0}}
+                return 200, {"stats": {"active_connections": 0, "total_connections": 1}}
             return 200, {"loadbalancer": {"id": name, "provisioning_status": state, "tags": []}}
         if kind == "listeners":
-            return 200, {"stats": {"active_connections": 0}}
+            return 200, {"stats": {"active_connections": 0, "total_connections": 1}}
         pool = self.pools.setdefault(name, {})
         if not more:
             return 200, {"pool": {"id": name, "healthmonitor_id": "hm", "listeners": [{"id": "li"}]}}

@@ -23,7 +23,7 @@ class MemoryCloud:
         self.shown, self.members = {}, {}
         self.has_monitor, self.changeable, self.connections = True, True, None
         self.faults, self.refusals, self.calls = {}, {}, []
-        self.load_balancer = "ACTIVE"
+        self.load_balancer, self.failed = "ACTIVE", False
         self.after = lambda _: None
         self.lock = threading.Lock()
 
@@ -46,6 +46,7 @@ class MemoryCloud:
         return self
 
     def servers(self, _group, known, *, fresh):
+        self.known = set(known)
         self._call("servers", fresh)
         return tuple(self.shown.values())
 
@@ -58,6 +59,7 @@ class MemoryCloud:
             load_balancer_id="lb",
             has_monitor=self.has_monitor,
             changeable=self.changeable,
+            failed=self.failed,
             members=tuple(self.members.values()),
             active_connections=self.connections if connections else None,
         )

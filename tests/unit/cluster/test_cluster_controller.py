@@ -16,7 +16,7 @@ from memory_cloud import OUTAGE, MemoryCloud
 
 from amphora_cluster import config
 from amphora_cluster.controller.service import Controller
-from amphora_cluster.database.tables import group_row
+from amphora_cluster.database.tables import group_row, node_row
 from amphora_cluster.model import NodeState, Request, RequestKind
 from amphora_driver.database.vault import Vault
 from amphora_driver.errors import StoreError
@@ -112,6 +112,22 @@ def test_a_request_is_carried_out_before_the_next_poll(stores, clouds, start):
     made = stores.requests.add(Request(id="", group_id="g1", kind=RequestKind.LEAVE, servers=("a",)))
     until(lambda: stores.requests.get("g1", made.id).ended_at is not None)
     assert clouds["g1"].served() == ["b"]
+
+
+@pytest.mark.parametrize(("table", "column"), [(group_row, "id"), (node_row, "group_id")])
+def test_a_group_with_an_unreadable_record_does_not_delay_others(stores, clouds, start, table, column):
+    for name in ("g1", "g2"):
+        stores.add(name)
+        clouds[name].boot(name)
+    node = {"group_id": "g1", "server_id": "a", "state": "new", "since": 1.0, "body": "{}"}
+    stores.database.write(lambda c: c.execute(node_row.insert().values(**node)))
+    broken = table.update().where(table.c[column] == "g1").values(body='{"state": "of a newer version"}')
+    stores.database.write(lambda c: c.execute(broken))
+    start()
+    until(lambda: clouds["g2"].served() == ["g2"])
+    errors = sa.select(group_row.c.error).where(group_row.c.id == "g1")
+    until(lambda: "is not valid" in (stores.database.read(lambda c: c.execute(errors).scalar()) or ""))
+    assert clouds["g1"].calls == []
 
 
 def test_groups_that_fail_or_hang_do_not_delay_others(stores, clouds, start):

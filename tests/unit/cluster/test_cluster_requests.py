@@ -3,13 +3,12 @@
 
 import random
 
-import msgspec
 import pytest
 from cluster_data import NOW, group, node, server
 
 from amphora_cluster.model import Criterion, NodeState, Request, RequestKind
 from amphora_cluster.plan import NOT_SHOWN
-from amphora_cluster.requests import apply_request, outcome, serving
+from amphora_cluster.requests import NO_ID, NO_LOAD, apply_request, outcome, serving
 
 SERVERS = tuple(server(f"s{number}", number, created_at=float(number)) for number in range(1, 5))
 
@@ -63,6 +62,13 @@ def test_a_join_may_name_a_server_of_the_future():
     assert result.nodes == (node("new", NodeState.WAITING, since=NOW, reason=NOT_SHOWN),)
 
 
+def test_the_number_of_expected_servers_is_limited(monkeypatch):
+    monkeypatch.setattr("amphora_cluster.requests.MOST_EXPECTED", 2)
+    waiting = (node("w1", NodeState.WAITING, reason=NOT_SHOWN), node("w2", NodeState.WAITING, reason="boots"))
+    assert "would have to show 2 more servers" in applied(request("join", "n1", "n2"), waiting).request.refusal
+    assert not applied(request("join", "n1", "s1", "w1", "w2"), waiting).request.refusal
+
+
 LEAVING = node(state=NodeState.DRAINING, since=NOW, leaving=True)
 
 
@@ -86,12 +92,40 @@ def test_leave(before, after):
     assert applied(request("leave", "s1"), [before] if before else []).nodes == ((after,) if after else ())
 
 
-def test_a_leave_of_an_unknown_server_has_succeeded():
-    result = applied(request("leave", "gone"))
+UNKNOWN = "0a000000-0000-4000-8000-00000000000f"
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        (UNKNOWN, ""),
+        (UNKNOWN.upper(), ""),
+        # The server with this name may serve. Its owner would delete it after the answer.
+        ("web-1", NO_ID),
+        (UNKNOWN[:-1], NO_ID),
+    ],
+)
+def test_a_leave_of_an_unknown_server_succeeds_for_an_id_only(name, reason):
+    result = applied(request("leave", name))
     assert not result.nodes
-    assert outcome(result.request, (), NOW + 1) == msgspec.structs.replace(
-        request("leave", "gone"), outcome={"gone": ""}, ended_at=NOW + 1
-    )
+    ended = outcome(result.request, (), NOW + 1)
+    assert (ended.outcome, ended.ended_at) == ({name.lower(): reason}, NOW + 1)
+
+
+@pytest.mark.parametrize("kind", ["join", "leave", "sync"])
+def test_an_id_in_upper_case_names_the_same_server(kind):
+    left = (node(state=NodeState.LEFT, leaving=True),)
+    result = applied(request(kind, "S1", "s1"), left if kind == "join" else all_serve())
+    assert result.request.servers == ("s1",)
+    assert [one.server_id for one in result.nodes] == ([] if kind == "sync" else ["s1"])
+
+
+def test_a_choice_without_numbers_says_so():
+    made = request("leave", count=1, criterion=Criterion.LEAST_LOADED)
+    assert [(one.server_id, one.reason) for one in applied(made, all_serve()).nodes] == [("s1", NO_LOAD)]
+    assert [one.reason for one in applied(made, all_serve(), load={"s1": 1}).nodes] == [""]
+    named = request("leave", "s1", criterion=Criterion.LEAST_LOADED)
+    assert [one.reason for one in applied(named, all_serve()).nodes] == [""]
 
 
 @pytest.mark.parametrize(
@@ -224,8 +258,15 @@ def test_a_failed_server_does_not_delay_the_others():
 
 def test_a_sync_covers_the_nodes_of_the_group():
     nodes = (node("s1"), node("s2", NodeState.FAILED, reason="why"))
-    result = applied(request("sync"), nodes)
+    result = applied(request("sync"), nodes, SERVERS[:1])
     assert (result.nodes, result.request.servers) == ((), ("s1", "s2"))
     assert outcome(result.request, nodes, NOW + 1).outcome == {"s1": "", "s2": "why"}
-    empty = applied(request("sync"))
+    empty = applied(request("sync"), servers=())
     assert outcome(empty.request, (), NOW + 1).ended_at == NOW + 1
+
+
+def test_a_sync_covers_servers_that_the_source_shows_for_the_first_time():
+    result = applied(request("sync"), [node("s1")], SERVERS[:2])
+    assert result.request.servers == ("s1", "s2")
+    joining = (node("s1"), node("s2", NodeState.JOINING))
+    assert outcome(result.request, joining, NOW + 1).ended_at is None

@@ -22,10 +22,21 @@ from amphora_cluster.cloud.octavia import LoadBalancerIds
 from amphora_cluster.database.claims import Claims, PassEnd
 from amphora_cluster.database.passes import PassStore
 from amphora_cluster.database.requests import StoredRequest
-from amphora_cluster.model import Criterion, Member, Node, NodeState, Pool, RequestKind, SelectorKind, WeightKind
+from amphora_cluster.model import (
+    Criterion,
+    Member,
+    Node,
+    NodeState,
+    Pool,
+    RequestKind,
+    Selector,
+    SelectorKind,
+    WeightKind,
+)
 from amphora_cluster.policy import from_mapping
 from amphora_driver.cli.main import COMMANDS, Amphoractl
 from amphora_driver.database.vault import Vault
+from amphora_driver.errors import StoreError
 
 SETUP = Path(__file__).parents[3] / "setup.cfg"
 SUBNET, VIP = "5b000000-0000-4000-8000-000000000001", "5b000000-0000-4000-8000-000000000002"
@@ -66,7 +77,7 @@ class Octavia:
 
     def create_load_balancer(self, group_id, body):
         self.made.append((group_id, body))
-        return LoadBalancerIds(load_balancer_id="lb9", pool_id="pool9")
+        return LoadBalancerIds(load_balancer_id="lb9", pool_id="pool9", created=len(self.made) == 1)
 
     def delete_load_balancer(self, group_id, load_balancer_id):
         self.deleted.append((group_id, load_balancer_id))
@@ -222,11 +233,64 @@ def test_the_load_balancer_of_a_refused_group_is_deleted(run, octavia, credentia
     assert octavia.deleted == [(octavia.made[0][0], "lb9")]
 
 
-def test_names_in_a_policy_are_refused(run, credential_file, policy_file, octavia):
-    policy_file.write_text(json.dumps({"pool": {"subnet": "my-subnet"}, "vip": {"subnet": VIP}}))
-    words = ("--tag", "web", "--policy", str(policy_file), "--credential-file", str(credential_file))
-    assert "'my-subnet' is no id" in run("create", "web", *words, fails=True)
+def test_a_repeated_creation_never_deletes_the_load_balancer(run, stores, octavia, credential_file, policy_file):
+    new = "0a000000-0000-4000-8000-000000000002"
+    words = ("--tag", "web", "--policy", str(policy_file), "--credential-file", str(credential_file), "--id", new)
+    run("create", "web", *words)
+    assert f"group {new} with the name web exists" in run("create", "other", *words, fails=True)
+    assert "with the name web exists" in run("create", "web", *words[:-2], fails=True)
+    assert (len(octavia.made), octavia.deleted) == (1, [])
+
+
+def test_the_load_balancer_of_an_earlier_attempt_stays(run, octavia, credential_file, policy_file):
+    octavia.error, octavia.made = CredentialRefused("read pool", "no right", final=True), ["the earlier attempt"]
+    new = "0a000000-0000-4000-8000-000000000002"
+    words = ("--tag", "web", "--policy", str(policy_file), "--credential-file", str(credential_file), "--id", new)
+    assert f"Load balancer lb9 stays. Repeat the command with --id {new}" in run("create", "web", *words, fails=True)
+    assert octavia.deleted == []
+
+
+def test_the_load_balancer_stays_if_the_group_may_be_recorded(stores, octavia, monkeypatch):
+    made = LoadBalancerIds(load_balancer_id="lb9", pool_id="pool9")
+    group = stores.add()
+    assert definition.undo_load_balancer(octavia, stores.groups, group.id, made) == " Group g1 is recorded."
+
+    def fail(_):
+        raise StoreError("read from the database", "no answer")
+
+    monkeypatch.setattr(stores.groups, "get", fail)
+    assert "Load balancer lb9 stays" in definition.undo_load_balancer(octavia, stores.groups, "g2", made)
+    assert octavia.deleted == []
+
+
+NAMED = {"pool": {"subnet": "my-subnet", "id": SUBNET}, "loadbalancer": VIP}
+
+
+@pytest.mark.parametrize(
+    ("document", "more", "error"),
+    [
+        ({"pool": {"subnet": "my-subnet"}, "vip": {"subnet": VIP}}, (), "'my-subnet' is no id"),
+        ({"pool": {"subnet": SUBNET}, "vip": {"network": "net"}}, (), "openstack network show NAME"),
+        (NAMED, (), "'my-subnet' is no id"),
+        ({**NAMED, "pool": {"subnet": SUBNET, "id": SUBNET}, "loadbalancer": "lb"}, (), "openstack loadbalancer show"),
+        (POLICY, ("--subnet", "private"), "'private' is no id"),
+    ],
+)
+def test_names_are_refused(run, credential_file, policy_file, octavia, document, more, error):
+    policy_file.write_text(json.dumps(document))
+    words = ("--tag", "web", "--policy", str(policy_file), "--credential-file", str(credential_file), *more)
+    assert error in run("create", "web", *words, fails=True)
     assert octavia.made == []
+
+
+def test_ids_of_servers_have_the_form_of_nova(run, stores, capsys):
+    stores.add(selector=Selector(kind=SelectorKind.LIST, servers=("s1",)))
+    run("set", "g1", "--add-server", "S2", "--remove-server", "S1")
+    assert stores.groups.get("g1").group.selector.servers == ("s2",)
+    for words in (("set", "g1", "--add-server", "a/b"), ("leave", "g1", "a" * 65)):
+        with pytest.raises(SystemExit):
+            run(*words)
+        assert "is no id of a server" in capsys.readouterr().err
 
 
 def test_a_pool_with_members_of_the_same_tag_is_refused(run, octavia, credential_file):

@@ -145,6 +145,20 @@ def test_a_leave_ends_when_the_server_is_drained_and_removed(scene):
     assert scene.states()["a"] is NodeState.LEFT
 
 
+def test_expected_servers_are_not_read_one_by_one(scene):
+    scene.serve("a")
+    request = scene.request(RequestKind.JOIN, "b")
+    scene.step()
+    scene.step(5.0)
+    assert scene.cloud.known == {"a"}
+    scene.cloud.boot("b")
+    scene.step(5.0)
+    scene.cloud.check()
+    scene.step(1.0)
+    assert scene.outcome(request).outcome == {"b": ""}
+    assert scene.cloud.known == {"a", "b"}
+
+
 def test_a_request_by_count_chooses_once(scene):
     scene.serve("a", "b", "c")
     request = scene.request(RequestKind.LEAVE, count=2)
@@ -335,6 +349,16 @@ def test_a_deleted_group_deletes_its_own_load_balancer(stores):
     scene.cloud.faults = {}
     scene.cloud.load_balancer = "DELETED"
     assert scene.step(2.0) == (None, True)
+
+
+@pytest.mark.parametrize(("owns", "state"), [(True, "PENDING_DELETE"), (False, "ACTIVE")])
+def test_an_own_load_balancer_in_error_is_deleted_with_its_members(stores, owns, state):
+    scene = Scene(stores, owns_load_balancer=owns, drain_seconds=0)
+    scene.serve("a")
+    stores.groups.delete("g1")
+    scene.cloud.changeable, scene.cloud.failed = False, True
+    scene.step()
+    assert (scene.cloud.load_balancer, len(scene.cloud.members)) == (state, 1)
 
 
 def test_the_deletion_continues_without_the_source_of_the_servers(scene):

@@ -65,6 +65,14 @@ def test_the_end_of_a_drain(seconds, on_idle, connections, ends, again):
     assert not result.complete
 
 
+@pytest.mark.parametrize("ahead", [1.0, 3600.0])
+def test_a_drain_does_not_last_longer_after_the_clock_was_set_back(ahead):
+    future = leaving(since=NOW + ahead, drain_began_at=NOW + ahead)
+    result = planned(group(), [server()], pool(member(weight=0)), [future])
+    assert result.nodes == (leaving(since=NOW, drain_began_at=NOW),)
+    assert result.again_at == NOW + 30
+
+
 def test_a_drain_of_zero_seconds_removes_at_once():
     result = planned(group(drain_seconds=0), [server()], pool(member()), [leaving()])
     assert steps_of(result) == [("leave", "s1", [(80, 1)])]

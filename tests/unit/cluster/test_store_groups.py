@@ -46,6 +46,25 @@ def test_a_group_keeps_its_definition(stores, credential):
         stores.groups.update(msgspec.structs.replace(group, id="g9"))
 
 
+def test_a_change_of_another_definition_is_refused(stores):
+    group = stores.add()
+    stores.groups.update(msgspec.structs.replace(group, minimum=1), before=group)
+    with pytest.raises(Conflict, match="another command has changed it"):
+        stores.groups.update(msgspec.structs.replace(group, minimum=2), before=group)
+    assert stores.groups.get("g1").group.minimum == 1
+
+
+def test_an_event_does_not_move_a_due_group_behind_the_others(stores):
+    stores.add("g1")
+    stores.add("g2")
+    for name, due_at in (("g1", 100.0), ("g2", stores.database.now() + 1000.0)):
+        later = group_row.update().where(group_row.c.id == name).values(due_at=due_at)
+        stores.database.write(lambda c, statement=later: c.execute(statement))
+    assert stores.groups.make_due(["g1", "g2"]) == 2
+    assert stores.groups.get("g1").due_at == 100.0
+    assert stores.groups.get("g2").due_at <= stores.database.now() + 1.0
+
+
 def test_a_group_is_found_by_name_and_by_the_beginning_of_its_id(stores):
     stores.add("ab1")
     stores.add("ab2")

@@ -8,7 +8,7 @@ import pytest
 import sqlalchemy as sa
 
 from amphora_cluster.database.claims import Claims, PassEnd
-from amphora_cluster.database.requests import StoredRequest
+from amphora_cluster.database.requests import StoredRequest, TooManyOpen
 from amphora_cluster.database.tables import nonce_row, request_row, token_row
 from amphora_cluster.database.tokens import token_digest, token_id
 from amphora_cluster.model import Request, RequestKind
@@ -81,6 +81,24 @@ def test_a_repeated_request_returns_the_first_one(stores):
     assert other.id != made.id, "another group"
     assert stores.requests.add(LEAVE).id != stores.requests.add(LEAVE).id, "no key"
     assert len(stores.requests.list_requests("g1", 9)) == 3
+
+
+def test_keys_with_other_letters_are_other_keys(stores):
+    made = {stores.requests.add(LEAVE, key=key, digest="d").id for key in ("k", "K", "\u00e9", "e")}
+    assert len(made) == 4
+
+
+def test_the_number_of_open_requests_is_limited(stores, monkeypatch):
+    monkeypatch.setattr("amphora_cluster.database.requests.MOST_OPEN", 2)
+    first = stores.requests.add(LEAVE, key="k", digest="d")
+    stores.requests.add(LEAVE)
+    with pytest.raises(TooManyOpen, match="it has 2 open requests"):
+        stores.requests.add(LEAVE)
+    assert stores.requests.add(LEAVE, key="k", digest="d") == first, "a repetition needs no room"
+    stores.add("g2")
+    stores.requests.add(msgspec.structs.replace(LEAVE, group_id="g2"))
+    finished(stores, first)
+    stores.requests.add(LEAVE)
 
 
 def test_concurrent_repetitions_record_one_request(stores):

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The limit of failed authentications: pauses for source addresses and for groups.
+
+A token has 256 random bits, so this limit does not protect tokens from guesses. It protects the database and the log: a
+client with a wrong token, or an attacker, may send thousands of requests each second.
+
+Invariants:
+* The number of failures without a pause is limited for each source address, and for each group from all addresses.
+  Each further failure begins a pause, and each pause is twice as long as the one before.
+* During a pause, a request is refused before the database is read and before its body is read.
+* A caller that authenticated before is not limited, so that no client can lock it out. A token is known after its first
+  use. A signed request shows only the id of its token. It is known for its source address only, and only until a
+  request with this id and from this address fails.
+* The numbers of addresses, groups and known callers are bounded. The oldest ones are forgotten.
+
+Each worker process of the API has its own limit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import logging
+import math
+import secrets
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+
+import msgspec
+
+from amphora_driver.errors import AmphoraDriverError
+from amphora_driver.untrusted_text import printable
+
+LOG = logging.getLogger(__name__)
+# Seconds of the first pause and of the longest one. After the third number without a failure, the count begins again.
+FIRST_PAUSE, LONGEST_PAUSE, FORGOTTEN_AFTER = 1.0, 60.0, 600.0
+# A group may be the target of many addresses. Its limit is this multiple of the limit of an address.
+GROUP_FACTOR = 10
+MOST_SOURCES, MOST_CALLERS = 4096, 4096
+# A user with an IPv6 network usually has at least this prefix, and can use each of its addresses.
+_IPV6_PREFIX = 64
+
+
+class Throttled(AmphoraDriverError):
+    """Too many authentications have failed: a request is refused for `seconds` without another one."""
+
+    def __init__(self, seconds: float) -> None:
+        happened = "too many authentications have failed, from this address or for this group"
+        remedy = f"Send it again in {math.ceil(seconds)} s, with a valid token."
+        super().__init__("authenticate the request", happened, remedy)
+        self.seconds = seconds
+
+
+class Caller(msgspec.Struct, frozen=True, kw_only=True):
+    """The sender of a request.
+
+    Args:
+        source: the source address.
+        group_id: the group in the path of the request.
+        credential: the token, or for a signed request the id of the token with the source address.
+    """
+
+    source: str
+    group_id: str
+    credential: str
+
+
+class _Failures(msgspec.Struct, frozen=True):
+    number: int
+    pause_end: float
+
+
+class FailedAttempts:
+    """The failed authentications of this process. Its methods are safe for threads.
+
+    Args:
+        most: failures of one source address without a pause; 0 for no limit.
+        clock: a monotonic clock in seconds.
+    """
+
+    def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._most = most
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._failures: dict[str, OrderedDict[str, _Failures]] = {"address": OrderedDict(), "group": OrderedDict()}
+        self._known: OrderedDict[bytes, None] = OrderedDict()
+        # With a random key, the digests of this process reveal nothing about tokens.
+        self._key = secrets.token_bytes(32)
+
+    def check(self, caller: Caller) -> None:
+        """Raise Throttled if the caller is not known, and its address or group is in a pause."""
+        digest = self._digest(caller)
+        with self._lock:
+            if digest in self._known:
+                self._known.move_to_end(digest)
+                return
+            now = self._clock()
+            found = [self._failures[kind].get(name) for kind, name, _ in self._limits(caller)]
+            left = max((one.pause_end - now for one in found if one is not None), default=0.0)
+        if left > 0:
+            raise Throttled(left)
+
+    def add_failure(self, caller: Caller) -> None:
+        """Count a failed authentication, which may begin a pause."""
+        digest = self._digest(caller)
+        with self._lock:
+            self._known.pop(digest, None)
+            paused = [self._count(kind, name, free) for kind, name, free in self._limits(caller)]
+        for kind, name, number, seconds in filter(None, paused):
+            LOG.warning(
+                "%d authentications failed for %s %s; for %g s, requests of unknown callers get the status 429",
+                number, kind, printable(name, 64), seconds,
+            )  # fmt: skip
+
+    def add_success(self, caller: Caller) -> None:
+        """Remember a caller with a valid token."""
+        digest = self._digest(caller)
+        with self._lock:
+            self._known[digest] = None
+            self._known.move_to_end(digest)
+            _shrink(self._known, MOST_CALLERS)
+
+    def _limits(self, caller: Caller) -> tuple[tuple[str, str, int], ...]:
+        if self._most <= 0:
+            return ()
+        return (
+            ("address", _network(caller.source), self._most),
+            ("group", caller.group_id[:64], self._most * GROUP_FACTOR),
+        )
+
+    def _count(self, kind: str, name: str, free: int) -> tuple[str, str, int, float] | None:
+        """Count a failure; return the pause that it begins, if any."""
+        now, sources = self._clock(), self._failures[kind]
+        before = sources.get(name)
+        fresh = before is None or now - before.pause_end > FORGOTTEN_AFTER
+        number = 1 if before is None or fresh else before.number + 1
+        seconds = 0.0
+        if number > free:
+            seconds = min(FIRST_PAUSE * 2 ** min(number - free - 1, 16), LONGEST_PAUSE)
+        sources[name] = _Failures(number, now + seconds)
+        sources.move_to_end(name)
+        _shrink(sources, MOST_SOURCES)
+        return (kind, name, number, seconds) if seconds else None
+
+    def _digest(self, caller: Caller) -> bytes:
+        text = f"{caller.group_id} {caller.credential}"
+        return hashlib.blake2b(text.encode(errors="replace"), key=self._key, digest_size=16).digest()
+
+
+def _network(source: str) -> str:
+    """Return an IPv4 address, or the network of an IPv6 address, as the name of a source."""
+    try:
+        address = ipaddress.ip_address(source.partition("%")[0])
+    except ValueError:
+        return source[:64]
+    if isinstance(address, ipaddress.IPv4Address):
+        return str(address)
+    return str(address.ipv4_mapped or ipaddress.IPv6Network((address, _IPV6_PREFIX), strict=False))
+
+
+def _shrink(found: OrderedDict[bytes, None] | OrderedDict[str, _Failures], most: int) -> None:
+    while len(found) > most:
+        found.popitem(last=False)

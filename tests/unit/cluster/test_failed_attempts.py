@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The limit of failed authentications: pauses, known callers, bounds."""
+
+import logging
+
+import pytest
+
+from amphora_cluster.api.attempts import (
+    FORGOTTEN_AFTER,
+    GROUP_FACTOR,
+    LONGEST_PAUSE,
+    MOST_CALLERS,
+    MOST_SOURCES,
+    Caller,
+    FailedAttempts,
+    Throttled,
+)
+
+MOST = 3
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def attempts(clock):
+    return FailedAttempts(MOST, clock)
+
+
+def caller(source="192.0.2.1", group="g1", credential="wrong"):
+    return Caller(source=source, group_id=group, credential=credential)
+
+
+def wait(attempts, one):
+    """Return the seconds for which a caller is refused."""
+    try:
+        attempts.check(one)
+    except Throttled as error:
+        return error.seconds
+    return 0
+
+
+def fail(attempts, one, times=1):
+    for _ in range(times):
+        attempts.add_failure(one)
+
+
+def test_each_failure_above_the_limit_doubles_the_pause(attempts, clock):
+    fail(attempts, caller(), MOST)
+    assert wait(attempts, caller()) == 0
+    pauses = []
+    for _ in range(8):
+        fail(attempts, caller())
+        pauses.append(wait(attempts, caller()))
+        clock.now += pauses[-1]
+        assert wait(attempts, caller()) == 0, "one attempt after each pause"
+    assert pauses == [1, 2, 4, 8, 16, 32, LONGEST_PAUSE, LONGEST_PAUSE]
+
+
+def test_the_count_begins_again_after_a_time_without_failures(attempts, clock):
+    fail(attempts, caller(), MOST + 1)
+    clock.now += 1 + FORGOTTEN_AFTER + 1
+    fail(attempts, caller(), MOST)
+    assert wait(attempts, caller()) == 0
+
+
+@pytest.mark.parametrize(
+    ("source", "other", "same"),
+    [
+        ("192.0.2.1", "192.0.2.2", False),
+        ("2001:db8::1", "2001:db8::ffff:1", True),
+        ("2001:db8::1", "2001:db8:0:1::1", False),
+        ("::ffff:192.0.2.1", "192.0.2.1", True),
+        ("::ffff:192.0.2.1", "::ffff:192.0.2.2", False),
+        ("fe80::1%eth0", "fe80::1%eth1", True),
+        ("unix:", "", False),
+    ],
+)
+def test_the_sources(attempts, source, other, same):
+    fail(attempts, caller(source), MOST + 1)
+    assert (wait(attempts, caller(other, "g2")) > 0) is same
+
+
+def test_a_group_is_limited_for_all_addresses_together(attempts):
+    for number in range(MOST * GROUP_FACTOR + 1):
+        fail(attempts, caller(f"192.0.2.{number}"))
+    assert wait(attempts, caller("198.51.100.1")) == 1
+    assert wait(attempts, caller("198.51.100.1", "g2")) == 0
+
+
+def test_a_known_caller_is_not_limited(attempts):
+    known = caller(credential="right")
+    attempts.add_success(known)
+    fail(attempts, caller(), 50)
+    assert wait(attempts, known) == 0
+    assert wait(attempts, caller(credential="right", group="g2")) > 0, "a token of another group"
+    assert wait(attempts, caller()) > 0
+    fail(attempts, known)
+    assert wait(attempts, known) > 0, "the token was deleted"
+
+
+def test_the_memory_is_bounded(attempts):
+    for number in range(MOST_SOURCES + 50):
+        fail(attempts, caller(f"10.1.{number // 256}.{number % 256}", f"group {number}"))
+    for number in range(MOST_CALLERS + 50):
+        attempts.add_success(caller(credential=str(number)))
+    assert [len(one) for one in attempts._failures.values()] == [MOST_SOURCES, MOST_SOURCES]
+    assert len(attempts._known) == MOST_CALLERS
+    assert wait(attempts, caller(credential=str(MOST_CALLERS + 49))) == 0
+
+
+def test_no_limit(clock):
+    attempts = FailedAttempts(0, clock)
+    fail(attempts, caller(), 1000)
+    assert wait(attempts, caller()) == 0
+
+
+def test_the_log_names_the_source_and_no_credential(attempts, caplog):
+    caplog.set_level(logging.INFO)
+    fail(attempts, caller(source="x" * 500 + "\n", credential="hush"), MOST + 1)
+    assert "4 authentications failed for address" in caplog.text
+    assert "hush" not in caplog.text
+    assert len(caplog.records) == 1
+    assert "\n" not in caplog.records[0].getMessage()
