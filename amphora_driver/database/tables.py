@@ -176,8 +176,8 @@ listener_statistics = sa.Table(
 )
 
 # The table `notification` has one row per notification for other OpenStack services that no message bus has accepted
-# yet. The column `event` is create, update or delete, and `generation` belongs to the request. While `ready_at` is NULL,
-# the row waits until Octavia has accepted the result of the request. Then `payload` is the content as JSON.
+# yet. The column `event` is create, update or delete, and `generation` belongs to the request. While `ready_at` is
+# NULL, the row waits until Octavia has accepted the result of the request. Then `payload` is the content as JSON.
 notification = sa.Table(
     "notification",
     metadata,
