@@ -13,6 +13,7 @@ from pathlib import Path
 import kombu
 import pytest
 import rabbitmq
+from amqp.exceptions import AMQPError
 
 from amphora_driver.notifications.envelope import build_message
 from amphora_driver.notifications.outbox import Event, Notification
@@ -20,6 +21,7 @@ from amphora_driver.notifications.publisher import Publisher
 
 pytestmark = pytest.mark.extended
 PAYLOAD = {"loadbalancer_id": "lb", "project_id": "demo", "name": "shöp"}
+ERRORS = (OSError, AMQPError, kombu.exceptions.OperationalError)
 LISTENER = Path(__file__).with_name("oslo_listener.py")
 
 
@@ -126,9 +128,8 @@ def test_the_connection_is_restored_after_the_loss_of_the_broker(broker, names):
     with publisher(broker, names) as made:
         made.publish(message())
         broker.lose_everything()
-        with pytest.raises(Exception) as raised:
+        with pytest.raises(ERRORS):
             made.publish(message())
-        assert not isinstance(raised.value, AssertionError)
         made.discard()
         broker.start()
         made.publish(message())
@@ -148,7 +149,7 @@ def test_a_broker_that_hangs_delays_for_a_bounded_time(broker, names):
         try:
             for _ in range(2):  # over the open connection, and over a new one
                 begun = time.monotonic()
-                with pytest.raises((OSError, kombu.exceptions.OperationalError)):
+                with pytest.raises(ERRORS):
                     made.publish(message())
                 assert time.monotonic() - begun < 15
                 made.discard()

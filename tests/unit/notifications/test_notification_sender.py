@@ -2,6 +2,8 @@
 """The sender of notifications: repetition after a crash, outages of the message bus, age limit, duty."""
 
 import json
+import os
+import signal
 import threading
 from types import SimpleNamespace
 
@@ -127,6 +129,19 @@ def test_a_crash_after_the_confirmation_repeats_the_same_message(sender, bus, an
     NotificationSender(conf, database, "me", bus).send_due()
     first, second = bus.sent
     assert first == second
+    assert left(database) == 0
+
+
+def test_a_killed_sender_loses_nothing(bus, announced, database, conf):
+    announced("one", "two")
+    if (pid := os.fork()) == 0:
+        bus.on_publish = lambda message: bus.sent and os.kill(os.getpid(), signal.SIGKILL)
+        NotificationSender(conf, Database(conf.amp_database.connection), "me", bus).send_due()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    assert left(database) == 2
+    NotificationSender(conf, database, "me", bus).send_due()
+    assert bus.names() == ["one", "two"]
     assert left(database) == 0
 
 
