@@ -13,8 +13,13 @@ OPTIONS: dict[str, dict[cfg.Opt, str]] = {
             "Off by default."
         ),
         cfg.StrOpt("url", secret=True): (
-            "URL of the message bus: amqp://user:password@host:5672//vhost. Several URLs are separated by semicolons "
-            "and tried in this order. Only controllers read it. Necessary with enabled = true."
+            "URL of the message bus: amqp://user:password@host:5672//vhost, or amqps://user:password@host:5671//vhost "
+            "for TLS. Several URLs are separated by semicolons and tried in turn. Only controllers read it. Necessary "
+            "with enabled = true."
+        ),
+        cfg.StrOpt("ca_certificate"): (
+            "PEM file with the CA certificates of amqps URLs. The certificate of the server must contain the host of "
+            "the URL. The default is the CA certificates of the operating system."
         ),
         cfg.StrOpt("exchange", default="octavia"): (
             "Topic exchange of the notifications. The same as control_exchange in octavia.conf."

@@ -162,6 +162,12 @@ def create_duties(
         from amphora_driver.notifications.publisher import Publisher  # noqa: PLC0415
     except ImportError as error:
         raise ConfigurationError(attempt, str(error), "Install octavia-amphora-driver[distributed].") from error
-    properties = {"durable": options.durable_queues, "quorum": options.quorum_queues}
-    bus = Publisher(options.url, options.exchange, options.topics, **properties)
+    bus = Publisher(
+        options.url,
+        options.exchange,
+        options.topics,
+        durable=options.durable_queues,
+        quorum=options.quorum_queues,
+        ca_certificate=options.ca_certificate,
+    )
     return {_DUTY: NotificationSender(conf, database, owner, bus).run}

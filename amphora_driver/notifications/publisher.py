@@ -8,6 +8,8 @@ other ones, and other services would fail then.
 
 from __future__ import annotations
 
+import ssl
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -25,15 +27,26 @@ class Publisher:
     """Sends messages over one connection, which the first message opens.
 
     Args:
-        url: URLs of RabbitMQ, separated by semicolons.
+        url: URLs of RabbitMQ, separated by semicolons. `discard` moves on to the next one.
         exchange: name of the topic exchange.
         topics: each has a queue for the priority `info`. A queue without a consumer keeps the messages.
         durable: properties of a missing exchange and of missing queues.
         quorum: missing queues are quorum queues, which are always durable.
+        ca_certificate: PEM file of the CAs for URLs with `amqps`; None for those of the operating system.
     """
 
-    def __init__(self, url: str, exchange: str, topics: Sequence[str], *, durable: bool, quorum: bool) -> None:
-        self._urls = [one.strip() for one in url.split(";") if one.strip()]
+    def __init__(
+        self,
+        url: str,
+        exchange: str,
+        topics: Sequence[str],
+        *,
+        durable: bool,
+        quorum: bool,
+        ca_certificate: str | None = None,
+    ) -> None:
+        self._urls = deque(one.strip() for one in url.split(";") if one.strip())
+        self._ca_certificate = ca_certificate
         durable = durable or quorum
         self._exchange = kombu.Exchange(exchange, type="topic", durable=durable)
         arguments = {"x-queue-type": "quorum"} if quorum else {}
@@ -63,12 +76,20 @@ class Publisher:
         connection, self._connection, self._producer = self._connection, None, None
         if connection is not None:
             connection.collect()
+            self._urls.rotate(-1)
 
     def _connect(self) -> None:
         limits = {"read_timeout": _ANSWER_SECONDS, "write_timeout": _ANSWER_SECONDS, "confirm_publish": True}
-        self._connection = kombu.Connection(self._urls, connect_timeout=_CONNECT_SECONDS, transport_options=limits)
-        at_once = {"interval_start": 0, "interval_step": 0, "interval_max": 0}
-        self._connection.ensure_connection(max_retries=len(self._urls) - 1, **at_once)
+        url = self._urls[0]
+        # The server name None means the host of the URL. Without this key, the library does not compare names.
+        tls: Any = {"server_hostname": None, "cert_reqs": ssl.CERT_REQUIRED, "ca_certs": self._ca_certificate}
+        self._connection = kombu.Connection(
+            url,
+            connect_timeout=_CONNECT_SECONDS,
+            transport_options=limits,
+            ssl=tls if url.startswith("amqps:") else False,
+        )
+        self._connection.connect()
         self._declare(lambda channel, passive: self._exchange(channel).declare(passive=passive))
         for queue in self._queues:
             self._declare(lambda channel, passive, one=queue: one(channel).queue_declare(passive=passive))

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Notifications over a real RabbitMQ, to consumers on kombu and on oslo.messaging."""
 
+import datetime as dt
+import ipaddress
 import json
+import ssl
 import subprocess
 import sys
 import threading
@@ -14,6 +17,11 @@ import kombu
 import pytest
 import rabbitmq
 from amqp.exceptions import AMQPError
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
 
 from amphora_driver.notifications.envelope import build_message
 from amphora_driver.notifications.outbox import Event, Notification
@@ -26,10 +34,32 @@ LISTENER = Path(__file__).with_name("oslo_listener.py")
 
 
 @pytest.fixture(scope="module")
-def broker():
+def certificate(tmp_path_factory):
+    """A self-signed certificate of 127.0.0.1 with its key."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "bus")])
+    now = dt.datetime.now(dt.timezone.utc)
+    addresses = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+    made = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - dt.timedelta(hours=1))
+        .not_valid_after(now + dt.timedelta(hours=1))
+        .add_extension(addresses, critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    file = tmp_path_factory.mktemp("bus") / "bus.pem"
+    file.write_bytes(made.public_bytes(Encoding.PEM))
+    with file.open("ab") as out:
+        out.write(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    return file
+
+
+@pytest.fixture(scope="module")
+def broker(certificate):
     if rabbitmq.missing():
         pytest.skip(rabbitmq.missing())
-    with rabbitmq.server() as broker:
+    with rabbitmq.server(certificate) as broker:
         yield broker
 
 
@@ -41,9 +71,10 @@ def names():
 
 
 @contextmanager
-def publisher(broker, names, *, durable=False, quorum=False, url=None):
+def publisher(broker, names, *, durable=False, quorum=False, url=None, ca_certificate=None):
     exchange, topic = names
-    made = Publisher(url or broker.url, exchange, [topic], durable=durable, quorum=quorum)
+    properties = {"durable": durable, "quorum": quorum, "ca_certificate": ca_certificate}
+    made = Publisher(url or broker.url, exchange, [topic], **properties)
     try:
         yield made
     finally:
@@ -136,10 +167,26 @@ def test_the_connection_is_restored_after_the_loss_of_the_broker(broker, names):
     assert len(taken(broker, names[1])) == 1
 
 
-def test_the_next_url_is_used(broker, names):
+def test_the_next_url_is_used_after_an_error(broker, names):
     with publisher(broker, names, url=f"amqp://guest:guest@127.0.0.1:1//;{broker.url}") as made:
+        with pytest.raises(ERRORS):
+            made.publish(message())
+        made.discard()
         made.publish(message())
     assert len(taken(broker, names[1])) == 1
+
+
+@pytest.mark.parametrize(("host", "trusted"), [("127.0.0.1", True), ("localhost", True), ("127.0.0.1", False)])
+def test_the_certificate_of_the_server_is_verified(broker, names, certificate, host, trusted):
+    """The certificate contains 127.0.0.1 only. The CAs of the operating system do not include it."""
+    url = f"amqps://guest:guest@{host}:{broker.tls_port}//"
+    with publisher(broker, names, url=url, ca_certificate=str(certificate) if trusted else None) as made:
+        if trusted and host == "127.0.0.1":
+            made.publish(message())
+            assert len(taken(broker, names[1])) == 1
+        else:
+            with pytest.raises(ssl.SSLCertVerificationError):
+                made.publish(message())
 
 
 def test_a_broker_that_hangs_delays_for_a_bounded_time(broker, names):
