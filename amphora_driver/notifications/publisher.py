@@ -89,7 +89,8 @@ class Publisher:
             transport_options=limits,
             ssl=tls if url.startswith("amqps:") else False,
         )
-        self._connection.connect()
+        # The sender has its own back-off, so the library makes one attempt.
+        self._connection.ensure_connection(max_retries=0, reraise_as_library_errors=False)
         self._declare(lambda channel, passive: self._exchange(channel).declare(passive=passive))
         for queue in self._queues:
             self._declare(lambda channel, passive, one=queue: one(channel).queue_declare(passive=passive))
