@@ -14,8 +14,8 @@ OPTIONS: dict[str, dict[cfg.Opt, str]] = {
         ),
         cfg.StrOpt("url", secret=True): (
             "URL of the message bus: amqp://user:password@host:5672//vhost, or amqps://user:password@host:5671//vhost "
-            "for TLS. Several URLs are separated by semicolons and tried in turn. Only controllers read it. Necessary "
-            "with enabled = true."
+            "for TLS. Several URLs are separated by semicolons and tried in turn. Only controllers read it. There is "
+            "no default: enabled = true needs a URL."
         ),
         cfg.StrOpt("ca_certificate"): (
             "PEM file with the CA certificates of amqps URLs. The certificate of the server must contain the host of "

@@ -91,7 +91,7 @@ def release(connection: sa.Connection, served: Mapping[str, int]) -> None:
 
 
 def release_deleted(connection: sa.Connection, load_balancer_ids: Collection[str]) -> None:
-    """Make the notifications due of deletions that Octavia has accepted, and drop those of unserved requests."""
+    """Make the notifications due of accepted deletions, and drop those of requests never served."""
     waiting = _list_waiting(connection, load_balancer_ids)
     _make_due(connection, [one for one in waiting if not _lives(one)])
     delete(connection, [one.id for one in waiting if _lives(one)])
