@@ -40,6 +40,7 @@ from amphora_driver.model.loadbalancer import Listener, Node, Pool, without_addr
 from amphora_driver.model.network import VipRequest
 from amphora_driver.model.secret_refs import SecretMaterial, SecretName
 from amphora_driver.network.interface import NotYet
+from amphora_driver.notifications import outbox
 from amphora_driver.plugins import Catalogue
 from amphora_driver.queue import local_socket, notifier
 from amphora_driver.resize import Resizer, ResizeTarget
@@ -96,7 +97,8 @@ class _Shared:
         self.database = Database(conf.amp_database.connection)
         self.catalogue = Catalogue(conf, self.database)
         check = ContextCheck(conf, lambda name: self.catalogue.network(name).supports)
-        self.recorder = RequestRecorder(self.database, _check, check)
+        announce = outbox.announce if conf.amp_notifications.enabled else outbox.announce_nothing
+        self.recorder = RequestRecorder(self.database, _check, check, announce)
 
     @functools.cached_property
     def vault(self) -> Vault:

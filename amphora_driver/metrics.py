@@ -34,6 +34,7 @@ ENDS = ("done", "gone", "superseded", "recovered")
 CALLS = ("barrier", "statuses", "statistics")
 REPORTS = ("accepted", "refused")
 LOG_RESULTS = ("sent", "lost")
+NOTIFICATION_RESULTS = ("sent", "failed", "dropped")
 _TRANSACTIONS = ("read", "write")
 _OTHER = "other"
 
@@ -98,6 +99,8 @@ class ProcessMetrics:
         self.database_failures = self._counter("amphora_database_failures", "Failed transactions.", kind=_TRANSACTIONS)
         text = "Log lines that amphorae sent to targets or lost, as far as this controller has read the counters."
         self.log_lines = self._counter("amphora_log_lines", text, result=LOG_RESULTS)
+        text = "Notifications that this controller sent, failed to send, or dropped because of their age."
+        self.notifications = self._counter("amphora_notifications", text, result=NOTIFICATION_RESULTS)
         text = "Fail-overs that ended during the runtime of this process."
         self.failovers = self._counter("amphora_failovers", text, cause=CAUSES, outcome=ENDS)
         text = "Time from the last heartbeat, or from the request, until users are served again."
@@ -189,6 +192,10 @@ class ProcessMetrics:
         """Count forwarded lines of amphorae; `result` is one of `LOG_RESULTS`."""
         self.log_lines.labels(_known_label(result, LOG_RESULTS)).inc(number)
 
+    def count_notifications(self, result: str, number: int = 1) -> None:
+        """Count notifications for other services; `result` is one of `NOTIFICATION_RESULTS`."""
+        self.notifications.labels(_known_label(result, NOTIFICATION_RESULTS)).inc(number)
+
     def set_heartbeat_source(self, source: HeartbeatCounts | None) -> None:
         self.heartbeats.source = source
 
@@ -219,4 +226,5 @@ count_refused_rows = OURS.count_refused_rows
 octavia_call = OURS.octavia_call
 count_reports = OURS.count_reports
 count_log_lines = OURS.count_log_lines
+count_notifications = OURS.count_notifications
 set_heartbeat_source = OURS.set_heartbeat_source

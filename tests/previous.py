@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 # An older commit with the present schema and wire format: its controllers and agents work beside the present ones.
-BASELINE = "46613ae41776fae639d7a9d66fe4f01683188ab3"
+BASELINE = "c0cb6a6268c7cdf6fae8de2f2659eb59df26b677"
 _MIGRATIONS = Path("amphora_driver/database/migrations/versions")
 
 

@@ -24,10 +24,13 @@ def missing():
 
 
 @contextmanager
-def server():
-    """Run a broker inside the block; yield it as a `Broker`."""
+def server(certificate=None):
+    """Run a broker inside the block; yield it as a `Broker`.
+
+    `certificate` is a PEM file with certificate and key for `Broker.tls_port`.
+    """
     folder = Path(tempfile.mkdtemp(prefix="adr-"))
-    broker = Broker(folder)
+    broker = Broker(folder, certificate)
     try:
         broker.start()
         yield broker
@@ -39,9 +42,9 @@ def server():
 class Broker:
     """One server that can be frozen, killed, and restarted with or without its data."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, certificate=None):
         self._folder = folder
-        self.port, self._names_port, distribution = free_ports(3)
+        self.port, self._names_port, distribution, self.tls_port = free_ports(4)
         self.url = f"amqp://guest:guest@127.0.0.1:{self.port}//"
         self._process = None
         self._names = None
@@ -67,9 +70,11 @@ class Broker:
             "RABBITMQ_ALLOW_INPUT": "1",
         }
         (folder / "plugins").write_text("[].\n")
-        (folder / "rabbitmq.conf").write_text(
-            "vm_memory_high_watermark.absolute = 512MB\ndisk_free_limit.absolute = 1MB\n"
-        )
+        lines = ["vm_memory_high_watermark.absolute = 512MB", "disk_free_limit.absolute = 1MB"]
+        if certificate is not None:
+            lines += [f"listeners.ssl.1 = 127.0.0.1:{self.tls_port}", "ssl_options.verify = verify_none"]
+            lines += [f"ssl_options.{name} = {certificate}" for name in ("certfile", "keyfile", "cacertfile")]
+        (folder / "rabbitmq.conf").write_text("".join(f"{line}\n" for line in lines))
 
     def start(self):
         if self._names is None:

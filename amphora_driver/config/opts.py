@@ -23,6 +23,7 @@ from amphora_driver.config import (
     health,
     logs,
     maintenance,
+    notifications,
     octavia,
     openstack,
     queue,
@@ -51,6 +52,7 @@ _MODULES = (
     failover,
     maintenance,
     status,
+    notifications,
 )
 
 

@@ -31,6 +31,7 @@ from amphora_driver.database.engine import Database
 from amphora_driver.database.vault import Vault
 from amphora_driver.errors import AmphoraDriverError, StoreError
 from amphora_driver.failover.failure_detector import FailureDetector
+from amphora_driver.maintenance import notification_sender
 from amphora_driver.maintenance.drift_audit import DriftAuditor
 from amphora_driver.maintenance.housekeeping import Housekeeping
 from amphora_driver.maintenance.image_rotation import ImageRotator
@@ -123,6 +124,7 @@ class Controller:
             "audit": DriftAuditor(context, name, on_due).run,
             "rotation": ImageRotator(conf, self._database, context.catalogue, name, on_due).run,
             "detection": FailureDetector(conf, self._database, context.agents, name, notify).run,
+            **notification_sender.create_duties(conf, self._database, name),
         }
         self._wakeup = local_socket.WakeupSocket(conf.amp_queue.socket_dir, local_socket.CONTROLLER)
         self._telemetry = Telemetry(conf, process_registry.ProcessKind.CONTROLLER, name, self._is_healthy)

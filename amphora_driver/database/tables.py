@@ -177,6 +177,21 @@ listener_statistics = sa.Table(
     sa.Column("reported", sa.BigInteger, nullable=False, default=0),
 )
 
+# The table `notification` has one row per notification for other OpenStack services that no message bus has accepted
+# yet. The column `event` is create, update or delete, and `generation` belongs to the request. While `ready_at` is
+# NULL, the row waits until Octavia has accepted the result of the request. Then `payload` is the content as JSON.
+notification = sa.Table(
+    "notification",
+    metadata,
+    sa.Column("id", Serial, primary_key=True, autoincrement=True),
+    sa.Column("load_balancer_id", Id, nullable=False, index=True),
+    sa.Column("generation", sa.BigInteger, nullable=False),
+    sa.Column("event", sa.String(16), nullable=False),
+    sa.Column("message_id", Id, nullable=False),
+    sa.Column("ready_at", sa.Double, nullable=True, index=True),
+    sa.Column("payload", Body, nullable=True),
+)
+
 # In the table `amphora`, the column `confirmed` is the newest generation that the amphora serves according to the
 # agent. The vault encrypts the column `heartbeat_key`.
 amphora = sa.Table(

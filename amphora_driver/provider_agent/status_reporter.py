@@ -22,6 +22,7 @@ from concurrent.futures import Executor
 from contextlib import suppress
 from typing import Any
 
+import sqlalchemy as sa
 from octavia_lib.api.drivers import driver_lib
 from octavia_lib.api.drivers import exceptions as octavia_errors
 from oslo_config.cfg import ConfigOpts
@@ -30,6 +31,7 @@ from amphora_driver import failpoints, metrics
 from amphora_driver.database.engine import Database
 from amphora_driver.errors import AmphoraDriverError
 from amphora_driver.model.enums import Kind, Provisioning
+from amphora_driver.notifications import outbox as notification_outbox
 from amphora_driver.provider_agent import sync_transactions
 from amphora_driver.provider_agent.octavia_audit import OctaviaAuditor
 from amphora_driver.provider_agent.octavia_reader import OctaviaReader
@@ -319,10 +321,20 @@ class Reporter:
             due = (report for report in reports if self._is_due(report) and self._acquire_duty())
             accepted = [report for report in due if self._report_single(report)]
         failpoints.reach(failpoints.Point.REPORT_SENT)
-        self._database.write(lambda connection: status_outbox.mark_reported(connection, accepted))
+        self._database.write(lambda connection: self._record_accepted(connection, accepted))
         failpoints.reach(failpoints.Point.REPORT_TAKEN)
         metrics.count_reports("accepted", len(accepted))
         return True
+
+    def _record_accepted(self, connection: sa.Connection, accepted: Sequence[status_outbox.StatusReport]) -> None:
+        """Record which statuses Octavia has accepted, and make the notifications about them due."""
+        if self._conf.amp_notifications.enabled:
+            roots = [one for one in accepted if one.kind is Kind.LOAD_BALANCER]
+            active = [one for one in roots if one.provisioning is Provisioning.ACTIVE]
+            notification_outbox.release(connection, {one.object_id: one.applied for one in active})
+            deleted = [one.object_id for one in roots if one.provisioning is Provisioning.DELETED]
+            notification_outbox.release_deleted(connection, deleted)
+        status_outbox.mark_reported(connection, accepted)
 
     def _is_due(self, report: status_outbox.StatusReport) -> bool:
         until, _ = self._refused.get(report.object_id, (0.0, 0.0))

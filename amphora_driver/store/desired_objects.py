@@ -210,6 +210,14 @@ def users_of_pool(connection: sa.Connection, pool_id: str) -> list[tuple[Kind, s
     return [(Kind(row.kind), row.id, row.id if row.kind == Kind.LISTENER.value else row.parent_id) for row in rows]
 
 
+def clear_pool_references(connection: sa.Connection, generation: int, pool: Pool) -> None:
+    """Clear the references to a deleted pool, as Octavia does without another call."""
+    for kind, object_id, _ in users_of_pool(connection, pool.id):
+        field = "default_pool_id" if kind is Kind.LISTENER else "redirect_pool_id"
+        node: Any = load_object(connection, kind, object_id)
+        update_objects(connection, generation, [msgspec.structs.replace(node, **{field: None})])
+
+
 def load_l4_context(
     connection: sa.Connection, load_balancer_id: str, node: Listener | Pool, known_pool: str | None = None
 ) -> LoadBalancer:

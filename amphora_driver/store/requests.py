@@ -24,6 +24,7 @@ from amphora_driver.model import from_octavia, l7policy_positions
 from amphora_driver.model.enums import Kind
 from amphora_driver.model.loadbalancer import HealthMonitor, L7Policy, Listener, LoadBalancer, Member, Node, Pool
 from amphora_driver.model.secret_refs import SECRET_FIELDS, SecretName, secrets_in_fields, secrets_of_object
+from amphora_driver.notifications.outbox import Announce, Event, announce_nothing
 from amphora_driver.store import desired_objects, failovers, pending_rereads, resizes, sealed_secrets, status_outbox
 from amphora_driver.store.generations import commit_last_generation, update_job
 from amphora_driver.store.resizes import Resize
@@ -60,10 +61,17 @@ class RequestRecorder:
         validate: raises `UnsupportedOption` for an unsupported object. It receives the *changed* object, together with
             its parent if the result depends on both.
         validate_fit: the same for a listener or pool in its load balancer (see `desired_objects.load_l4_context`).
+        announce: records a notification for other services in the transaction of the request.
     """
 
-    def __init__(self, database: Database, validate: Validate, validate_fit: ValidateFit | None = None) -> None:
-        self._database = database
+    def __init__(
+        self,
+        database: Database,
+        validate: Validate,
+        validate_fit: ValidateFit | None = None,
+        announce: Announce = announce_nothing,
+    ) -> None:
+        self._database, self._announce = database, announce
         self._validate = validate
         self._validate_load_balancer = validate_fit
 
@@ -82,6 +90,7 @@ class RequestRecorder:
             desired_objects.insert_objects(connection, tree.id, 1, nodes)
             sealed_secrets.replace_secrets(connection, tree.id, contents or {})
             pending = [(desired_objects.kind_of(node), node.id) for node in nodes]
+            self._announce(connection, tree.id, 1, Event.CREATE)
             _finish(connection, tree.id, 1, pending, "create loadbalancer", tree.id)
 
         self._database.write(write)
@@ -97,6 +106,7 @@ class RequestRecorder:
             sealed_secrets.delete_secrets_of_load_balancer(connection, load_balancer_id)
             pending_rereads.cancel_reread(connection, load_balancer_id)
             failovers.finish_failovers(connection, load_balancer_id, failovers.FailoverOutcome.GONE, now)
+            self._announce(connection, load_balancer_id, generation, Event.DELETE)
             _finish(connection, load_balancer_id, generation, below, "delete loadbalancer", load_balancer_id)
 
         self._database.write(write)
@@ -230,6 +240,7 @@ class RequestRecorder:
                 # If a user changes the security groups of a VIP, Octavia does not call the driver. The provider agent
                 # therefore reads the load balancer from Octavia after every update of another property.
                 pending_rereads.request_object_reread(connection, load_balancer_id, kind, object_id)
+                self._announce(connection, load_balancer_id, generation, Event.UPDATE)
             _sync_secrets(connection, load_balancer_id, before, after, fields, contents or {})
             _reread_unread_listeners(connection, load_balancer_id, before)
             touched = [(kind, object_id), *desired_objects.list_ancestors(connection, after)]
@@ -247,7 +258,7 @@ class RequestRecorder:
             gone = [(kind, object_id), *desired_objects.list_descendants(connection, [object_id])]
             touched = gone + desired_objects.list_ancestors(connection, node)
             if isinstance(node, Pool):
-                _clear_pool_references(connection, generation, node)
+                desired_objects.clear_pool_references(connection, generation, node)
             desired_objects.mark_removed(connection, generation, [one for _, one in gone])
             if isinstance(node, L7Policy):
                 _renumber_policies(connection, generation, node.listener_id)
@@ -485,11 +496,3 @@ def _renumber_policies(connection: sa.Connection, generation: int, listener_id: 
     before: dict[str, L7Policy] = desired_objects.load_children(connection, listener_id, Kind.L7POLICY)
     now = l7policy_positions.renumber(before.values())
     desired_objects.update_objects(connection, generation, [one for one in now if one != before[one.id]])
-
-
-def _clear_pool_references(connection: sa.Connection, generation: int, pool: Pool) -> None:
-    """Clear the references to a deleted pool, as Octavia does without another call."""
-    for kind, object_id, _ in desired_objects.users_of_pool(connection, pool.id):
-        field = "default_pool_id" if kind is Kind.LISTENER else "redirect_pool_id"
-        node: Any = desired_objects.load_object(connection, kind, object_id)
-        desired_objects.update_objects(connection, generation, [msgspec.structs.replace(node, **{field: None})])

@@ -31,7 +31,10 @@ from amphora_driver.model.enums import Kind, Operating, Provisioning
 
 
 class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A status report that Octavia has not received yet."""
+    """A status report that Octavia has not received yet.
+
+    Every amphora serves the generation `applied` of the load balancer, or the load balancer is gone.
+    """
 
     object_id: str
     kind: Kind
@@ -39,6 +42,7 @@ class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
     provisioning: Provisioning | None
     operating: Operating | None
     version: int
+    applied: int = 0
 
 
 class Observation(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,12 +5,14 @@ A directory of sockets and a separate database connection simulate the other hos
 and the broker.
 """
 
+import json
 import re
 import sys
 import time
 from configparser import ConfigParser
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
+import kombu
 import mariadb
 import pytest
 import rabbitmq
@@ -46,7 +48,12 @@ def broker():
 def sandbox(broker):
     with (
         mariadb.server("octavia", "provider") as (octavia, provider),
-        running(store_url=provider, octavia_url=octavia, broker_url=broker.url) as (stack, settings),
+        running(
+            store_url=provider,
+            octavia_url=octavia,
+            broker_url=broker.url,
+            options={"amp_notifications": {"enabled": "true", "url": broker.url}},
+        ) as (stack, settings),
         FaultyProxy(sa.make_url(provider).query["unix_socket"]) as line,
     ):
         stack.line = line
@@ -225,3 +232,38 @@ def test_a_controller_without_the_database_loses_its_lease_and_is_fenced(cloud, 
         assert len(amphorae) == 1
         on_the_machine = {path.name for path in stack.settings.amphorae.iterdir() if path.is_dir()}
         assert amphorae == on_the_machine
+
+
+def test_other_services_receive_notifications(cloud, broker):
+    found = []
+
+    def receive(body, answer):
+        found.append(json.loads(body["oslo.message"]))
+        answer.ack()
+
+    def await_event(event):
+        name = f"octavia.loadbalancer.{event}.end"
+        # The duty of a controller that was killed expires after 30 s.
+        deadline = time.monotonic() + 60
+        while not (mine := [one for one in found if one["payload"]["loadbalancer_id"] == made.id]) or (
+            mine[-1]["event_type"] != name
+        ):
+            assert time.monotonic() < deadline, f"{name} is received"
+            with suppress(TimeoutError):
+                connection.drain_events(timeout=0.5)
+        return mine
+
+    queue = kombu.Queue("notifications.info", kombu.Exchange("octavia", type="topic", durable=False), durable=False)
+    with kombu.Connection(broker.url) as connection, connection.Consumer(queue, callbacks=[receive]):
+        made = create(cloud, "announced")
+        cloud.active(made.id)
+        payload = await_event("create")[-1]["payload"]
+        assert payload["vip_address"] == made.vip_address
+        assert payload["project_id"] == made.project_id
+        cloud.put(f"loadbalancers/{made.id}", {"loadbalancer": {"name": "renamed"}})
+        cloud.active(made.id)
+        assert await_event("update")[-1]["payload"]["name"] == "renamed"
+        cloud.balancers.create_listener(loadbalancer_id=made.id, protocol="TCP", protocol_port=81)
+        cloud.active(made.id)
+        cloud.balancers.delete_load_balancer(made.id, cascade=True)
+        assert [one["event_type"].split(".")[2] for one in await_event("delete")] == ["create", "update", "delete"]

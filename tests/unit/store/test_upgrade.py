@@ -44,14 +44,14 @@ _numbers = itertools.count()
 VAULT = Vault([old.KEY])
 
 
-NEXT = "0003"
+NEXT = "0004"
 ADDED = tuple(f"next_{number}" for number in range(8))
 NEXT_REVISION = f"""import sqlalchemy as sa
 
 from amphora_driver.database.migrations.repeatable import add_column, create_index, create_table
 
 revision = "{NEXT}"
-down_revision = "0002"
+down_revision = "0003"
 
 
 def upgrade():
