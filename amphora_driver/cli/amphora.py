@@ -93,6 +93,7 @@ class ShowAmphora(ShowOne):
             "Trusts": Value(row.trusts),
             "Compared": Age(row.audited_at),
             "Drifts": bool(row.drifts),
+            "Near limit": Value(describe_resources(row.near_limit.split(",")) if row.near_limit else None),
             "Partners": Partners(msgspec.json.decode(row.partners) if row.partners else []),
             "Ports": Ports(msgspec.json.decode(row.plugged) if row.plugged else []),
         }
