@@ -21,7 +21,7 @@ from amphora_driver.cli import queries
 from amphora_driver.cli.command import AMPHORA, Lister, ShowOne, Table, argument
 from amphora_driver.cli.formatting import Age, Counts, Partners, Ports, Timestamp, Value, YesNo
 from amphora_driver.database.tables import amphora, job
-from amphora_driver.model.amphora import AmphoraState
+from amphora_driver.model.amphora import AmphoraState, describe_resources
 from amphora_driver.store import spare_pools
 from amphora_driver.store.spare_pools import SparePoolSpec
 
