@@ -168,7 +168,7 @@ def machine(**more):
             "limits",
             {"near_limit": "cpu,memory"},
             WARNING,
-            "1 of 1 amphorae are near a limit: a of load balancer lb: CPU, ",
+            "a of load balancer lb: CPU, memory. Run",
         ),
         ("agents", {}, OK, "1 in all 1"),
         ("agents", {"agent_version": "0"}, WARNING, "1 of 1 amphorae have another version than 1: 0. Run"),
