@@ -62,7 +62,7 @@ class CheckStatus(Lister):
         yield run_check("Backends", lambda: host_checks.check_backends(conf, database))
         now = database.now()
         try:
-            before = now + conf.amp_status_page.tls_expiry_days * _DAY
+            before = now + conf.amp_tls.expiry_days * _DAY
             rows = self.app.read(lambda connection: _read_rows(connection, before))
         except AmphoraDriverError as error:
             yield failure(str(error), "Database")
@@ -128,9 +128,7 @@ def _check_rows(conf: Any, rows: Rows, now: float) -> Iterator[Check]:
         "Octavia's sockets": lambda: host_checks.check_octavia_sockets(conf, elsewhere=elsewhere, here=here),
         "Certificate authorities": lambda: host_checks.check_authorities(conf, rows.authorities, now),
         "Certificates": lambda: status_checks.check_certificates(rows.machines, now),
-        "TLS certificates": lambda: status_checks.check_tls_certificates(
-            rows.expiring, now, conf.amp_status_page.tls_expiry_days
-        ),
+        "TLS certificates": lambda: status_checks.check_tls_certificates(rows.expiring, now, conf.amp_tls.expiry_days),
         "Circuit breaker": lambda: status_checks.check_breaker(rows.breaker),
         "Witnesses": lambda: status_checks.check_witnesses(conf.amp_failover.witnesses, rows.machines),
         "Silent amphorae": lambda: status_checks.check_silent_amphorae(

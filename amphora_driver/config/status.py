@@ -27,9 +27,5 @@ OPTIONS: dict[str, dict[cfg.Opt, str]] = {
         cfg.StrOpt("certificate"): (
             "PEM file with the server certificate and its private key. Default: HTTP without TLS."
         ),
-        cfg.IntOpt("tls_expiry_days", default=30, min=0): (
-            "Days before the expiry of a listener's or pool's certificate from which the status page, the metrics and "
-            "`amphoractl status check` warn. With 0 they warn only after the expiry."
-        ),
     }
 }

@@ -284,7 +284,7 @@ class Telemetry:
         )
         database = open_read_only(conf.amp_database.connection)
         self._snapshots = SnapshotCache(
-            database, conf.amp_health.interval, conf.amp_spares.number, expiry_days=options.tls_expiry_days
+            database, conf.amp_health.interval, conf.amp_spares.number, expiry_days=conf.amp_tls.expiry_days
         )
         handler = RequestHandler(self._snapshots, process, TokenFile(options.token_file), is_working)
         self.server = StatusServer(options.bind_address, port, handler, options.certificate)

@@ -246,7 +246,7 @@ def test_limits_and_expiring_certificates_name_the_load_balancer(check, healthy,
     assert found["Limits"][0] == found["TLS certificates"][0] == "Warning"
     assert "am of load balancer lb: memory, tracked connections" in found["Limits"][1]
     assert "listener li of load balancer lb in 20" in found["TLS certificates"][1]
-    place.write_text(place.read_text() + "\n[amp_status_page]\ntls_expiry_days = 20\n")
+    place.write_text(place.read_text() + "\n[amp_tls]\nexpiry_days = 20\n")
     assert check()[1]["TLS certificates"] == (
         "Success",
         "none of the listeners' and pools' certificates expires within 20 days",

@@ -107,7 +107,7 @@ def problems(expression):
             ]
     rest = SELECTOR.sub(r"\1", rest)
     grouped = re.findall(r"\b(?:by|without|on|ignoring)\s*\(([^)]*)\)", rest)
-    rest = re.sub(r"\b(by|without|on|ignoring)\s*\([^)]*\)", r"\1", rest)
+    rest = re.sub(r"\b(?:by|without|on|ignoring)\s*\([^)]*\)", "", rest)
     for name in re.findall(r"(?<![\w:.$])[a-zA-Z_:][\w:]*(?!\s*\(|[\w:])", rest):
         if name in WORDS:
             continue

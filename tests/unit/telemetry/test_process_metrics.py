@@ -40,7 +40,7 @@ def full():
             machine(1002, confirmed=4, heard_at=NOW - 30, silence="silent", drift="nft", drifts=True),
             machine(1003, state="retiring", heard_at=None),
             machine(1004, role="SPARE", wanted=0),
-            machine(1005, near_limit=("cpu", "memory")),
+            machine(1005, near_limit=("cpu", "memory", "listener_connections")),
         ),
         failovers=(GOING,),
         breaker=BreakerInfo(state="trial", silent=1, watched=3),
