@@ -45,7 +45,10 @@ class Listener:
 
 @dataclass(frozen=True)
 class WorkerLoad:
-    """The connections of a worker and their limit; ``listener_percent``: of the listener next to its own limit."""
+    """The open connections of a worker, and their limit.
+
+    ``listener_percent`` is the usage of the listener that is next to a limit of its own; None without such a limit.
+    """
 
     pid: int
     connections: int

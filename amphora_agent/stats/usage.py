@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Percentages in use of this amphora's limited resources, for heartbeats (docs/reference/heartbeat.md).
+"""The usage of this amphora's limited resources, in percent (docs/reference/heartbeat.md).
 
 Invariant: a measurement never waits for another thread and never fails. A resource that cannot be measured is absent.
 An amphora in a network namespace shares CPU and memory with others, so these resources are absent there.

@@ -57,7 +57,7 @@ class SealedSecret(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExpiringSecret(msgspec.Struct, frozen=True, kw_only=True):
-    """The certificate of an object that expires first; `kind` is the word for the object: listener or pool."""
+    """The certificate of an object that expires first; `kind` is listener or pool."""
 
     load_balancer_id: str
     object_id: str
@@ -155,9 +155,9 @@ def list_unread_certificates(
 
 
 def list_expiring(connection: sa.Connection, before: float, limit: int) -> list[ExpiringSecret]:
-    """Return the objects with a certificate that expires before a time (seconds since 1970), the first one first.
+    """Return the objects with a certificate that expires before a time, the first one first.
 
-    `limit` is the largest number of certificates.
+    `before` is in seconds since 1970, and `limit` is the largest number of certificates.
     """
     found: dict[str, ExpiringSecret] = {}
     for row in connection.execute(_EXPIRING, {"before": before, "most": limit}):
