@@ -44,6 +44,7 @@ from amphora_agent.stats.collector import Collector
 from amphora_agent.stats.heartbeat_sender import HeartbeatSender
 from amphora_agent.stats.octavia_heartbeat import OctaviaSender
 from amphora_agent.stats.udp_stats import UdpStats
+from amphora_agent.stats.usage import UsageMeter
 from amphora_agent.tls_identity import Identity
 
 _log = logging.getLogger(__name__)
@@ -62,6 +63,7 @@ def create(settings: Settings, paths: Paths, identity: Identity, inheritance: In
     collector = Collector(paths, services, UdpStats(paths, virtual))
     drift = DriftReport()
     haproxy = Haproxy(paths, services, inner, collector)
+    usage = UsageMeter(lambda: collector.load, inner, shares_machine=settings.services == "supervisor")
 
     def sender_for(wanted: Settings) -> Sender:
         if wanted.heartbeat_format == "octavia":
@@ -69,7 +71,13 @@ def create(settings: Settings, paths: Paths, identity: Identity, inheritance: In
             # heartbeat sender calls the expression only later.
             return OctaviaSender(wanted, paths, collector, lambda: octavia.draining())  # noqa: PLW0108
         return HeartbeatSender(
-            wanted, paths, collector, lambda: applier.generation, lambda: vrrp_state.holds_vip, drift.heartbeat
+            wanted,
+            paths,
+            collector,
+            lambda: applier.generation,
+            lambda: vrrp_state.holds_vip,
+            drift.heartbeat,
+            usage.measure,
         )
 
     sender = ActiveSender(octavia_settings.stored(runtime_settings.stored(settings, paths), paths), sender_for)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable
-from concurrent.futures import BrokenExecutor, ThreadPoolExecutor
+from concurrent.futures import BrokenExecutor, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
@@ -45,6 +45,10 @@ class Namespace:
             return self._thread.submit(function, *args, **kwargs).result()
         except BrokenExecutor as error:
             raise InterfaceError(f"enter {self._path}", "the namespace cannot be entered") from error
+
+    def start(self, function: Callable[[], _T]) -> Future[_T]:
+        """Start a function in the namespace and return at once; raises RuntimeError after `close`."""
+        return self._thread.submit(function)
 
     def close(self) -> None:
         self._thread.shutdown()

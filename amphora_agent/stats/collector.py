@@ -101,6 +101,12 @@ class Collector:
         others = self._udp.rows if self._udp is not None else 0
         return others > FEW_ROWS or (latest is not None and len(latest.counts) > FEW_ROWS)
 
+    @property
+    def load(self) -> haproxy_stats.WorkerLoad | None:
+        """The connections of the present worker in the last sample; None if HAProxy did not answer."""
+        latest = self._latest
+        return latest.load if latest is not None else None
+
     def hold(self, drain: float) -> None:
         """Read the present worker, and keep it readable while it stops, for ``drain`` seconds."""
         until = time.monotonic() + drain - min(MARGIN_SECONDS, drain / 4)

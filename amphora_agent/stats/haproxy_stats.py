@@ -44,6 +44,19 @@ class Listener:
 
 
 @dataclass(frozen=True)
+class WorkerLoad:
+    """The open connections of a worker, and their limit.
+
+    ``listener_percent`` is the usage of the listener that is next to a limit of its own; None without such a limit.
+    """
+
+    pid: int
+    connections: int
+    max_connections: int
+    listener_percent: int | None
+
+
+@dataclass(frozen=True)
 class Sample:
     """The parsed answer of one worker.
 
@@ -60,6 +73,7 @@ class Sample:
     members: dict[str, dict[str, str]]
     counts: dict[str, Counts]
     known: dict[tuple[str, ...], Counts] = field(default_factory=dict, repr=False)
+    load: WorkerLoad | None = None
 
 
 def key(proxy: str, name: str = "FRONTEND") -> str:
@@ -84,6 +98,8 @@ def parse(answer: str, before: Sample | None = None) -> Sample | None:
     pools: dict[str, str] = {}
     members: dict[str, dict[str, str]] = {}
     counts: dict[str, Counts] = {}
+    most = int(info.get("Maxconn", 0))
+    shares: list[int] = []
     for line in lines[1:]:
         row = line.split(",")
         if len(row) < len(columns) // 2 or row[0].startswith(AGENT_PREFIX):
@@ -91,6 +107,9 @@ def parse(answer: str, before: Sample | None = None) -> Sample | None:
         proxy, name, status = row[0], row[1], row[columns["status"]]
         if name == "FRONTEND":
             listeners[proxy] = Listener(status, int(row[columns["scur"]] or 0))
+            # A listener without a limit of its own has the limit of the process.
+            if 0 < (limit := int(row[columns["slim"]] or 0)) < most:
+                shares.append(min(100, 100 * listeners[proxy].active_connections // limit))
         elif name == "BACKEND":
             pools[proxy] = status
         else:
@@ -100,4 +119,5 @@ def parse(answer: str, before: Sample | None = None) -> Sample | None:
         found = known.get(words) or former.get(words) or tuple([int(word or 0) for word in words])
         counts[key(proxy, name)] = known[words] = found
     jobs = int(info.get("Jobs", 0)) - int(info.get("Unstoppable Jobs", 0)) - 1
-    return Sample(int(info["Pid"]), info.get("Stopping") == "1", jobs, listeners, pools, members, counts, known)
+    load = WorkerLoad(int(info["Pid"]), int(info.get("CurrConns", 0)), most, max(shares, default=None))
+    return Sample(load.pid, info.get("Stopping") == "1", jobs, listeners, pools, members, counts, known, load)

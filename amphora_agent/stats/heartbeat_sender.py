@@ -46,12 +46,14 @@ class HeartbeatSender(Sender):
         generation: Callable[[], int | None],
         holds_vip: Callable[[], bool | None],
         drift: Callable[[], dict[str, Any]],
+        usage: Callable[[], dict[str, int]] = dict,
     ) -> None:
         super().__init__(settings, collector)
         self._paths = paths
         self._generation = generation
         self._holds_vip = holds_vip
         self._drift = drift
+        self._usage = usage
         self._soon = False
         self._epoch: int | None = None
         self._reported: dict[str, dict[str, str]] = {}
@@ -76,6 +78,7 @@ class HeartbeatSender(Sender):
             self._epoch = next_epoch(self._paths)
         self._reported = self._collector.statuses()
         facts = {"agent_version": agent_version(), "holds_vip": self._holds_vip(), **self._drift()}
+        facts["usage"] = self._usage()
         document = {**self._collector.document(self._generation()), **facts}
         try:
             self._collector.write()

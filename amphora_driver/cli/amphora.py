@@ -21,7 +21,7 @@ from amphora_driver.cli import queries
 from amphora_driver.cli.command import AMPHORA, Lister, ShowOne, Table, argument
 from amphora_driver.cli.formatting import Age, Counts, Partners, Ports, Timestamp, Value, YesNo
 from amphora_driver.database.tables import amphora, job
-from amphora_driver.model.amphora import AmphoraState
+from amphora_driver.model.amphora import AmphoraState, describe_resources
 from amphora_driver.store import spare_pools
 from amphora_driver.store.spare_pools import SparePoolSpec
 
@@ -93,6 +93,7 @@ class ShowAmphora(ShowOne):
             "Trusts": Value(row.trusts),
             "Compared": Age(row.audited_at),
             "Drifts": bool(row.drifts),
+            "Near limit": Value(describe_resources(row.near_limit.split(",")) if row.near_limit else None),
             "Partners": Partners(msgspec.json.decode(row.partners) if row.partners else []),
             "Ports": Ports(msgspec.json.decode(row.plugged) if row.plugged else []),
         }

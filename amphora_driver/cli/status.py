@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -23,10 +23,13 @@ from amphora_driver.cli.status_checks import Check, Result, failure, success, wa
 from amphora_driver.database import schema_check
 from amphora_driver.database.tables_fleet import certificate_authority, process, rotation, unknown_amphora
 from amphora_driver.errors import AmphoraDriverError
-from amphora_driver.store import circuit_breaker, failovers, process_registry, resyncs
+from amphora_driver.store import circuit_breaker, failovers, process_registry, resyncs, sealed_secrets
+from amphora_driver.store.sealed_secrets import ExpiringSecret
 from amphora_driver.telemetry.alerts import DEAD_AFTER
 
 HEAD = ("Check", "Result", "Details")
+_DAY = 86_400.0
+_MAX_EXPIRING = 1000
 
 
 class CheckStatus(Lister):
@@ -59,7 +62,8 @@ class CheckStatus(Lister):
         yield run_check("Backends", lambda: host_checks.check_backends(conf, database))
         now = database.now()
         try:
-            rows = self.app.read(_read_rows)
+            before = now + conf.amp_tls.expiry_days * _DAY
+            rows = self.app.read(lambda connection: _read_rows(connection, before))
         except AmphoraDriverError as error:
             yield failure(str(error), "Database")
             return
@@ -78,6 +82,7 @@ class Rows(msgspec.Struct, frozen=True, kw_only=True):
     unknown_amphorae: Any
     authorities: Any
     resyncs: Any
+    expiring: Sequence[ExpiringSecret]
 
 
 def _check_schema(app: Any) -> Check:
@@ -92,7 +97,7 @@ def _check_schema(app: Any) -> Check:
     return success(f"schema {schema_check.known_revisions()[-1]}, the one of this version", "Database")
 
 
-def _read_rows(connection: sa.Connection) -> Rows:
+def _read_rows(connection: sa.Connection, expiry_before: float) -> Rows:
     machines = queries.amphora_query().where(queries.IS_NO_SPARE)
     authority = certificate_authority.c
     current = sa.select(certificate_authority).where(authority.state != "gone").order_by(authority.id)
@@ -106,6 +111,7 @@ def _read_rows(connection: sa.Connection) -> Rows:
         unknown_amphorae=connection.execute(sa.select(unknown_amphora)).all(),
         authorities=connection.execute(current).all(),
         resyncs=resyncs.list_resyncs(connection),
+        expiring=sealed_secrets.list_expiring(connection, expiry_before, _MAX_EXPIRING),
     )
 
 
@@ -122,6 +128,7 @@ def _check_rows(conf: Any, rows: Rows, now: float) -> Iterator[Check]:
         "Octavia's sockets": lambda: host_checks.check_octavia_sockets(conf, elsewhere=elsewhere, here=here),
         "Certificate authorities": lambda: host_checks.check_authorities(conf, rows.authorities, now),
         "Certificates": lambda: status_checks.check_certificates(rows.machines, now),
+        "TLS certificates": lambda: status_checks.check_tls_certificates(rows.expiring, now, conf.amp_tls.expiry_days),
         "Circuit breaker": lambda: status_checks.check_breaker(rows.breaker),
         "Witnesses": lambda: status_checks.check_witnesses(conf.amp_failover.witnesses, rows.machines),
         "Silent amphorae": lambda: status_checks.check_silent_amphorae(
@@ -132,6 +139,7 @@ def _check_rows(conf: Any, rows: Rows, now: float) -> Iterator[Check]:
         ),
         "Rotations": lambda: status_checks.check_rotations(rows.rotations),
         "Drift": lambda: status_checks.check_drift(rows.machines),
+        "Limits": lambda: status_checks.check_limits(rows.machines),
         "Unknown amphorae": lambda: status_checks.check_unknown_amphorae(rows.unknown_amphorae),
         "Agents": lambda: status_checks.check_agents(rows.machines, process_registry.installed_version()),
         "Images": lambda: status_checks.check_images(rows.machines, now, conf.amp_rotation.image_days),

@@ -17,7 +17,7 @@ import msgspec
 
 from amphora_driver.cli import queries
 from amphora_driver.cli.formatting import format_duration
-from amphora_driver.model.amphora import AmphoraState
+from amphora_driver.model.amphora import AmphoraState, describe_resources
 from amphora_driver.store import circuit_breaker, process_registry
 from amphora_driver.telemetry.alerts import DEAD_AFTER, MONTH, RENEWAL_OVERDUE
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from amphora_driver.cli.queries import LoadBalancerSummary
+    from amphora_driver.store.sealed_secrets import ExpiringSecret
 
 # The details of one check in `amphoractl status` list at most five ids.
 _MAX_LISTED = 5
@@ -210,6 +211,39 @@ def check_drift(machines: Sequence[Any]) -> Check:
         words = "; ".join(f"{one.id}: {one.drift or 'details not known'}" for one in differing[:_MAX_LISTED])
         return warning(f"{len(differing)}: {words}. Run: amphoractl loadbalancer diff ID, repair ID.")
     return success(f"none of {len(machines)} amphorae differs")
+
+
+def check_limits(machines: Sequence[Any]) -> Check:
+    """Check for amphorae that use almost all connections, CPU, memory or another limited resource."""
+    near = [one for one in machines if one.near_limit]
+    if near:
+        words = "; ".join(
+            f"{one.id} of load balancer {one.load_balancer_id}: {describe_resources(one.near_limit.split(','))}"
+            for one in near[:_MAX_LISTED]
+        )
+        more = f"; and {len(near) - _MAX_LISTED} more" if len(near) > _MAX_LISTED else ""
+        remedy = "Run: amphoractl loadbalancer resize ID; see docs/how-to/monitor.md"
+        return warning(f"{len(near)} of {len(machines)} amphorae are near a limit: {words}{more}. {remedy}.")
+    return success(f"none of {len(machines)} amphorae is near a limit")
+
+
+def check_tls_certificates(found: Sequence[ExpiringSecret], now: float, days: int) -> Check:
+    """Check for certificates of listeners and pools that have expired or that expire within some days."""
+    if not found:
+        return success(f"none of the listeners' and pools' certificates expires within {days} days")
+    words = "; ".join(
+        f"{one.kind} {one.object_id} of load balancer {one.load_balancer_id} {_describe_expiry(one.expires_at, now)}"
+        for one in found[:_MAX_LISTED]
+    )
+    more = f"; and {len(found) - _MAX_LISTED} more" if len(found) > _MAX_LISTED else ""
+    over = sum(one.expires_at <= now for one in found)
+    head = f"{over} listeners and pools have an expired certificate, {len(found) - over} one that expires soon"
+    return warning(f"{head}: {words}{more}. Inform the users: they must replace the certificates.")
+
+
+def _describe_expiry(expires_at: float, now: float) -> str:
+    left = expires_at - now
+    return f"in {format_duration(left)}" if left > 0 else f"{format_duration(-left)} ago"
 
 
 def check_unknown_amphorae(rows: Sequence[Any]) -> Check:

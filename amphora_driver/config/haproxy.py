@@ -53,7 +53,11 @@ OPTIONS: dict[str, dict[cfg.Opt, str]] = {
         cfg.FloatOpt("ticket_key_period", default=43_200.0, min=1.0): (
             "Seconds for which a load balancer encrypts TLS session tickets with one key. A client can resume a "
             "session with a ticket for as long again. All amphorae of a load balancer have the same keys. At least 1."
-        )
+        ),
+        cfg.IntOpt("expiry_days", default=30, min=0): (
+            "Days before the expiry of a listener's or pool's certificate from which the status page, the metrics and "
+            "`amphoractl status check` warn. With 0 they warn only after the expiry."
+        ),
     },
     "amp_vrrp": {
         cfg.FloatOpt("advert_interval", default=1.0, min=0.05, max=40.0): (

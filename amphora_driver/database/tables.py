@@ -137,6 +137,9 @@ secret = sa.Table(
     sa.Column("load_balancer_id", Id, nullable=False, index=True),
     sa.Column("sealed", Sealed, nullable=True),
     sa.Column("reason", sa.Text, nullable=True),
+    # The column `expires_at` is the end of a certificate's validity. NULL means that housekeeping has not read the
+    # certificate yet, or that the secret is no certificate.
+    sa.Column("expires_at", sa.Double, nullable=True, index=True),
 )
 
 # The table `object_status` has one row per object, with the newest provisioning and operating status. While `pending`
@@ -235,6 +238,8 @@ amphora = sa.Table(
     sa.Column("audited_at", sa.Double, nullable=True),
     sa.Column("drift", sa.Text, nullable=True),
     sa.Column("drifts", sa.Boolean, nullable=True, default=False),
+    # The column `near_limit` lists the resources of which the amphora uses almost all, separated by commas.
+    sa.Column("near_limit", sa.String(128), nullable=True),
     sa.Column("created_at", sa.Double, nullable=False),
     # The column `booted_at` is the time of the boot request. The boot time-out starts at that time.
     sa.Column("booted_at", sa.Double, nullable=True),

@@ -44,6 +44,7 @@ class LastReport(msgspec.Struct, frozen=True):
     drift: tuple[str, ...] = ()
     drifted: LastDrift | None = None
     agent_version: str | None = None
+    usage: Mapping[str, int] = {}
 
 
 class AmphoraReports:
@@ -95,6 +96,7 @@ class AmphoraReports:
                 drift=report.drift,
                 drifted=report.drifted,
                 agent_version=report.agent_version,
+                usage=report.usage,
             )
             state.merge(report, now)
             self._updated.add(heartbeat.amphora_id)

@@ -72,6 +72,7 @@ class HealthManager:
             conf.amp_health.interval,
             lambda: notifier.notify(conf, local_socket.CONTROLLER),
             self._receiver.forget,
+            conf.amp_health.near_limit,
         )
         name = process_name()
         # The health manager repeats the self-test often. So the controllers learn of a failed self-test long before the

@@ -36,6 +36,8 @@ Name = Annotated[str, Meta(max_length=80)]
 Word = Annotated[str, Meta(max_length=64)]
 Words = Annotated[tuple[Word, ...], Meta(max_length=32)]
 Sentences = Annotated[tuple[Annotated[str, Meta(max_length=2048)], ...], Meta(max_length=16)]
+Usage = Annotated[dict[Word, Annotated[int, Meta(ge=0, le=100)]], Meta(max_length=16)]
+"""Percentage in use of each limited resource, see `model.amphora.Resource`."""
 # The pattern limits the version in an amphora's report to printable ASCII characters, which every database can store.
 Version = Annotated[str, Meta(max_length=64, pattern=r"^[\x20-\x7e]*\Z")]
 
@@ -76,6 +78,7 @@ class Report(msgspec.Struct, frozen=True):
         holds_vip: whether the amphora holds the VIPs; None in a topology without VRRP.
         drift: kinds of drift that the agent could not repair.
         drifted: the last drift; None if the agent has found or reports none.
+        usage: percentage in use of limited resources; agents of earlier versions send none.
         amphora_id: not part of the document; the receiver sets it from the verified header.
     """
 
@@ -87,6 +90,7 @@ class Report(msgspec.Struct, frozen=True):
     drift: Words = ()
     drifted: LastDrift | None = None
     agent_version: Version | None = None
+    usage: Usage = {}
 
 
 class ObjectStatus(msgspec.Struct, frozen=True):

@@ -23,10 +23,11 @@ from amphora_driver.health import statistics
 from amphora_driver.health.amphora_reports import AmphoraReports, LastReport
 from amphora_driver.health.drift_reports import DriftReports, UnrepairedDrift
 from amphora_driver.health.lost_configs import LostConfig, LostConfigDetector
+from amphora_driver.health.near_limits import NearLimits
 from amphora_driver.health.stale_connections import StaleConnections
 from amphora_driver.health.status import Report, Statuses, operating_statuses
 from amphora_driver.health.write_batch import BatchWriter, Entry, apply_or_split
-from amphora_driver.model.amphora import AmphoraState
+from amphora_driver.model.amphora import AmphoraState, describe_resources
 from amphora_driver.model.loadbalancer import LoadBalancer
 from amphora_driver.store import amphorae, config_drift, desired_objects, status_outbox
 from amphora_driver.store.amphorae import LastHeartbeat
@@ -76,6 +77,7 @@ class _CurrentReports(msgspec.Struct, frozen=True):
         reports: the reports of all amphorae, because each amphora has counted requests.
         trusted: the amphorae whose statuses of members and listeners count.
         drifting: the amphorae with the mark "drifting".
+        near_limit: the recorded resources near their limits, by amphora id.
     """
 
     load_balancer_id: str
@@ -84,6 +86,7 @@ class _CurrentReports(msgspec.Struct, frozen=True):
     trusted: tuple[str, ...]
     confirmed: dict[str, int]
     drifting: set[str]
+    near_limit: dict[str, str] = {}
 
 
 class _PendingWrite(msgspec.Struct, frozen=True):
@@ -101,6 +104,7 @@ class StatusWriter:
         interval: seconds between two heartbeats of an amphora.
         on_due: called when a load balancer needs a push.
         on_departed: called with the ids of amphorae that have sent heartbeats and have no row any more.
+        near_limit: percentage of a limited resource from which an amphora is near the limit.
     """
 
     def __init__(
@@ -110,12 +114,14 @@ class StatusWriter:
         interval: float = 3.0,
         on_due: Callable[[], None] = lambda: None,
         on_departed: Callable[[set[str]], None] = lambda _amphora_ids: None,
+        near_limit: int = 85,
     ) -> None:
         self._database = database
         self._reports = reports
         self._lost_configs = LostConfigDetector(interval)
         self._stale_connections = StaleConnections(reports.expiry)
         self._drift_reports = DriftReports(interval)
+        self._near_limits = NearLimits(interval, near_limit)
         self._on_due = on_due
         self._on_departed = on_departed
         self._batches = BatchWriter(database)
@@ -138,7 +144,7 @@ class StatusWriter:
         current = self._database.read(self._collect_reports) if self._updated else []
         now = time.monotonic()
         changed = self._write([one for each in current if (one := self._compute_write(each)) is not None], last=last)
-        for record in (self._record_lost_configs, self._record_drift):
+        for record in (self._record_lost_configs, self._record_drift, self._record_near_limits):
             apply_or_split(current, partial(record, now=now), self._record_refusal)
         self._updated.clear()
         closed = self._close_stale_connections()
@@ -184,7 +190,8 @@ class StatusWriter:
                 state.tree, state.served, state.statuses = _load_tree(connection, load_balancer_id), served, {}
                 state.retain(one.amphorae)
             state.invalidate_changed_status(load_balancer_id, one.operating)
-            current.append(_CurrentReports(load_balancer_id, state, reports, counted, one.confirmed, one.drifting))
+            marks = (one.confirmed, one.drifting, one.near_limit)
+            current.append(_CurrentReports(load_balancer_id, state, reports, counted, *marks))
         return current
 
     def _log_silent(self, load_balancer_id: str, state: _LoadBalancerState, silent: list[str]) -> None:
@@ -273,6 +280,21 @@ class StatusWriter:
         if due:
             self._on_due()
 
+    def _record_near_limits(self, current: Sequence[_CurrentReports], now: float) -> None:
+        """Record which amphorae came near a limit, or left it."""
+        _, updated = self._confirmed_and_updated(current)
+        marked = {amphora_id: names for one in current for amphora_id, names in one.near_limit.items()}
+        changed = self._near_limits.find_changed(updated, marked, now)
+        if not changed:
+            return
+        self._database.write(lambda connection: amphorae.record_near_limit(connection, changed))
+        for amphora_id, names in sorted(changed.items()):
+            if names:
+                words = describe_resources(names.split(","))
+                LOG.warning("amphora %s is near its limit of: %s; the status page shows a warning", amphora_id, words)
+            else:
+                LOG.info("amphora %s is no longer near a limit; the warning on the status page ends", amphora_id)
+
     def _collect_heartbeats(self, recorded: set[str]) -> None:
         self._reports.forget(self._updated.keys() - recorded)
         for amphora_id in self._updated.keys() & recorded:
@@ -329,6 +351,7 @@ class StatusWriter:
         self._heartbeats = {amphora_id: one for amphora_id, one in self._heartbeats.items() if amphora_id in owners}
         self._lost_configs.retain(set(owners))
         self._drift_reports.retain(set(owners))
+        self._near_limits.retain(set(owners))
         served = set(owners.values())
         self._states = {one: state for one, state in self._states.items() if one in served}
         for state in self._states.values():

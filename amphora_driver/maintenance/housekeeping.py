@@ -20,6 +20,7 @@ from amphora_driver.database.vault import Vault
 from amphora_driver.errors import AmphoraDriverError, StoreError
 from amphora_driver.maintenance.duty_loop import run_duty
 from amphora_driver.maintenance.orphan_cleanup import OrphanCleaner
+from amphora_driver.maintenance.tls_expiry import record_tls_expiries
 from amphora_driver.model.secret_refs import ticket_secret_name as tickets_of
 from amphora_driver.queue.jobs import acquire_duty, release_duty
 from amphora_driver.reconcile import tls_tickets
@@ -71,6 +72,7 @@ class Housekeeping:
             self.release_unused_vips()
             self._orphans.clean_up()
             self.rotate_ticket_keys()
+            record_tls_expiries(self._database, self._vault)
             self.purge_history()
 
         run_duty(_DUTY, every, stopping, draining, work=work, release=self.release)

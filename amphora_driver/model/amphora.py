@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import Enum
 
 import msgspec
@@ -16,6 +17,35 @@ class AmphoraState(str, Enum):
     BOOTING = "booting"
     READY = "ready"
     RETIRING = "retiring"
+
+
+class Resource(str, Enum):
+    """A limited resource of an amphora, by its name in heartbeats (docs/reference/heartbeat.md)."""
+
+    CONNECTIONS = "connections"
+    LISTENER_CONNECTIONS = "listener_connections"
+    CPU = "cpu"
+    MEMORY = "memory"
+    FILE_DESCRIPTORS = "file_descriptors"
+    CONNTRACK = "conntrack"
+
+    @property
+    def words(self) -> str:
+        """The name in a sentence."""
+        return _RESOURCE_WORDS.get(self.value, self.value.replace("_", " "))
+
+
+_RESOURCE_WORDS = {
+    "cpu": "CPU",
+    "conntrack": "tracked connections",
+    "listener_connections": "connections of a listener",
+}
+
+
+def describe_resources(names: Iterable[str]) -> str:
+    """Return the resources with these names as words; unknown names stay."""
+    known = {one.value: one.words for one in Resource}
+    return ", ".join(known.get(name, name) for name in names)
 
 
 class AttachedPort(msgspec.Struct, frozen=True, kw_only=True):

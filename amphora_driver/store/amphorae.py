@@ -30,13 +30,17 @@ _MAX_VERSION_TEXT = 64
 
 
 class ServingState(msgspec.Struct, kw_only=True):
-    """A load balancer's state, with its amphorae and confirmed generations, the oldest first."""
+    """A load balancer's state, with its amphorae and confirmed generations, the oldest first.
+
+    `near_limit` has the resources near their limits, by amphora id.
+    """
 
     generation: int
     operating: str | None = None
     amphorae: dict[str, AmphoraState] = {}
     confirmed: dict[str, int] = {}
     drifting: set[str] = set()
+    near_limit: dict[str, str] = {}
 
 
 class LastHeartbeat(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,6 +75,7 @@ _LOAD_BALANCER_IDS = sa.select(amphora.c.id, amphora.c.load_balancer_id)
 _UNREAD_COLUMNS = {
     *("project_id", "reread", "tickets_due", "owner", "writes", "leased_until", "due_at", "error"),
     *("heartbeat_key", "created_at", "ready_at", "reason", "image", "audited_at", "drift", "drifts"),
+    "near_limit",
 }
 _OF_WORK = [column for column in job.c if column.name not in _UNREAD_COLUMNS]
 _OF_HEARTBEAT = (amphora_heartbeat.c.seen_at.label("heard_at"), amphora_heartbeat.c.holds_vip)
@@ -102,7 +107,7 @@ _WITH_WORK = (
 _SERVING = (
     sa.select(
         *(amphora.c.id, amphora.c.load_balancer_id, amphora.c.state, amphora.c.confirmed, job.c.generation),
-        *(object_status.c.operating, amphora.c.drifts),
+        *(object_status.c.operating, amphora.c.drifts, amphora.c.near_limit),
     )
     .join(job, job.c.load_balancer_id == amphora.c.load_balancer_id)
     .outerjoin(object_status, object_status.c.object_id == amphora.c.load_balancer_id)
@@ -241,12 +246,20 @@ def load_serving_states(connection: sa.Connection, amphora_ids: Sequence[str]) -
             one.confirmed[row.id] = row.confirmed
             if row.drifts:
                 one.drifting.add(row.id)
+            if row.near_limit:
+                one.near_limit[row.id] = row.near_limit
     return found
 
 
 def load_balancer_ids(connection: sa.Connection) -> dict[str, str]:
     """Return the load balancer id of every recorded amphora."""
     return {row.id: row.load_balancer_id for row in connection.execute(_LOAD_BALANCER_IDS)}
+
+
+def record_near_limit(connection: sa.Connection, changed: Mapping[str, str | None]) -> None:
+    """Record, by amphora id, the resources near their limits; None if there is none."""
+    for amphora_id, names in sorted(changed.items()):
+        connection.execute(amphora.update().where(amphora.c.id == amphora_id).values(near_limit=names))
 
 
 def list_reachable(connection: sa.Connection) -> list[ReachableAmphora]:

@@ -14,8 +14,9 @@ import msgspec
 import sqlalchemy as sa
 
 from amphora_driver.database.rows import chunks
-from amphora_driver.database.tables import secret
+from amphora_driver.database.tables import desired_object, secret
 from amphora_driver.database.vault import SecretLocation
+from amphora_driver.model.enums import Kind
 from amphora_driver.model.secret_refs import Purpose, SecretName
 
 # The SQL statements are module constants, because SQLAlchemy needs more time to build a statement than to execute it.
@@ -30,11 +31,45 @@ _DELETE = secret.delete().where(
 )
 
 
+# Housekeeping reads the certificates without an expiry in the order of the primary key.
+_UNREAD = (
+    sa.select(secret.c.object_id, secret.c.ref, secret.c.sealed)
+    .where(secret.c.expires_at.is_(None), secret.c.purpose == Purpose.CERTIFICATE.value, secret.c.sealed.is_not(None))
+    .order_by(secret.c.object_id, secret.c.ref)
+)
+
+# Without GROUP BY, each database reads only the rows in question, by the index of `expires_at`.
+_EXPIRING = (
+    sa.select(secret.c.load_balancer_id, secret.c.object_id, desired_object.c.kind, secret.c.expires_at)
+    .join(desired_object, desired_object.c.id == secret.c.object_id)
+    .where(secret.c.expires_at < sa.bindparam("before", type_=sa.Double))
+    .order_by(secret.c.expires_at, secret.c.object_id)
+    .limit(sa.bindparam("most", type_=sa.Integer))
+)
+_KIND_WORDS = {Kind.LISTENER.value: "listener", Kind.POOL.value: "pool"}
+
+
 class SealedSecret(msgspec.Struct, frozen=True, kw_only=True):
     """A stored secret. Without content, `reason` says why it cannot be used."""
 
     content: bytes | None = None
     reason: str = ""
+
+
+class ExpiringSecret(msgspec.Struct, frozen=True, kw_only=True):
+    """The certificate of an object that expires first; `kind` is listener or pool."""
+
+    load_balancer_id: str
+    object_id: str
+    kind: str
+    expires_at: float
+
+
+class UnreadCertificate(msgspec.Struct, frozen=True, kw_only=True):
+    """A sealed certificate without a recorded expiry."""
+
+    name: SecretName
+    content: bytes
 
 
 def secret_location(name: SecretName) -> SecretLocation:
@@ -99,3 +134,49 @@ def sync_object_secrets(
     delete_secrets(connection, recorded.keys() - set(used))
     replace_secrets(connection, load_balancer_id, {name: one for name, one in given.items() if name in used})
     return {name for name in used if name not in given and not recorded.get(name)}
+
+
+def list_unread_certificates(
+    connection: sa.Connection, after: SecretName | None, limit: int
+) -> list[UnreadCertificate]:
+    """Return certificates without a recorded expiry, in the order of their names, from `after` on."""
+    query = _UNREAD.limit(limit)
+    if after is not None:
+        query = query.where(
+            sa.or_(
+                secret.c.object_id > after.object_id,
+                sa.and_(secret.c.object_id == after.object_id, secret.c.ref > after.ref),
+            )
+        )
+    return [
+        UnreadCertificate(name=SecretName(row.object_id, Purpose.CERTIFICATE, row.ref), content=row.sealed)
+        for row in connection.execute(query)
+    ]
+
+
+def list_expiring(connection: sa.Connection, before: float, limit: int) -> list[ExpiringSecret]:
+    """Return the objects with a certificate that expires before a time, the first one first.
+
+    `before` is in seconds since 1970, and `limit` is the largest number of certificates.
+    """
+    found: dict[str, ExpiringSecret] = {}
+    for row in connection.execute(_EXPIRING, {"before": before, "most": limit}):
+        kind = _KIND_WORDS.get(row.kind, row.kind)
+        one = ExpiringSecret(
+            load_balancer_id=row.load_balancer_id, object_id=row.object_id, kind=kind, expires_at=row.expires_at
+        )
+        found.setdefault(row.object_id, one)
+    return list(found.values())
+
+
+def record_expiries(connection: sa.Connection, expiries: Iterable[tuple[UnreadCertificate, float]]) -> int:
+    """Record when certificates expire (seconds since 1970); return the number of changed rows.
+
+    A certificate that was replaced or encrypted again meanwhile stays without an expiry.
+    """
+    changed = 0
+    for one, expires_at in expiries:
+        same = (secret.c.object_id == one.name.object_id, secret.c.ref == one.name.ref, secret.c.sealed == one.content)
+        query = secret.update().where(secret.c.purpose == Purpose.CERTIFICATE.value, *same)
+        changed += connection.execute(query.values(expires_at=expires_at)).rowcount
+    return changed

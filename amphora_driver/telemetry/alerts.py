@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from amphora_driver.model.amphora import describe_resources
 from amphora_driver.store.circuit_breaker import BLIND
 from amphora_driver.store.process_registry import HEARTBEAT_INTERVAL, ProcessKind
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from amphora_driver.telemetry.fleet_snapshot import AmphoraInfo, FleetSnapshot, LoadBalancerInfo
 
@@ -53,6 +54,9 @@ _SORTS = {
     "down": "serve no clients",
     "two": "several amphorae hold the VIPs",
     "none": "no amphora holds the VIPs",
+    "limit": "near a limit",
+    "tls expired": "certificates for clients or members have expired",
+    "tls expiry": "certificates for clients or members expire soon",
 }
 
 
@@ -89,6 +93,8 @@ def find_notices(fleet: FleetSnapshot, interval: float) -> tuple[Notice, ...]:
     replaced = {one.amphora_id for one in fleet.failovers if one.ended_at is None}
     for amphora in fleet.amphorae:
         found += _amphora_notices(amphora, fleet.at, interval, replaced=amphora.id in replaced)
+    found += _limit_notices(fleet)
+    found += _expiry_notices(fleet)
     by_balancer = fleet.amphorae_by_balancer()
     for balancer in fleet.balancers:
         found += _balancer_notices(balancer, by_balancer.get(balancer.id, []), fleet.at)
@@ -218,6 +224,36 @@ def _amphora_notices(amphora: AmphoraInfo, now: float, interval: float, *, repla
     elif expires is not None and issued is not None and now > issued + RENEWAL_OVERDUE * (expires - issued):
         left = f"{(expires - now) / _DAY:.1f} days"
         yield notice(Level.WARNING, "expiry", f"its certificate expires in {left} and was not renewed")
+
+
+def _limit_notices(fleet: FleetSnapshot) -> Iterator[Notice]:
+    near = [one for one in fleet.amphorae if one.near_limit]
+    names = {one.id: one.name for one in fleet.balancers} if near else {}
+    for one in near:
+        of = _name_load_balancer(one.load_balancer_id, names)
+        text = f"of {of} is near its limit of: {describe_resources(one.near_limit)}"
+        yield Notice(level=Level.WARNING, kind="amphora", sort="limit", id=one.id, text=text)
+
+
+def _expiry_notices(fleet: FleetSnapshot) -> Iterator[Notice]:
+    names = {one.id: one.name for one in fleet.balancers} if fleet.expiring else {}
+    for one in fleet.expiring:
+        left = one.expires_at - fleet.at
+        expires = f"expires in {left / _DAY:.1f} days" if left > 0 else "has expired"
+        yield Notice(
+            level=Level.WARNING,
+            kind="load balancer",
+            sort="tls expiry" if left > 0 else "tls expired",
+            id=one.load_balancer_id,
+            name=names.get(one.load_balancer_id),
+            text=f"the certificate of {one.kind} {one.object_id} {expires}; its user must replace it",
+            since=one.expires_at if left <= 0 else None,
+        )
+
+
+def _name_load_balancer(load_balancer_id: str, names: Mapping[str, str | None]) -> str:
+    name = names.get(load_balancer_id)
+    return f"load balancer {load_balancer_id} ({name})" if name else f"load balancer {load_balancer_id}"
 
 
 def _balancer_notices(balancer: LoadBalancerInfo, amphorae: list[AmphoraInfo], now: float) -> Iterator[Notice]:

@@ -16,6 +16,7 @@ from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.exposition import choose_encoder
 
 from amphora_driver.metrics import CAUSES
+from amphora_driver.model.amphora import Resource
 from amphora_driver.telemetry.alerts import Level, due_now, oldest_due, worst_level
 
 if TYPE_CHECKING:
@@ -33,6 +34,9 @@ _BREAKER = ("closed", "trial", "open")
 _DETECTOR = ("seeing", "blind")
 _AMPHORA = ("booting", "ready", "retiring")
 _SILENCES = ("silent", "mute", "never_spoke")
+_RESOURCES = tuple(one.value for one in Resource)
+# Series of single amphorae exist only for amphorae near a limit, and at most for this number of resources.
+_MAX_NEAR = 200
 
 
 class _Collector:
@@ -90,6 +94,8 @@ def fleet_families(view: View) -> Iterator[Metric]:
     yield _by("amphora_fleet_alerts", "Notices by level.", "level", levels)
     yield from _balancer_metrics(fleet)
     yield from _amphora_metrics(fleet)
+    yield from _limit_metrics(fleet)
+    yield _tls_expiries(fleet)
     yield from _failover_metrics(fleet)
     yield from _control_plane_metrics(fleet)
 
@@ -136,6 +142,27 @@ def _amphora_metrics(fleet: FleetSnapshot) -> Iterator[Metric]:
     unknown = len(fleet.unknown_amphorae)
     yield _gauge("amphora_fleet_unknown_amphorae", "Senders of heartbeats with an unknown amphora id.", unknown)
     yield _gauge("amphora_fleet_orphans", "Orphaned machines, ports and VIPs.", fleet.orphans)
+
+
+def _limit_metrics(fleet: FleetSnapshot) -> Iterator[Metric]:
+    near = [(one, name) for one in fleet.amphorae for name in one.near_limit]
+    counts = _count((name for _, name in near), _RESOURCES)
+    yield _by("amphora_fleet_amphorae_near_limit", "Amphorae near a limit, by resource.", "resource", counts)
+    text = "1 for each resource of an amphora that is near its limit."
+    labels = ["amphora", "load_balancer", "resource"]
+    family = GaugeMetricFamily("amphora_fleet_amphora_near_limit", text, labels=labels)
+    for one, name in near[:_MAX_NEAR]:
+        family.add_metric([one.id, one.load_balancer_id, name], 1.0)
+    yield family
+
+
+def _tls_expiries(fleet: FleetSnapshot) -> Metric:
+    text = "Time until the certificate of a listener or pool expires, for those that expire soon; negative afterwards."
+    labels = ["load_balancer", "kind", "object"]
+    family = GaugeMetricFamily("amphora_fleet_tls_certificate_expiry_seconds", text, labels=labels)
+    for one in fleet.expiring:
+        family.add_metric([one.load_balancer_id, one.kind, one.object_id], one.expires_at - fleet.at)
+    return family
 
 
 def _heartbeat_ages(now: float, amphorae: list[AmphoraInfo]) -> Metric:

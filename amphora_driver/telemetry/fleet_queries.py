@@ -15,7 +15,7 @@ import msgspec
 import sqlalchemy as sa
 
 from amphora_driver.database import clock, tables, tables_fleet
-from amphora_driver.store import circuit_breaker, spare_pools
+from amphora_driver.store import circuit_breaker, sealed_secrets, spare_pools
 from amphora_driver.store.requests import Op
 from amphora_driver.store.spare_pools import SparePoolSpec
 from amphora_driver.telemetry.fleet_snapshot import (
@@ -47,6 +47,7 @@ MAX_ROTATIONS = 3
 # Seconds by which two consecutive reads of ended fail-overs overlap. Without the overlap, the reads could miss a
 # fail-over whose transaction commits late.
 _OVERLAP = 60.0
+_DAY = 86_400.0
 T = TypeVar("T", bound=msgspec.Struct)
 
 
@@ -98,6 +99,7 @@ _AMPHORA_COLUMNS = {
     "silence": _SILENCE.c.kind,
     "silent_since": _SILENCE.c.since,
     "verdict": _SILENCE.c.verdict,
+    "near_limit": _AMPHORA.c.near_limit,
 }
 _AMPHORAE = (
     sa.select(*_AMPHORA_COLUMNS.values())
@@ -143,13 +145,14 @@ _CAS = sa.select(_CA.id, _CA.kind, _CA.state, _CA.expires_at)
 _AUTHORITIES = _CAS.where(_CA.state != "gone").order_by(_CA.id).limit(MAX_ROWS)
 
 
-def read_fleet(database: Database, spares_configured: int = 0) -> FleetSnapshot:
+def read_fleet(database: Database, spares_configured: int = 0, expiry_days: float = 30) -> FleetSnapshot:
     """Return the current snapshot; raises StoreError if the database does not answer.
 
-    A pool of spares whose flavor has no number keeps `spares_configured` spares.
+    A pool of spares whose flavor has no number keeps `spares_configured` spares. The snapshot has the certificates of
+    users that expire in less than `expiry_days`.
     """
     begun = time.monotonic()
-    found = database.read(lambda connection: _read(connection, spares_configured))
+    found = database.read(lambda connection: _read(connection, spares_configured, expiry_days))
     return msgspec.structs.replace(found, took=time.monotonic() - begun)
 
 
@@ -171,7 +174,7 @@ def list_ended_failovers(database: Database, after: float) -> tuple[tuple[Failov
     return database.read(read)
 
 
-def _read(connection: sa.Connection, spares_configured: int) -> FleetSnapshot:
+def _read(connection: sa.Connection, spares_configured: int, expiry_days: float) -> FleetSnapshot:
     now = float(connection.execute(sa.select(clock.now(connection))).scalar_one())
     rows = connection.execute(_BALANCERS).all()
     amphora_rows = connection.execute(_AMPHORAE).all()
@@ -194,6 +197,7 @@ def _read(connection: sa.Connection, spares_configured: int) -> FleetSnapshot:
         unknown_amphorae=tuple(_build(UnknownAmphoraInfo, row) for row in connection.execute(_UNKNOWN_AMPHORAE)),
         outbox=_build(OutboxInfo, connection.execute(_OUTBOX).one()),
         orphans=connection.execute(sa.select(sa.func.count()).select_from(tables.orphan)).scalar_one(),
+        expiring=tuple(sealed_secrets.list_expiring(connection, now + expiry_days * _DAY, MAX_ROWS)),
     )
 
 
@@ -223,6 +227,7 @@ def _build_amphorae(rows: Iterable[Any], work: Iterable[Any]) -> tuple[AmphoraIn
         values = dict(zip(_AMPHORA_COLUMNS, row, strict=True))
         of = values["load_balancer_id"]
         values["drifts"] = bool(values["drifts"])
+        values["near_limit"] = tuple(filter(None, (values["near_limit"] or "").split(",")))
         if of in pools:
             values["role"] = SPARE
         found.append(AmphoraInfo(wanted=newest.get(of, 0), **values))

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import msgspec
 
+from amphora_driver.store.sealed_secrets import ExpiringSecret
+
 SPARE = "SPARE"
 
 
@@ -58,6 +60,7 @@ class AmphoraInfo(_Info, frozen=True):
         drifts: whether the amphora drifts now.
         silence: result of the failure detector: silent, mute or never_spoke; None for an amphora that is not silent.
         verdict: consequence of the silence.
+        near_limit: the resources of which the amphora uses almost all.
     """
 
     id: str
@@ -80,6 +83,7 @@ class AmphoraInfo(_Info, frozen=True):
     silence: str | None = None
     silent_since: float | None = None
     verdict: str | None = None
+    near_limit: tuple[str, ...] = ()
 
     @property
     def last_heartbeat(self) -> float:
@@ -205,6 +209,7 @@ class FleetSnapshot(_Info, frozen=True):
         took: duration of the read in seconds.
         cut: whether a limit has truncated the result.
         orphans: number of orphaned machines, ports and VIPs.
+        expiring: certificates of users that expire soon, the first one first.
     """
 
     at: float
@@ -222,6 +227,7 @@ class FleetSnapshot(_Info, frozen=True):
     unknown_amphorae: tuple[UnknownAmphoraInfo, ...] = ()
     outbox: OutboxInfo = OutboxInfo()
     orphans: int = 0
+    expiring: tuple[ExpiringSecret, ...] = ()
 
     def amphorae_by_balancer(self) -> dict[str, list[AmphoraInfo]]:
         found: dict[str, list[AmphoraInfo]] = {}

@@ -292,7 +292,9 @@ class Telemetry:
             silent_after=conf.amp_failover.silent_after,
         )
         database = open_read_only(conf.amp_database.connection)
-        self._snapshots = SnapshotCache(database, conf.amp_health.interval, conf.amp_spares.number)
+        self._snapshots = SnapshotCache(
+            database, conf.amp_health.interval, conf.amp_spares.number, expiry_days=conf.amp_tls.expiry_days
+        )
         handler = RequestHandler(self._snapshots, process, TokenFile(options.token_file), is_working)
         self.server = StatusServer(options.bind_address, port, handler, options.certificate)
 

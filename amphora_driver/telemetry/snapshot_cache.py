@@ -74,14 +74,21 @@ class SnapshotCache:
         interval: seconds between two heartbeats of an amphora.
         spares: default number of spares of a pool, for flavors without a number.
         clock: returns monotonic seconds.
+        expiry_days: days before the expiry of a user's certificate from which the view contains it.
     """
 
     def __init__(
-        self, database: Database, interval: float, spares: int = 0, clock: Callable[[], float] = time.monotonic
+        self,
+        database: Database,
+        interval: float,
+        spares: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+        expiry_days: float = 30,
     ) -> None:
         self._database = database
         self._interval = interval
         self._spares = spares
+        self._expiry_days = expiry_days
         self._clock = clock
         self._lock = threading.Lock()
         self._view: View | None = None
@@ -115,7 +122,7 @@ class SnapshotCache:
         number = 1 if known is None else known.number + 1
         begun = time.thread_time()
         try:
-            fleet = fleet_queries.read_fleet(self._database, self._spares)
+            fleet = fleet_queries.read_fleet(self._database, self._spares, self._expiry_days)
             self._count_failovers()
         except AmphoraDriverError as error:
             old = known or View(number=0, fleet=None)

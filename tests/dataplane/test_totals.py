@@ -306,3 +306,19 @@ def test_counters_of_a_thousand_members_take_little_processor_time(amphora, rece
     # Processor time of HAProxy and of the agent: 0.05 and 0.09 s on a busy machine.
     assert a_second < 0.2, f"{a_second * 1000:.0f} ms each second"
     assert a_scrape < 0.25, f"{a_scrape * 1000:.0f} ms for a scrape"
+
+
+def test_heartbeats_have_the_usage_of_limited_resources(amphora, receiver, echo, opened):
+    limited = wanted(1).replace("    timeout client 300s\n", "    timeout client 300s\n    maxconn 10\n")
+    assert amphora.push(1, limited)[0] == 200
+    for _ in range(9):
+        opened()
+
+    def measured():
+        found = receiver.next().document["usage"]
+        return found if found.get("listener_connections") == 90 and "conntrack" in found else None
+
+    found = eventually(measured, "nine of ten connections are reported")
+    # This amphora is a network namespace, which shares CPU and memory with other processes.
+    assert found.keys() == {"connections", "listener_connections", "file_descriptors", "conntrack"}
+    assert found["file_descriptors"] < 50

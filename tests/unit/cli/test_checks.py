@@ -143,6 +143,8 @@ def machine(**more):
         "seen_at": NOW - 1,
         "drift": None,
         "drifts": None,
+        "load_balancer_id": "lb",
+        "near_limit": None,
         "agent_version": "1",
         "certificate_expires_at": NOW + 500,
         "certificate_issued_at": NOW - 100,
@@ -161,6 +163,13 @@ def machine(**more):
         ("drift", {}, OK, "none of 1"),
         ("drift", {"drift": "routes"}, OK, "none of 1"),
         ("drift", {"drift": "routes", "drifts": True}, WARNING, "1: a: routes. Run: amphoractl loadbalancer diff"),
+        ("limits", {}, OK, "none of 1 amphorae"),
+        (
+            "limits",
+            {"near_limit": "cpu,memory"},
+            WARNING,
+            "a of load balancer lb: CPU, memory. Run",
+        ),
         ("agents", {}, OK, "1 in all 1"),
         ("agents", {"agent_version": "0"}, WARNING, "1 of 1 amphorae have another version than 1: 0. Run"),
         ("agents", {"agent_version": None}, WARNING, "unknown"),
@@ -176,6 +185,7 @@ def test_the_check_of_amphorae(check, more, result, words):
     asked = {
         "silence": lambda rows: status_checks.check_silent_amphorae(rows, NOW, 7.0),
         "drift": status_checks.check_drift,
+        "limits": status_checks.check_limits,
         "agents": lambda rows: status_checks.check_agents(rows, "1"),
         "certificates": lambda rows: status_checks.check_certificates(rows, NOW),
     }

@@ -18,7 +18,7 @@ from cryptography.x509.oid import NameOID
 
 from amphora_driver.cli import host_checks
 from amphora_driver.database.engine import Database
-from amphora_driver.database.tables import amphora, job
+from amphora_driver.database.tables import amphora, desired_object, job, secret
 from amphora_driver.database.tables_fleet import process
 from amphora_driver.database.vault import Vault
 from amphora_driver.secret import Secret
@@ -32,13 +32,14 @@ NAMES = (
         "Octavia's sockets",
         "Certificate authorities",
         "Certificates",
+        "TLS certificates",
         "Circuit breaker",
         "Witnesses",
         "Silent amphorae",
         "Fail-overs",
         "Rotations",
     ),
-    *("Drift", "Unknown amphorae", "Agents", "Images", "Octavia's records"),
+    *("Drift", "Limits", "Unknown amphorae", "Agents", "Images", "Octavia's records"),
 )
 
 
@@ -226,6 +227,32 @@ def test_the_check_of_certificate_files(check, healthy, folder):
     (folder / "client.pem").unlink()
     found = check()[1]["Certificate authorities"]
     assert (found[0], "not readable on this host" in found[1]) == ("Warning", True)
+
+
+def test_limits_and_expiring_certificates_name_the_load_balancer(check, healthy, place):
+    machine = {"id": "am", "load_balancer_id": "lb", "role": "SINGLE", "state": "booting", "created_at": 0.0}
+    names = {"object_id": "li", "purpose": "certificate", "ref": "r", "load_balancer_id": "lb"}
+    listener = {"id": "li", "kind": "listeners", "load_balancer_id": "lb", "created": 1, "generation": 1, "body": "{}"}
+
+    def write(connection):
+        connection.execute(job.insert().values(load_balancer_id="lb", op="apply", generation=1))
+        connection.execute(amphora.insert().values(**machine, heartbeat_key=b"", near_limit="memory,conntrack"))
+        connection.execute(desired_object.insert().values(**listener))
+        connection.execute(secret.insert().values(**names, expires_at=time.time() + 20.5 * 86_400))
+
+    healthy.write(write)
+    status, found = check()
+    assert status >= 1
+    assert found["Limits"][0] == found["TLS certificates"][0] == "Warning"
+    assert "am of load balancer lb: memory, tracked connections" in found["Limits"][1]
+    assert "listener li of load balancer lb in 20" in found["TLS certificates"][1]
+    place.write_text(place.read_text() + "\n[amp_tls]\nexpiry_days = 20\n")
+    assert check()[1]["TLS certificates"] == (
+        "Success",
+        "none of the listeners' and pools' certificates expires within 20 days",
+    )
+    healthy.write(lambda c: c.execute(secret.update().values(expires_at=time.time() - 7200)))
+    assert "listener li of load balancer lb 2" in check()[1]["TLS certificates"][1]
 
 
 def test_a_broker_without_an_answer_is_a_finding(check, healthy, place):

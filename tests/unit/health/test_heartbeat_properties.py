@@ -36,7 +36,9 @@ from amphora_driver.health.heartbeat_codec import (
     parse_document,
     verify_signature,
 )
+from amphora_driver.health.near_limits import NearLimits
 from amphora_driver.health.status import Report, operating_statuses
+from amphora_driver.model.amphora import Resource
 from amphora_driver.model.enums import ListenerProtocol, MonitorType, PoolProtocol
 from amphora_driver.model.loadbalancer import HealthMonitor, Listener, LoadBalancer, Member, Pool, Vip
 from amphora_driver.secret import Secret
@@ -78,9 +80,10 @@ _GOOD = (
         "drift": ["interface"],
         "drifted": {"at": 1800000000.5, "sentences": ["a rule was missing"], "repaired": False},
         "agent_version": "0.1.0",
+        "usage": {"cpu": 90, "memory": 5},
     },
 )
-_KEYS = ("generation", "listeners", "pools", "holds_vip", "drift", "drifted", "agent_version", "amphora_id")
+_KEYS = ("generation", "listeners", "pools", "holds_vip", "drift", "drifted", "agent_version", "usage", "amphora_id")
 
 
 def _text(chance: random.Random) -> str:
@@ -135,6 +138,9 @@ def _document(chance: random.Random) -> Any:
         found["drift"] = [_word(chance) for _ in range(chance.choice((0, 1, 31, 32, 33)))]
         sentences = [_text(chance) for _ in range(chance.choice((0, 1, 2, 15, 16, 17)))]
         found["drifted"] = {"at": _number(chance), "sentences": sentences, "repaired": chance.random() < 0.5}
+    if chance.random() < 0.3:
+        names = [_name(chance, "cpu", "memory", "connections") for _ in range(chance.choice((0, 1, 3, 17)))]
+        found["usage"] = {name: chance.choice((0, 85, 100, 101, -1, _number(chance))) for name in names}
     if chance.random() < 0.2:
         found[chance.choice(_KEYS)] = _odd(chance)
     if chance.random() < 0.02:
@@ -252,6 +258,8 @@ def limited(report: Report) -> None:
     if report.drifted is not None:
         assert len(report.drifted.sentences) <= 16
         assert all(len(sentence) <= 2048 for sentence in report.drifted.sentences)
+    assert len(report.usage) <= 16
+    assert all(len(name) <= 64 and 0 <= used <= 100 for name, used in report.usage.items())
     version = report.agent_version
     assert version is None or (len(version) <= 64 and version.isascii() and version.isprintable())
     for text in _texts(msgspec.to_builtins(report)):
@@ -277,6 +285,7 @@ def understood(heartbeat: Heartbeat, drifts: DriftReports, turn: int) -> None:
         drift=report.drift,
         drifted=report.drifted,
         agent_version=report.agent_version,
+        usage=report.usage,
     )
     heard, confirmed = {amphora: seen}, {amphora: 8}
     drifts.find_changed_marks(heard, confirmed, set())
@@ -285,6 +294,8 @@ def understood(heartbeat: Heartbeat, drifts: DriftReports, turn: int) -> None:
     assert all(len(one.found_at) < 64 for one in drifts.find_notices(heard, now).values())
     drifts.record_pushes(broken, now)
     drifts.record_notices(heard, now)
+    names = NearLimits(0.0).find_changed(heard, {}, now).get(amphora) or ""
+    assert set(filter(None, names.split(","))) <= {one.value for one in Resource}
 
 
 @pytest.mark.lasts(3600)

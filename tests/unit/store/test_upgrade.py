@@ -44,14 +44,15 @@ _numbers = itertools.count()
 VAULT = Vault([old.KEY])
 
 
-NEXT = "0004"
+LAST = schema_check.known_revisions()[-1]
+NEXT = f"{int(LAST) + 1:04}"
 ADDED = tuple(f"next_{number}" for number in range(8))
 NEXT_REVISION = f"""import sqlalchemy as sa
 
 from amphora_driver.database.migrations.repeatable import add_column, create_index, create_table
 
 revision = "{NEXT}"
-down_revision = "0003"
+down_revision = "{LAST}"
 
 
 def upgrade():

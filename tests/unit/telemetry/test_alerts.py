@@ -5,6 +5,7 @@ import msgspec
 import pytest
 from fleet_rows import INTERVAL, NOW, PROCESSES, balancer, fleet, identifier, machine, process
 
+from amphora_driver.store.sealed_secrets import ExpiringSecret
 from amphora_driver.telemetry.alerts import Level, find_notices, group_notices, worst_level
 from amphora_driver.telemetry.fleet_snapshot import (
     AuthorityInfo,
@@ -38,6 +39,11 @@ UNKNOWN_AMPHORA = UnknownAmphoraInfo(
     amphora_id=identifier(9), address="192.0.2.9", first_at=NOW - 5, last_at=NOW, verdict=None
 )
 SILENT = {"silence": "silent", "silent_since": NOW - 9}
+
+
+def expiring(days):
+    expires_at = NOW + days * 86_400
+    return ExpiringSecret(load_balancer_id=identifier(1), object_id="li", kind="listener", expires_at=expires_at)
 
 
 def said(**more):
@@ -143,6 +149,13 @@ def test_a_healthy_fleet_has_no_alert():
         (Level.WARNING, "sent no heartbeat for ten intervals", {"amphorae": (machine(heard_at=NOW - 99),)}),
         (Level.WARNING, "drifts from its configuration: nft", {"amphorae": (machine(drift="nft", drifts=True),)}),
         (Level.CRITICAL, "its certificate has expired", {"amphorae": (machine(certificate_expires_at=NOW - 1),)}),
+        (
+            Level.WARNING,
+            f"of load balancer {identifier(1)} (shop-1) is near its limit of: CPU, tracked connections",
+            {"amphorae": (machine(near_limit=("cpu", "conntrack")),)},
+        ),
+        (Level.WARNING, "the certificate of listener li expires in 2.0 days", {"expiring": (expiring(2),)}),
+        (Level.WARNING, "the certificate of listener li has expired", {"expiring": (expiring(-2),)}),
         (
             Level.WARNING,
             "was not renewed",

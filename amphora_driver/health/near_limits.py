@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Detects amphorae that use almost all of a limited resource, from the usage in their heartbeats.
+
+Invariant: the result changes only if a resource stays above the limit, or clearly below it, for ten heartbeat
+intervals. So a short burst changes nothing, and a usage around the limit causes no repeated writes to the database.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from amphora_driver.health.amphora_reports import LastReport
+from amphora_driver.model.amphora import Resource
+
+# A mark appears or disappears after this number of heartbeat intervals.
+_HOLD_INTERVALS = 10
+# A mark disappears when the usage is this number of percentage points below the limit.
+_HYSTERESIS = 10
+_RESOURCES = tuple(one.value for one in Resource)
+
+
+class NearLimits:
+    """The amphorae whose marks are about to change.
+
+    Args:
+        interval: seconds between two heartbeats.
+        limit: percentage of use from which an amphora is near a limit.
+    """
+
+    def __init__(self, interval: float, limit: int = 85) -> None:
+        self._hold = _HOLD_INTERVALS * interval
+        self._limit = limit
+        # For each amphora and resource, `_changing` contains the start of the heartbeats that contradict the mark.
+        self._changing: dict[tuple[str, str], float] = {}
+
+    def find_changed(
+        self, updated: Mapping[str, LastReport], marked: Mapping[str, str], now: float
+    ) -> dict[str, str | None]:
+        """Return the new mark of each amphora whose mark changes; None without a resource near its limit.
+
+        Args:
+            updated: the last heartbeat of each amphora with new heartbeats.
+            marked: the recorded marks: names of resources, separated by commas.
+            now: time of `time.monotonic()`.
+        """
+        changed: dict[str, str | None] = {}
+        for amphora_id, last in updated.items():
+            before = marked.get(amphora_id, "")
+            known = set(before.split(","))
+            near = [
+                name
+                for name in _RESOURCES
+                if self._is_near((amphora_id, name), last.usage.get(name, 0), now, known=name in known)
+            ]
+            names = ",".join(near)
+            if names != before:
+                changed[amphora_id] = names or None
+        return changed
+
+    def _is_near(self, key: tuple[str, str], used: int, now: float, *, known: bool) -> bool:
+        contradicts = used < self._limit - _HYSTERESIS if known else used >= self._limit
+        if not contradicts:
+            self._changing.pop(key, None)
+            return known
+        since = self._changing.setdefault(key, now)
+        return known if now - since < self._hold else not known
+
+    def retain(self, amphora_ids: set[str]) -> None:
+        """Forget deleted amphorae."""
+        self._changing = {key: since for key, since in self._changing.items() if key[0] in amphora_ids}
