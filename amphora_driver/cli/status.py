@@ -24,7 +24,7 @@ from amphora_driver.database import schema_check
 from amphora_driver.database.tables_fleet import certificate_authority, process, rotation, unknown_amphora
 from amphora_driver.errors import AmphoraDriverError
 from amphora_driver.store import circuit_breaker, failovers, process_registry, resyncs
-from amphora_driver.telemetry.alerts import DEAD_AFTER
+from amphora_driver.telemetry.process_groups import DEAD_AFTER
 
 HEAD = ("Check", "Result", "Details")
 
