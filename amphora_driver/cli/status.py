@@ -49,6 +49,7 @@ class CheckStatus(Lister):
         conf = self.app.conf
         yield run_check("Local sockets", lambda: host_checks.check_local_sockets(conf))
         yield run_check("Broker", lambda: host_checks.check_broker(conf))
+        yield run_check("Octavia's providers", lambda: host_checks.check_provider(conf))
         schema = _check_schema(self.app)
         yield schema
         if schema.result is Result.FAILURE:
