@@ -71,7 +71,7 @@ def check_keys(conf: ConfigOpts, database: Database) -> Check:
 
 def check_authorities(conf: ConfigOpts, rows: Sequence[Any], now: float) -> Check:
     """Check the expiry of the configured certificates and of the CAs in the database that are not gone."""
-    found = {f"authority {row.id} ({row.kind}, {row.state})": float(row.expires_at) for row in rows}
+    found = recorded_authorities(rows)
     missing = []
     for option in _CERTIFICATE_OPTIONS:
         path = Path(conf.amp_certificates[option])
@@ -86,6 +86,11 @@ def check_authorities(conf: ConfigOpts, rows: Sequence[Any], now: float) -> Chec
         words = "; ".join(missing)
         return warning(f"not readable on this host: {words}. Controllers and amphoractl need these files.")
     return status_checks.check_authorities(found, now)
+
+
+def recorded_authorities(rows: Sequence[Any]) -> dict[str, float]:
+    """Return the ends of the CAs in the database (seconds since 1970), by a name for the output."""
+    return {f"authority {row.id} ({row.kind}, {row.state})": float(row.expires_at) for row in rows}
 
 
 def check_backends(conf: ConfigOpts, database: Database) -> Check:

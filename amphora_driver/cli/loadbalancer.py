@@ -29,6 +29,7 @@ from amphora_driver.reconcile import defaults, vip_allocation
 from amphora_driver.render import haproxy
 from amphora_driver.store import desired_objects, vip_claims
 from amphora_driver.store.requests import Op
+from amphora_driver.telemetry.records import Scope
 
 LIST_HEAD = (
     *("ID", "Name", "Project", "Topology", "Provisioning", "Operating", "Wanted", "Applied", "Amphorae", "Has VIPs"),
@@ -45,6 +46,7 @@ _STATUS_HELP = (
 class ListLoadBalancers(Lister):
     """List load balancers: statuses, desired and applied generation, amphorae, and pending changes."""
 
+    read_only_mode = True
     arguments = (
         argument("--project", metavar="ID", help="Only load balancers of this project."),
         argument("--status", action="append", metavar="STATUS", help=_STATUS_HELP),
@@ -78,6 +80,7 @@ class ShowLoadBalancer(ShowOne):
     status. Octavia's API shows the status without a reason.
     """
 
+    read_only_mode = True
     arguments = (
         LOAD_BALANCER,
         argument(
@@ -88,7 +91,8 @@ class ShowLoadBalancer(ShowOne):
     def values(self, parsed_args: argparse.Namespace) -> dict[str, Any]:
         now = time.time()
         shown: dict[str, Any] = self.app.read(
-            lambda connection: _details(connection, parsed_args.load_balancer, parsed_args.requests, now)
+            lambda connection: _details(connection, parsed_args.load_balancer, parsed_args.requests, now),
+            Scope(load_balancer=parsed_args.load_balancer),
         )
         return shown
 
@@ -96,6 +100,7 @@ class ShowLoadBalancer(ShowOne):
 class ShowHistory(Lister):
     """List the events of a load balancer, newest first: requests with their outcome, fail-overs, resyncs."""
 
+    read_only_mode = True
     arguments = (
         argument(
             "load_balancer",
@@ -112,7 +117,7 @@ class ShowHistory(Lister):
             chosen = queries.find_load_balancer_id(connection, prefix, deleted=True)
             return history.list_events(connection, chosen, limit)
 
-        return history.HEAD, map(history.to_row, self.app.read(read))
+        return history.HEAD, map(history.to_row, self.app.read(read, Scope(load_balancer=prefix)))
 
 
 class RenderLoadBalancer(Command):
