@@ -38,6 +38,7 @@ SPARES_HEAD = (
 class ListAmphorae(Lister):
     """List amphorae: load balancer, confirmed generation, VIPs and last heartbeat of each."""
 
+    read_only_mode = True
     arguments = (
         argument("--loadbalancer", metavar="ID", help="Only amphorae of this load balancer."),
         argument("--project", metavar="ID", help="Only amphorae of this project's load balancers."),
@@ -67,6 +68,7 @@ class ListAmphorae(Lister):
 class ShowAmphora(ShowOne):
     """Show everything that is recorded about one amphora."""
 
+    read_only_mode = True
     arguments = (AMPHORA,)
 
     def values(self, parsed_args: argparse.Namespace) -> dict[str, Any]:
@@ -102,9 +104,13 @@ class ShowAmphora(ShowOne):
 class ListSpares(Lister):
     """List the pools of warm spares: desired, ready and booting spares, and load balancers that use them."""
 
+    read_only_mode = True
+
     def take_action(self, parsed_args: argparse.Namespace) -> Table:
-        number = self.app.conf.amp_spares.number
-        return SPARES_HEAD, self.app.read(lambda connection: _spare_rows(connection, number))
+        def read(connection: sa.Connection) -> list[tuple[Any, ...]]:
+            return _spare_rows(connection, self.app.conf.amp_spares.number)
+
+        return SPARES_HEAD, self.app.read(read)
 
 
 def _list_row(row: Any) -> tuple[Any, ...]:

@@ -32,6 +32,8 @@ class Command(command.Command):
     """A command with the arguments that its class declares."""
 
     arguments: tuple[Argument, ...] = ()
+    # Whether the command reads records only, so that the read-only mode of amphoractl has it.
+    read_only_mode = False
 
     def get_parser(self, prog_name: str) -> argparse.ArgumentParser:
         parser: argparse.ArgumentParser = super().get_parser(prog_name)

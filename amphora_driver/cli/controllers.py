@@ -24,6 +24,7 @@ _HEAD = ("Name", "Kind", "Host", "Version", "Since", "Last sign", "Jobs", "Dutie
 class ListControllers(Lister):
     """List controllers with their jobs, duties and drain state. An old last sign means a dead controller."""
 
+    read_only_mode = True
     arguments = (argument("--all", action="store_true", help="Include health managers and provider agents."),)
 
     def take_action(self, parsed_args: argparse.Namespace) -> Table:

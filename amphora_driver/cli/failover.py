@@ -27,6 +27,7 @@ from amphora_driver.queue import local_socket
 from amphora_driver.store import circuit_breaker, failovers, silent_amphorae, unknown_amphorae
 from amphora_driver.store.requests import Op
 from amphora_driver.store.spare_pools import ROLE
+from amphora_driver.telemetry.records import Scope
 
 _LIST_HEAD = ("ID", "Cause", "Load balancer", "Amphora", "Began", "Served after", "Ended", "Outcome")
 _REASON = argument("--reason", metavar="TEXT", default="an operator asked for it", help="Reason, for the history.")
@@ -64,6 +65,7 @@ class SilentAmphorae(Rows):
 class ListFailovers(Lister):
     """List fail-overs, newest first: cause, amphora, and seconds until the load balancer was served again."""
 
+    read_only_mode = True
     arguments = (
         argument("--loadbalancer", metavar="ID", help="Only fail-overs of the load balancer with this id."),
         argument("--open", action="store_true", help="Only fail-overs in progress."),
@@ -76,19 +78,23 @@ class ListFailovers(Lister):
             query = query.where(failover.c.load_balancer_id == parsed_args.loadbalancer)
         if parsed_args.open:
             query = query.where(failover.c.ended_at.is_(None))
-        return _LIST_HEAD, map(_list_row, self.app.read(lambda connection: connection.execute(query).all()))
+        # The records of the whole fleet have the newest fail-overs only, those of one load balancer have all.
+        scope = Scope(load_balancer=parsed_args.loadbalancer) if parsed_args.loadbalancer else None
+        return _LIST_HEAD, map(_list_row, self.app.read(lambda connection: connection.execute(query).all(), scope))
 
 
 class ShowFailover(ShowOne):
     """Show the cause and the events of one fail-over."""
 
+    read_only_mode = True
     arguments = (argument("failover", type=int, metavar="ID", help="Number of the fail-over, from `failover list`."),)
 
     def values(self, parsed_args: argparse.Namespace) -> dict[str, Any]:
         number = parsed_args.failover
         query = sa.select(failover).where(failover.c.id == number)
         row, events = self.app.read(
-            lambda connection: (connection.execute(query).first(), failovers.list_failover_events(connection, number))
+            lambda connection: (connection.execute(query).first(), failovers.list_failover_events(connection, number)),
+            Scope(failover=number),
         )
         if row is None:
             raise UnknownObject(
@@ -113,6 +119,8 @@ class ShowFailover(ShowOne):
 
 class FailoverStatus(ShowOne):
     """Show whether silent amphorae are replaced now, which amphorae are silent, and what happens next."""
+
+    read_only_mode = True
 
     def values(self, _parsed_args: argparse.Namespace) -> dict[str, Any]:
         def read(connection: sa.Connection) -> tuple[Any, ...]:
@@ -149,6 +157,8 @@ class ListUnknownAmphorae(Lister):
 
     The control plane has no key for these heartbeats and cannot verify them. Such a heartbeat is a hint, not a proof.
     """
+
+    read_only_mode = True
 
     def take_action(self, _parsed_args: argparse.Namespace) -> Table:
         rows = self.app.read(unknown_amphorae.list_unknown_amphorae)

@@ -242,6 +242,16 @@ class Amphorae(Rows):
         return ", ".join(words)
 
 
+class StatusReasons(Rows):
+    """Objects of a load balancer with a status that needs an explanation, and the reason."""
+
+    empty = "none: every object is ACTIVE, and ONLINE or NO_MONITOR"
+
+    def describe(self, row: Mapping[str, Any]) -> str:
+        since = "" if row["since"] is None else f", since {Timestamp(row['since']).human_readable()}"
+        return f"{row['kind']} {row['id']} {row['provisioning']}, {row['operating']}{since}: {row['reason']}"
+
+
 class Failovers(Rows):
     """Fail-overs in progress, oldest first."""
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of this host: keys, files, sockets, backends and the message broker.
+"""Checks of this host: keys, files, sockets, backends, the message broker and Octavia's API.
 
 Invariant: every check has a time limit, changes nothing and returns a result; an exception is a failed check. A check
 does not fail because of a part that only another kind of host needs.
@@ -24,6 +24,7 @@ from amphora_driver.database.tables import job
 from amphora_driver.database.vault import Vault
 from amphora_driver.errors import AmphoraDriverError
 from amphora_driver.maintenance import reencryption
+from amphora_driver.openstack import octavia, session
 from amphora_driver.plugins import Catalogue
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
 
     from amphora_driver.database.engine import Database
 
-# Each check of amphoractl waits at most 5 s for an answer from the message broker or from a socket of Octavia.
+# Each check of amphoractl waits at most 5 s for an answer from the message broker, from a socket of Octavia, or for a
+# part of an answer of Octavia's API.
 _TIMEOUT = 5.0
 # A check of octavia-driver-agent sends a request that changes nothing. Without any request, a process of
 # octavia-driver-agent would read from the closed connection forever.
@@ -69,7 +71,7 @@ def check_keys(conf: ConfigOpts, database: Database) -> Check:
 
 def check_authorities(conf: ConfigOpts, rows: Sequence[Any], now: float) -> Check:
     """Check the expiry of the configured certificates and of the CAs in the database that are not gone."""
-    found = {f"authority {row.id} ({row.kind}, {row.state})": float(row.expires_at) for row in rows}
+    found = recorded_authorities(rows)
     missing = []
     for option in _CERTIFICATE_OPTIONS:
         path = Path(conf.amp_certificates[option])
@@ -84,6 +86,11 @@ def check_authorities(conf: ConfigOpts, rows: Sequence[Any], now: float) -> Chec
         words = "; ".join(missing)
         return warning(f"not readable on this host: {words}. Controllers and amphoractl need these files.")
     return status_checks.check_authorities(found, now)
+
+
+def recorded_authorities(rows: Sequence[Any]) -> dict[str, float]:
+    """Return the ends of the CAs in the database (seconds since 1970), by a name for the output."""
+    return {f"authority {row.id} ({row.kind}, {row.state})": float(row.expires_at) for row in rows}
 
 
 def check_backends(conf: ConfigOpts, database: Database) -> Check:
@@ -147,6 +154,18 @@ def check_broker(conf: ConfigOpts) -> Check:
         words = answer[0]
     remedy = f"Check RabbitMQ; without it changes wait up to {conf.amp_queue.poll_interval:.0f} s."
     return warning(f"{words}. {remedy}")
+
+
+def check_provider(conf: ConfigOpts) -> Check:
+    """Check that Octavia's API offers this provider; without a configured account, nothing is checked."""
+    if not session.has_account(conf):
+        words = "not checked: no account for Octavia's API is configured"
+        return success(f"{words}. To check it, set auth_type and its options in [amp_openstack]")
+    try:
+        names = octavia.list_providers(conf, _TIMEOUT)
+    except AmphoraDriverError as error:
+        return warning(str(error))
+    return status_checks.check_provider(conf.amp_octavia.provider, names)
 
 
 def run_check(name: str, check: Callable[[], Check]) -> Check:

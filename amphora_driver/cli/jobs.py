@@ -27,11 +27,15 @@ HEAD = (
 class ListJobs(Lister):
     """List load balancers with pending changes: owner, last error, and what each one waits for."""
 
+    read_only_mode = True
+
     def take_action(self, parsed_args: argparse.Namespace) -> Table:
         now = time.time()
         pending, to_report, since = queries.count_pending(), queries.count_unreported(), queries.pending_since()
         undone = sa.or_(job.c.dirty, job.c.committed < job.c.generation, job.c.read_back, pending > 0, to_report > 0)
-        columns = (job, pending.label("pending"), to_report.label("to_report"), since.label("since"))
+        # The column `reread` may be long, and no line shows it.
+        shown = (column for column in job.c if column.name != "reread")
+        columns = (*shown, pending.label("pending"), to_report.label("to_report"), since.label("since"))
         query = sa.select(*columns).where(undone, queries.IS_LOAD_BALANCER).order_by(since, job.c.load_balancer_id)
         rows = self.app.read(lambda connection: connection.execute(query).all())
         return HEAD, (_row(row, now) for row in rows)

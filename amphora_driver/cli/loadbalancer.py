@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -20,19 +21,23 @@ from amphora_driver.cli.command import LOAD_BALANCER, Command, Lister, ShowOne, 
 from amphora_driver.cli.formatting import Age, Counts, Remaining, Timestamp, Value, ValueList
 from amphora_driver.cli.jobs import waits_for
 from amphora_driver.cli.queries import LoadBalancerSummary
-from amphora_driver.database.tables import desired_object, job, request
+from amphora_driver.database.tables import desired_object, job, object_status, request
 from amphora_driver.errors import UnknownObject
-from amphora_driver.model.enums import Kind
+from amphora_driver.model.enums import Kind, Operating, Provisioning
 from amphora_driver.model.loadbalancer import LoadBalancer
 from amphora_driver.reconcile import defaults, vip_allocation
 from amphora_driver.render import haproxy
 from amphora_driver.store import desired_objects, vip_claims
+from amphora_driver.store.requests import Op
+from amphora_driver.telemetry.records import Scope
 
 LIST_HEAD = (
     *("ID", "Name", "Project", "Topology", "Provisioning", "Operating", "Wanted", "Applied", "Amphorae", "Has VIPs"),
     *("Last heartbeat", "Waits for", "Attempts", "Error", "Fail-over"),
 )
 LONG_HEAD = (*LIST_HEAD, "Reason", "VIPs", "Pending since", "Next attempt", "Owner", "Op", "Dirty", "Drift")
+# An ACTIVE object with one of these operating statuses needs no explanation.
+_HEALTHY = {Operating.ONLINE.value, Operating.NO_MONITOR.value}
 _STATUS_HELP = (
     "Only load balancers with this provisioning or operating status or prefix of it (PENDING); can be repeated."
 )
@@ -41,6 +46,7 @@ _STATUS_HELP = (
 class ListLoadBalancers(Lister):
     """List load balancers: statuses, desired and applied generation, amphorae, and pending changes."""
 
+    read_only_mode = True
     arguments = (
         argument("--project", metavar="ID", help="Only load balancers of this project."),
         argument("--status", action="append", metavar="STATUS", help=_STATUS_HELP),
@@ -68,8 +74,13 @@ class ListLoadBalancers(Lister):
 
 
 class ShowLoadBalancer(ShowOne):
-    """Show one load balancer: statuses with reason, amphorae, fail-overs, and the latest requests."""
+    """Show one load balancer: statuses, amphorae, fail-overs, and the latest requests.
 
+    *Reasons* lists each object of the load balancer with a status other than ACTIVE and ONLINE, and the reason of the
+    status. Octavia's API shows the status without a reason.
+    """
+
+    read_only_mode = True
     arguments = (
         LOAD_BALANCER,
         argument(
@@ -80,7 +91,8 @@ class ShowLoadBalancer(ShowOne):
     def values(self, parsed_args: argparse.Namespace) -> dict[str, Any]:
         now = time.time()
         shown: dict[str, Any] = self.app.read(
-            lambda connection: _details(connection, parsed_args.load_balancer, parsed_args.requests, now)
+            lambda connection: _details(connection, parsed_args.load_balancer, parsed_args.requests, now),
+            Scope(load_balancer=parsed_args.load_balancer),
         )
         return shown
 
@@ -88,6 +100,7 @@ class ShowLoadBalancer(ShowOne):
 class ShowHistory(Lister):
     """List the events of a load balancer, newest first: requests with their outcome, fail-overs, resyncs."""
 
+    read_only_mode = True
     arguments = (
         argument(
             "load_balancer",
@@ -104,7 +117,7 @@ class ShowHistory(Lister):
             chosen = queries.find_load_balancer_id(connection, prefix, deleted=True)
             return history.list_events(connection, chosen, limit)
 
-        return history.HEAD, map(history.to_row, self.app.read(read))
+        return history.HEAD, map(history.to_row, self.app.read(read, Scope(load_balancer=prefix)))
 
 
 class RenderLoadBalancer(Command):
@@ -172,6 +185,7 @@ def _details(connection: sa.Connection, text: str, requests: int, now: float) ->
         "Leased until": Timestamp(row.leased_until),
         "Objects pending": row.pending,
         "To report": row.to_report,
+        "Reasons": formatting.StatusReasons(find_status_reasons(_statuses_of(connection, load_balancer_id), row, now)),
         "Compute": Value(row.compute),
         "Network": Value(row.network),
         **(_vips(connection, node) if node is not None else {}),
@@ -182,6 +196,59 @@ def _details(connection: sa.Connection, text: str, requests: int, now: float) ->
         "Fail-overs": formatting.Failovers([dict(failover._mapping) for failover in one.failovers]),  # noqa: SLF001 - SQLAlchemy documents this name
         "Requests": formatting.Requests(_requests(connection, load_balancer_id, requests)),
     }
+
+
+def find_status_reasons(statuses: Iterable[Any], work: Any, now: float) -> list[dict[str, Any]]:
+    """Return the objects whose status needs an explanation, with the reason.
+
+    Args:
+        statuses: rows of `object_status` with the column `removed` of `desired_object`.
+        work: row of `job` with the column `to_report`.
+        now: seconds since 1970.
+    """
+    found = []
+    for row in statuses:
+        provisioning, operating = _object_provisioning(row, work), row.operating or Operating.OFFLINE.value
+        if provisioning == Provisioning.ACTIVE.value and operating in _HEALTHY:
+            continue
+        reasons = [row.reason] if row.reason else []
+        if provisioning.startswith("PENDING"):
+            # An earlier reason does not explain a pending change, so the reason of the delay is first.
+            reasons.insert(0, f"the change waits for {waits_for(work, now)}")
+        if provisioning != Provisioning.ACTIVE.value and work.error and work.error not in reasons:
+            reasons.append(f"last error of the job: {work.error}")
+        found.append(
+            {
+                "kind": "l7policy" if row.kind == Kind.L7POLICY.value else row.kind[:-1],
+                "id": row.object_id,
+                "provisioning": provisioning,
+                "operating": operating,
+                "since": row.since or None,
+                "reason": "; ".join(reasons) or "no reason is recorded",
+            }
+        )
+    return found
+
+
+def _object_provisioning(row: Any, work: Any) -> str:
+    """Return the provisioning status of an object that Octavia's users see."""
+    if row.pending is None or row.provisioning == Provisioning.ERROR.value:
+        return str(row.provisioning or "unknown")
+    if work.op == Op.DELETE or row.removed:
+        return "PENDING_DELETE"
+    return "PENDING_UPDATE" if row.provisioning else "PENDING_CREATE"
+
+
+def _statuses_of(connection: sa.Connection, load_balancer_id: str) -> Sequence[Any]:
+    """Return the statuses of all objects of a load balancer, except of deleted ones."""
+    query = (
+        sa.select(object_status, desired_object.c.removed)
+        .outerjoin(desired_object, desired_object.c.id == object_status.c.object_id)
+        .where(object_status.c.load_balancer_id == load_balancer_id)
+        .order_by(object_status.c.kind, object_status.c.object_id)
+    )
+    rows = connection.execute(query).all()
+    return [row for row in rows if row.provisioning != Provisioning.DELETED.value]
 
 
 def _amphora_fields(row: Any, one: LoadBalancerSummary) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from amphora_driver.database.tables_fleet import certificate_authority, process,
 from amphora_driver.errors import AmphoraDriverError
 from amphora_driver.store import circuit_breaker, failovers, process_registry, resyncs, sealed_secrets
 from amphora_driver.store.sealed_secrets import ExpiringSecret
-from amphora_driver.telemetry.alerts import DEAD_AFTER
+from amphora_driver.telemetry.process_groups import DEAD_AFTER
 
 HEAD = ("Check", "Result", "Details")
 _DAY = 86_400.0
@@ -33,8 +33,12 @@ _MAX_EXPIRING = 1000
 
 
 class CheckStatus(Lister):
-    """Check the control plane and the amphorae. Exit status 0: success, 1: warnings, 2: failures."""
+    """Check the control plane and the amphorae. Exit status 0: success, 1: warnings, 2: failures.
 
+    In the read-only mode, the checks of this host are omitted: sockets, broker, keys, files, backends, Octavia's API.
+    """
+
+    read_only_mode = True
     arguments = (argument("--problems", action="store_true", help="Show only warnings and failures."),)
     worst = Result.SUCCESS
 
@@ -49,9 +53,13 @@ class CheckStatus(Lister):
         return int(super().run(parsed_args)) or int(self.worst)
 
     def _run_all(self) -> Iterator[Check]:
+        if self.app.records is not None:
+            yield from self._run_on_records()
+            return
         conf = self.app.conf
         yield run_check("Local sockets", lambda: host_checks.check_local_sockets(conf))
         yield run_check("Broker", lambda: host_checks.check_broker(conf))
+        yield run_check("Octavia's providers", lambda: host_checks.check_provider(conf))
         schema = _check_schema(self.app)
         yield schema
         if schema.result is Result.FAILURE:
@@ -67,7 +75,18 @@ class CheckStatus(Lister):
         except AmphoraDriverError as error:
             yield failure(str(error), "Database")
             return
-        yield from _check_rows(conf, rows, now)
+        yield from _check_rows(conf, rows, now, host=True)
+
+    def _run_on_records(self) -> Iterator[Check]:
+        """Check the records of a status page."""
+        try:
+            rows = self.app.read(_read_rows)
+        except AmphoraDriverError as error:
+            yield failure(str(error), "Status page")
+            return
+        found = self.app.records.newest
+        yield success(f"a process of version {found.version} answers", "Status page")
+        yield from _check_rows(self.app.conf, rows, found.at, host=False)
 
 
 class Rows(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,7 +119,8 @@ def _check_schema(app: Any) -> Check:
 def _read_rows(connection: sa.Connection, expiry_before: float) -> Rows:
     machines = queries.amphora_query().where(queries.IS_NO_SPARE)
     authority = certificate_authority.c
-    current = sa.select(certificate_authority).where(authority.state != "gone").order_by(authority.id)
+    columns = (authority.id, authority.kind, authority.state, authority.expires_at)
+    current = sa.select(*columns).where(authority.state != "gone").order_by(authority.id)
     return Rows(
         processes=connection.execute(sa.select(process).order_by(process.c.host, process.c.name)).all(),
         load_balancers=queries.list_load_balancers(connection),
@@ -115,18 +135,19 @@ def _read_rows(connection: sa.Connection, expiry_before: float) -> Rows:
     )
 
 
-def _check_rows(conf: Any, rows: Rows, now: float) -> Iterator[Check]:
+def _check_rows(conf: Any, rows: Rows, now: float, *, host: bool) -> Iterator[Check]:
+    """Yield the checks of rows, and with `host` those that also read files and sockets of this host."""
     # The time-outs of a boot and of an operation limit the duration of every change of a load balancer. So a change
     # that is still open later indicates a problem.
     max_seconds = conf.amp_controller.boot_timeout + conf.amp_controller.operation_timeout
     known = {one.work.load_balancer_id for one in rows.load_balancers}
-    agents = [row for row in rows.processes if row.kind == process_registry.ProcessKind.PROVIDER_AGENT.value]
-    here = any(row.host == socket.gethostname() for row in agents)
-    elsewhere = any(now - row.seen_at <= DEAD_AFTER for row in agents)
     yield from status_checks.check_processes(rows.processes, now, process_registry.installed_version())
     checks: dict[str, Callable[[], Check]] = {
-        "Octavia's sockets": lambda: host_checks.check_octavia_sockets(conf, elsewhere=elsewhere, here=here),
+        "Octavia's sockets": lambda: _check_octavia_sockets(conf, rows.processes, now),
         "Certificate authorities": lambda: host_checks.check_authorities(conf, rows.authorities, now),
+        "Recorded authorities": lambda: status_checks.check_authorities(
+            host_checks.recorded_authorities(rows.authorities), now
+        ),
         "Certificates": lambda: status_checks.check_certificates(rows.machines, now),
         "TLS certificates": lambda: status_checks.check_tls_certificates(rows.expiring, now, conf.amp_tls.expiry_days),
         "Circuit breaker": lambda: status_checks.check_breaker(rows.breaker),
@@ -146,5 +167,14 @@ def _check_rows(conf: Any, rows: Rows, now: float) -> Iterator[Check]:
         "Octavia's records": lambda: status_checks.check_resyncs(rows.resyncs, now, max_seconds),
     }
     yield from status_checks.check_load_balancers(rows.load_balancers, now, max_seconds)
+    omitted = {"Recorded authorities"} if host else {"Octavia's sockets", "Certificate authorities"}
     for name, check in checks.items():
-        yield run_check(name, check)
+        if name not in omitted:
+            yield run_check(name, check)
+
+
+def _check_octavia_sockets(conf: Any, processes: Sequence[Any], now: float) -> Check:
+    agents = [row for row in processes if row.kind == process_registry.ProcessKind.PROVIDER_AGENT.value]
+    here = any(row.host == socket.gethostname() for row in agents)
+    elsewhere = any(now - row.seen_at <= DEAD_AFTER for row in agents)
+    return host_checks.check_octavia_sockets(conf, elsewhere=elsewhere, here=here)

@@ -19,7 +19,8 @@ from amphora_driver.cli import queries
 from amphora_driver.cli.formatting import format_duration
 from amphora_driver.model.amphora import AmphoraState, describe_resources
 from amphora_driver.store import circuit_breaker, process_registry
-from amphora_driver.telemetry.alerts import DEAD_AFTER, MONTH, RENEWAL_OVERDUE
+from amphora_driver.telemetry.alerts import MONTH, RENEWAL_OVERDUE
+from amphora_driver.telemetry.process_groups import DEAD_AFTER, LOOP_SECONDS, group_processes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -93,9 +94,10 @@ def check_processes(rows: Sequence[Any], now: float, installed: str) -> list[Che
     """Check that a process of each kind is alive, and that all have the installed version."""
     found = []
     for kind, (name, remedy) in _KINDS.items():
-        mine = [row for row in rows if row.kind == kind.value]
-        alive = [row for row in mine if now - row.seen_at <= DEAD_AFTER]
-        gone = [row for row in mine if now - row.seen_at > DEAD_AFTER]
+        groups = [one for one in group_processes(rows, now) if one.kind == kind.value]
+        alive = [row for one in groups for row in one.alive]
+        gone = [row for one in groups for row in one.missing]
+        loops = [one for one in groups if one.restarts_repeatedly(now)]
         hosts = ", ".join(sorted(f"{row.host} ({row.version})" for row in alive))
         if not alive:
             last = max((row.seen_at for row in gone), default=None)
@@ -109,6 +111,10 @@ def check_processes(rows: Sequence[Any], now: float, installed: str) -> list[Che
             lost = ", ".join(f"{row.host} (last sign {format_duration(now - row.seen_at)} ago)" for row in gone)
             words = f"alive: {hosts}; ended without a shutdown: {lost}. Check its log and start it again."
             found.append(warning(words, name))
+        elif loops:
+            counted = ", ".join(f"{one.host} ({one.recent_deaths(now)} times)" for one in loops)
+            words = f"ended without a shutdown and replaced in the last {LOOP_SECONDS / 60:.0f} min: {counted}"
+            found.append(warning(f"{words}. Check the log of the process.", name))
         else:
             found.append(success(f"alive: {hosts}", name))
     versions = {row.version or "unknown" for row in rows if now - row.seen_at <= DEAD_AFTER}
@@ -118,6 +124,16 @@ def check_processes(rows: Sequence[Any], now: float, installed: str) -> list[Che
     else:
         found.append(success(f"{installed} on all hosts", "Versions"))
     return found
+
+
+def check_provider(provider: str, offered: Sequence[str]) -> Check:
+    """Check that the list of providers of Octavia's API contains this provider."""
+    if provider in offered:
+        return success(f"octavia-api offers {provider}")
+    words = f"octavia-api does not offer {provider}, only: {', '.join(offered) or 'nothing'}"
+    cause = "It drops a driver that it cannot load at its start: its log has 'Unable to load provider driver'"
+    remedy = "Correct the reason in the log, or enabled_provider_drivers in octavia.conf, and restart octavia-api."
+    return failure(f"{words}. {cause}. {remedy}")
 
 
 def check_load_balancers(found: Sequence[LoadBalancerSummary], now: float, max_seconds: float) -> list[Check]:

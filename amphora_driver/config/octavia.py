@@ -7,6 +7,10 @@ from oslo_config import cfg
 
 OPTIONS: dict[str, dict[cfg.Opt, str]] = {
     "amp_octavia": {
+        cfg.StrOpt("provider", default="haproxy"): (
+            "Name of this provider in Octavia's enabled_provider_drivers. `amphoractl status check` looks for it in "
+            "the list of providers of Octavia's API."
+        ),
         cfg.StrOpt("status_socket", default="/var/run/octavia/status.sock"): (
             "Unix socket on which octavia-driver-agent receives statuses. The same as its status_socket_path."
         ),

@@ -29,6 +29,10 @@ OPTIONS: dict[str, dict[cfg.Opt, str]] = {
         cfg.StrOpt("network_endpoint_override"): "Address of Neutron. The default is the endpoint in the catalogue.",
         cfg.StrOpt("compute_endpoint_override"): "Address of Nova. The default is the endpoint in the catalogue.",
         cfg.StrOpt("image_endpoint_override"): "Address of Glance. The default is the endpoint in the catalogue.",
+        cfg.StrOpt("load_balancer_endpoint_override"): (
+            "Address of Octavia's API, which only `amphoractl status check` uses. The default is the endpoint in the "
+            "catalogue."
+        ),
     },
     "amp_compute_nova": {
         cfg.ListOpt("management_networks", default=[]): (

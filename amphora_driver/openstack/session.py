@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 GROUP = "amp_openstack"
 _WANTED = "connect to OpenStack"
+# The last part of the address of a service with one version of its API.
+_VERSIONS = {"network": "v2.0", "load_balancer": "v2"}
 
 
 class Service:
@@ -29,7 +31,7 @@ class Service:
 
     Args:
         conf: our options.
-        kind: the type of the service in the catalogue: `network`, `compute` or `image`.
+        kind: the name of the service in openstacksdk: `network`, `compute`, `image` or `load_balancer`.
         octavia_group: the group of octavia.conf with options of this service, for `octavia_config`.
         timeout: seconds that a request waits for a connection, and for each part of the answer.
     """
@@ -138,10 +140,11 @@ class Service:
             )
         session = loading.load_session_from_conf_options(conf, group, auth=auth, session=_http(self._timeout))
         adapter = getattr(Connection(session=session, **self._endpoint(conf, groups[0])), self._kind)
-        if self._kind == "network" and adapter.endpoint_override:
-            # Without a version in `network_endpoint_override`, openstacksdk asks Neutron for it. If Neutron does not
+        version = _VERSIONS.get(self._kind)
+        if version and adapter.endpoint_override:
+            # Without a version in the configured address, openstacksdk asks the service for it. If the service does not
             # answer, openstacksdk keeps the address, and each request of this process would fail with status 404.
-            adapter.endpoint_override = f"{adapter.endpoint_override.rstrip('/').removesuffix('/v2.0')}/v2.0"
+            adapter.endpoint_override = f"{_without_version(adapter.endpoint_override)}/{version}"
         return adapter
 
     def _source(self) -> tuple[ConfigOpts, tuple[str, ...]]:
@@ -170,8 +173,27 @@ class Service:
             region = region or theirs.region_name
             interface = interface or next(iter(theirs.valid_interfaces or ()), None)
             address = address or theirs.endpoint_override
+        if address and self._kind == "load_balancer":
+            # Octavia has the document with its versions at the address without a version only.
+            address = _without_version(address)
         values = {"region_name": region, "interface": interface, f"{self._kind}_endpoint_override": address}
         return {name: value for name, value in values.items() if value}
+
+
+def _without_version(address: str) -> str:
+    return address.rstrip("/").removesuffix("/v2.0").removesuffix("/v2")
+
+
+def has_account(conf: ConfigOpts) -> bool:
+    """Whether an account is configured; False without keystoneauth, which only an OpenStack cloud needs."""
+    if conf[GROUP].octavia_config:
+        return True
+    try:
+        from keystoneauth1 import loading  # noqa: PLC0415 - a slow import
+    except ImportError:
+        return False
+    loading.register_auth_conf_options(conf, GROUP)
+    return bool(conf[GROUP].auth_type)
 
 
 def _http(timeout: float) -> Any:

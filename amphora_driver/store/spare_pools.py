@@ -140,8 +140,9 @@ def count_users(connection: sa.Connection, pool_id: str) -> int:
 
 
 def list_pools(connection: sa.Connection) -> Sequence[sa.Row[Any]]:
-    """Return the `job` rows of all pools."""
-    return connection.execute(sa.select(job).where(job.c.op == OP).order_by(job.c.load_balancer_id)).all()
+    """Return the `job` rows of all pools, without the column `reread`, which pools do not use."""
+    columns = (one for one in job.c if one.name != "reread")
+    return connection.execute(sa.select(*columns).where(job.c.op == OP).order_by(job.c.load_balancer_id)).all()
 
 
 def set_spare_pool(

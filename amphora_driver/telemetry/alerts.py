@@ -14,19 +14,21 @@ import msgspec
 
 from amphora_driver.model.amphora import describe_resources
 from amphora_driver.store.circuit_breaker import BLIND
-from amphora_driver.store.process_registry import HEARTBEAT_INTERVAL, ProcessKind
+from amphora_driver.store.process_registry import ProcessKind
+from amphora_driver.telemetry.process_groups import LOOP_SECONDS, group_processes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from amphora_driver.telemetry.fleet_snapshot import AmphoraInfo, FleetSnapshot, LoadBalancerInfo
 
-# The status page shows a process as dead after the process has missed five heartbeats.
-DEAD_AFTER = 5 * HEARTBEAT_INTERVAL
 # The status page shows a notice if a job, a status report or a confirmation is 30 s late. After 300 s, the notice
 # becomes more severe.
 _LATE = 30.0
 _VERY_LATE = 300.0
+# A health manager records an unknown amphora every ten seconds while it sends heartbeats. The row stays for a day after
+# the last heartbeat, but the notice disappears after five minutes.
+_UNKNOWN_FOR = 300.0
 _DAY = 86_400.0
 # The status page shows the rotation of a CA as overdue if the CA expires in less than 30 days.
 MONTH = 30 * _DAY
@@ -151,7 +153,7 @@ def _control_plane_notices(fleet: FleetSnapshot) -> Iterator[Notice]:
         if left < MONTH and authority.state == "current":
             level = Level.CRITICAL if left < _DAY else Level.WARNING
             yield _fleet_notice(level, f"the CA of {authority.kind} certificates expires in {left / _DAY:.1f} days")
-    for unknown in fleet.unknown_amphorae:
+    for unknown in (one for one in fleet.unknown_amphorae if fleet.at - one.last_at <= _UNKNOWN_FOR):
         text = f"{unknown.address} sends heartbeats with the unknown amphora id {unknown.amphora_id}"
         yield _fleet_notice(Level.WARNING, f"{text}: {unknown.verdict}" if unknown.verdict else text, unknown.first_at)
     for pool in fleet.pools:
@@ -178,14 +180,21 @@ def _breaker_notices(fleet: FleetSnapshot) -> Iterator[Notice]:
 
 
 def _process_notices(fleet: FleetSnapshot) -> Iterator[Notice]:
-    alive = {one.kind for one in fleet.processes if fleet.at - one.seen_at <= DEAD_AFTER}
+    groups = group_processes(fleet.processes, fleet.at)
+    alive = {one.kind for one in groups if one.alive}
     for kind, text in _WITHOUT_PROCESS.items():
         if kind not in alive:
             yield _fleet_notice(Level.CRITICAL, text)
-    for process in fleet.processes:
-        if fleet.at - process.seen_at > DEAD_AFTER and process.kind in alive:
-            yield _fleet_notice(Level.WARNING, f"{process.kind} {process.name} sends no heartbeats", process.seen_at)
-    controllers = [one for one in fleet.processes if one.kind == ProcessKind.CONTROLLER.value]
+    for group in groups:
+        if group.missing and group.kind in alive:
+            number = "" if len(group.missing) == 1 else f" ({len(group.missing)} processes)"
+            text = f"{group.kind} on host {group.host} sends no heartbeats and was not replaced{number}"
+            yield _fleet_notice(Level.WARNING, text, group.missing[0].seen_at)
+        if group.alive and group.restarts_repeatedly(fleet.at):
+            times = f"{group.recent_deaths(fleet.at)} times in the last {LOOP_SECONDS / 60:.0f} minutes"
+            text = f"{group.kind} on host {group.host} ended without a shutdown and was replaced {times}: see its log"
+            yield _fleet_notice(Level.WARNING, text)
+    controllers = [one for group in groups if group.kind == ProcessKind.CONTROLLER.value for one in group.alive]
     if controllers and all(one.draining for one in controllers):
         yield _fleet_notice(Level.CRITICAL, "every controller is draining: no new jobs are started")
 

@@ -18,6 +18,7 @@ from prometheus_client.exposition import choose_encoder
 from amphora_driver.metrics import CAUSES
 from amphora_driver.model.amphora import Resource
 from amphora_driver.telemetry.alerts import Level, due_now, oldest_due, worst_level
+from amphora_driver.telemetry.process_groups import DEAD_AFTER
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -208,8 +209,9 @@ def _control_plane_metrics(fleet: FleetSnapshot) -> Iterator[Metric]:
     oldest = fleet.outbox.oldest
     age = 0.0 if oldest is None else max(0.0, fleet.at - oldest)
     yield _gauge("amphora_fleet_outbox_oldest_seconds", "Age of the oldest unreported status.", age)
-    seen = GaugeMetricFamily("amphora_fleet_processes", "Processes of the control plane.", labels=["kind", "draining"])
-    counted = Counter((one.kind, str(one.draining).lower()) for one in fleet.processes)
+    seen = GaugeMetricFamily("amphora_fleet_processes", "Living processes.", labels=["kind", "draining"])
+    alive = [one for one in fleet.processes if fleet.at - one.seen_at <= DEAD_AFTER]
+    counted = Counter((one.kind, str(one.draining).lower()) for one in alive)
     for (kind, draining), number in sorted(counted.items()):
         seen.add_metric([kind, draining], number)
     yield seen

@@ -130,7 +130,8 @@ _LAST_EVENTS = _STEP.where(_EVENT.c.id.in_(_LAST_IDS)).limit(MAX_ROWS)
 _WAITING = _STATUS.c.version > _STATUS.c.reported
 _OUTBOX = sa.select(sa.func.count().label("waiting"), sa.func.min(_STATUS.c.since).label("oldest")).where(_WAITING)
 _PROCESS = tables_fleet.process
-_PROCESSES = sa.select(_PROCESS).order_by(_PROCESS.c.kind, _PROCESS.c.name).limit(MAX_ROWS)
+# Rows of killed processes stay for an hour. The order by the last heartbeat keeps living processes within the limit.
+_PROCESSES = sa.select(_PROCESS).order_by(_PROCESS.c.seen_at.desc(), _PROCESS.c.name).limit(MAX_ROWS)
 _ITEM = tables_fleet.rotation_item
 _ROTATIONS = sa.select(tables_fleet.rotation).order_by(tables_fleet.rotation.c.id.desc()).limit(MAX_ROTATIONS)
 _ITEMS = (

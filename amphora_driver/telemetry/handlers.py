@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers HTTP requests for the status page, its JSON, the metrics and the health check.
+"""Answers HTTP requests for the status page, its JSON, records, the metrics and the health check.
 
 Invariant: no request changes anything. All requests within a second share one result, so a hundred viewers cost as much
-as one. The health check of the process needs no authorization; all other paths need it.
+as one. The health check of the process needs no authorization; all other paths need it. Records need a token.
 """
 
 from __future__ import annotations
@@ -18,15 +18,18 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from amphora_driver.errors import AmphoraDriverError
 from amphora_driver.metrics import OURS
 from amphora_driver.secret import Secret
 from amphora_driver.telemetry import fleet_metrics, status_page
 from amphora_driver.telemetry.http_request import Request, RequestRefused, authorize
+from amphora_driver.telemetry.records import Scope
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable
 
+    from amphora_driver.telemetry.records import RecordReader
     from amphora_driver.telemetry.snapshot_cache import SnapshotCache, View
 
 LOG = logging.getLogger(__name__)
@@ -34,6 +37,7 @@ _HTML = "text/html; charset=utf-8"
 _JSON = "application/json"
 _TEXT = "text/plain; charset=utf-8"
 _MAX_CACHED = 16
+_MAX_ID = 36
 # The status page server compresses only bodies of more than 1024 bytes, because compression saves little for shorter
 # bodies.
 _MIN_COMPRESSED = 1024
@@ -121,6 +125,7 @@ class RequestHandler:
     """Answers all paths of the server. `is_working` returns the result of the health check."""
 
     snapshots: SnapshotCache
+    records: RecordReader
     process: status_page.ProcessIdentity
     tokens: TokenFile
     is_working: Callable[[], bool]
@@ -133,7 +138,10 @@ class RequestHandler:
             if request.path == "/healthz":
                 working = self.is_working()
                 return Response(status=200 if working else 503, body=b"ok\n" if working else b"not working\n")
-            authorize(request, peer, self.tokens.read_token())
+            token = self.tokens.read_token()
+            authorize(request, peer, token)
+            if request.path == "/records.json":
+                return self._respond_with_records(request, token)
             return self._respond(request)
         except RequestRefused as refusal:
             return refusal_response(refusal)
@@ -159,6 +167,17 @@ class RequestHandler:
             return Response(content_type=content_type, body=text)
         raise RequestRefused(404, "There is no such page.")
 
+    def _respond_with_records(self, request: Request, token: Secret | None) -> Response:
+        if token is None:
+            # Without a token, every user of this machine reaches the page. The records have more details than the page.
+            raise RequestRefused(403, "The records need a token: [amp_status_page] token_file is not set.")
+        scope = parse_scope(request)
+        try:
+            return Response(content_type=_JSON, body=self.records.encode(scope))
+        except AmphoraDriverError as error:
+            LOG.warning("the status page server could not read records for a request and responds with 503: %s", error)
+            raise RequestRefused(503, "The database does not answer.") from None
+
     def _cache(self, view: View, key: tuple[str, str], make: Callable[[], bytes]) -> bytes:
         """Return the cached result for this view. One thread computes a missing result while others wait."""
         with self._lock:
@@ -167,6 +186,17 @@ class RequestHandler:
             if key not in self._cached:
                 self._cached[key] = make()
             return self._cached[key]
+
+
+def parse_scope(request: Request) -> Scope:
+    """Return the scope of a request for records; raises RequestRefused for an invalid one."""
+    failover, prefix = request.query_value("failover"), request.query_value("load_balancer")
+    # A number of more digits exceeds the integers of a database.
+    if failover and not (failover.isascii() and failover.isdigit() and len(failover) <= 18):
+        raise RequestRefused(400, "The number of the fail-over is invalid.")
+    if len(prefix) > _MAX_ID or (failover and prefix):
+        raise RequestRefused(400, "The scope of the records is invalid.")
+    return Scope(load_balancer=prefix or None, failover=int(failover) if failover else None)
 
 
 def refusal_response(refusal: RequestRefused) -> Response:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Protocol
 from amphora_driver.store.process_registry import ProcessKind, installed_version
 from amphora_driver.telemetry.handlers import RequestHandler, Response, TokenFile, refusal_response
 from amphora_driver.telemetry.http_request import MAX_HEAD_SIZE, RequestRefused, parse_request
+from amphora_driver.telemetry.records import RecordReader, read_options
 from amphora_driver.telemetry.snapshot_cache import SnapshotCache, open_read_only
 from amphora_driver.telemetry.status_page import ProcessIdentity
 
@@ -295,7 +296,8 @@ class Telemetry:
         self._snapshots = SnapshotCache(
             database, conf.amp_health.interval, conf.amp_spares.number, expiry_days=conf.amp_tls.expiry_days
         )
-        handler = RequestHandler(self._snapshots, process, TokenFile(options.token_file), is_working)
+        records = RecordReader(database, process.version, read_options(conf))
+        handler = RequestHandler(self._snapshots, records, process, TokenFile(options.token_file), is_working)
         self.server = StatusServer(options.bind_address, port, handler, options.certificate)
 
     def __enter__(self) -> Telemetry:

@@ -21,12 +21,13 @@ import msgspec
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from amphora_driver.telemetry.alerts import Level, Notice, group_notices, oldest_due, worst_level
+from amphora_driver.telemetry.process_groups import group_processes
 from amphora_driver.telemetry.snapshot_cache import failover_duration
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from amphora_driver.telemetry.fleet_snapshot import AmphoraInfo, FleetSnapshot, LoadBalancerInfo
+    from amphora_driver.telemetry.fleet_snapshot import AmphoraInfo, FleetSnapshot, LoadBalancerInfo, ProcessInfo
     from amphora_driver.telemetry.snapshot_cache import View
 
 _HERE = Path(__file__).parent
@@ -87,6 +88,20 @@ class Row(msgspec.Struct, frozen=True):
     level: Level
 
 
+class ProcessRow(msgspec.Struct, frozen=True):
+    """A line of the list of processes.
+
+    Attributes:
+        process: a living process, or the newest of the dead processes without a successor.
+        replaced: number of dead processes of the kind and host that were replaced, in one line of the group.
+        missing: number of dead processes without a successor; 0 for a living process.
+    """
+
+    process: ProcessInfo
+    replaced: int = 0
+    missing: int = 0
+
+
 def render_page(view: View, process: ProcessIdentity, query: str = "") -> bytes:
     """Return the complete page; `query` is part of a name, id or address of the load balancers to list."""
     return _TEMPLATE.render(**_template_values(view, process, query), style=_STYLE, script=_SCRIPT).encode()
@@ -129,6 +144,7 @@ def _template_values(view: View, process: ProcessIdentity, query: str) -> dict[s
         rows, total = _rows(fleet, view.notices, query.strip().lower()[:MAX_QUERY])
         values |= {
             "rows": rows,
+            "processes": list_process_rows(fleet.processes, fleet.at),
             "matching": total,
             "balancer_bar": _balancer_bar(fleet),
             "amphora_bar": _amphora_bar(fleet),
@@ -184,6 +200,19 @@ def _rows(fleet: FleetSnapshot, notices: Iterable[Notice], query: str) -> tuple[
         rows.append(Row(balancer, tuple(amphorae), level))
     rows.sort(key=lambda row: (-row.level, row.balancer.state == "ACTIVE", row.balancer.name or row.balancer.id))
     return rows[:MAX_ROWS], len(rows)
+
+
+def list_process_rows(processes: Iterable[ProcessInfo], now: float) -> list[ProcessRow]:
+    """Return a line for each living process, and one line for all missing processes of a kind and host."""
+    rows = []
+    for group in group_processes(processes, now):
+        lines = [ProcessRow(one) for one in sorted(group.alive, key=lambda one: one.name)]
+        if group.missing:
+            lines.append(ProcessRow(group.missing[-1], missing=len(group.missing)))
+        # A replaced process has a successor, so the group has at least one line.
+        lines[0] = msgspec.structs.replace(lines[0], replaced=len(group.replaced))
+        rows += lines
+    return rows
 
 
 def _ready(fleet: FleetSnapshot) -> list[AmphoraInfo]:

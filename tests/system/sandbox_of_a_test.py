@@ -21,8 +21,9 @@ AGENT_PYTHON = os.environ.get("AMPHORA_AGENT_PYTHON", sys.executable)
 # Below the ephemeral ports of the kernel (ip(7), ip_local_port_range).
 _FIRST_PORT = 20000
 # A second provider of the common sandbox, which accepts each request and does nothing. tests/cluster/other_provider.py
-# reports its statuses.
-_PROVIDERS = "haproxy: HAProxy and keepalived, noop_driver: a driver that does nothing"
+# reports its statuses. Octavia drops the third one at its start, because no such driver is installed.
+DROPPED = "not_installed"
+_PROVIDERS = f"haproxy: HAProxy and keepalived, noop_driver: a driver that does nothing, {DROPPED}: no driver"
 SECOND_PROVIDER = {"api_settings": {"enabled_provider_drivers": _PROVIDERS}}
 
 

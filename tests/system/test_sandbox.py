@@ -5,8 +5,13 @@ import http.client
 
 import openstack.exceptions
 import pytest
+from sandbox_of_a_test import DROPPED
 
+from amphora_driver import config
+from amphora_driver.cli import host_checks
+from amphora_driver.cli.status_checks import Result
 from amphora_driver.host import detached_process, namespaces
+from amphora_driver.openstack import octavia
 from sandbox import demo_hosts, topology
 from sandbox import settings as sandbox_settings
 
@@ -26,6 +31,18 @@ def test_a_second_up_starts_no_program_again(stack):
 
 def test_all_programs_run(stack):
     assert set(processes(stack)) == {program.name for program in stack.programs()}
+
+
+def test_octavia_drops_a_driver_that_it_cannot_load(settings, tmp_path):
+    account = tmp_path / "account.conf"
+    account.write_text(f"[amp_openstack]\nauth_type = none\nload_balancer_endpoint_override = {settings.endpoint}\n")
+    conf = config.load([str(settings.driver_configuration), str(account)])
+    assert set(octavia.list_providers(conf, 30.0)) == {"haproxy", "noop_driver"}
+    assert host_checks.check_provider(conf).result is Result.SUCCESS
+    conf.set_override("provider", DROPPED, "amp_octavia")
+    found = host_checks.check_provider(conf)
+    assert (found.result, "Unable to load provider driver" in found.details) == (Result.FAILURE, True)
+    assert f"Unable to load provider driver {DROPPED}" in (settings.log / "octavia-api.log").read_text()
 
 
 def test_settings_are_chosen_once(settings, tmp_path):

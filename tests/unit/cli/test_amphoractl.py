@@ -217,7 +217,7 @@ def test_loadbalancer_show(run):
         *("Has VIPs", "Last heartbeat", "Waits for", "Attempts", "Error", "Reason", "VIPs", "Pending since"),
         *("Next attempt", "Owner", "Op", "Dirty", "Status since", "Committed", "Epoch", "Leased until"),
         *("Objects pending", "To report", "Compute", "Network", "Profile", "Spare pool", "Objects", "Fail-overs"),
-        "Requests",
+        *("Reasons", "Requests"),
     }
     assert (shown["Topology"], shown["Compute"], shown["Network"]) == ("SINGLE", "netns", "local")
     assert shown["Profile"] == {"timeout_tunnel": 60000}
@@ -226,6 +226,9 @@ def test_loadbalancer_show(run):
     assert (machine["id"], machine["confirmed"], machine["heard"], machine["has_vips"]) == (AMPHORA, 7, 7, True)
     assert (machine["silent"], machine["verdict"]) == ("mute", "its agent answers")
     assert machine["certificate_expires_at"] == "2027-01-15T08:00:00+00:00"
+    (reason,) = shown["Reasons"]
+    assert (reason["kind"], reason["id"], reason["provisioning"]) == ("loadbalancer", LB, "PENDING_UPDATE")
+    assert reason["reason"].startswith("the change waits for Octavia's commit; two members are down; last error")
     (failover,) = shown["Fail-overs"]
     assert (failover["cause"], failover["begun_at"]) == ("silent", "1970-01-01T00:16:41+00:00")
     assert shown["Leased until"] == "2001-09-09T01:46:40+00:00"
@@ -246,6 +249,7 @@ def test_loadbalancer_show_as_a_table(run):
         f"{AMPHORA} single ready, had the VIPs, confirmed 7, last heartbeat ",
         "silent: mute, verdict: its agent answers, last drift: routes",
         "1: silent, begun",
+        f"loadbalancer {LB} PENDING_UPDATE, ONLINE: the change waits for Octavia's commit; two members are down",
     ):
         assert words in table
     assert "as configured" in run("loadbalancer", "show", OTHER)[1], "a removed load balancer has no profile"

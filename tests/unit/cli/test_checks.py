@@ -14,8 +14,9 @@ NOW = 1_000_000.0
 OK, WARNING, FAILURE = Result.SUCCESS, Result.WARNING, Result.FAILURE
 
 
-def process(kind, seen=1.0, version="1", host="one", draining=False):
-    return Row(kind=kind, seen_at=NOW - seen, version=version, host=host, draining=draining)
+def process(kind, seen=1.0, version="1", host="one", draining=False, age=500.0):
+    times = {"started_at": NOW - age, "seen_at": NOW - seen}
+    return Row(kind=kind, version=version, host=host, draining=draining, **times)
 
 
 ALIVE = [process(kind) for kind in ("controller", "health-manager", "provider-agent")]
@@ -39,6 +40,15 @@ ALIVE = [process(kind) for kind in ("controller", "health-manager", "provider-ag
         ),
         ([*ALIVE[1:], process("controller", draining=True)], [FAILURE, OK, OK, OK], "controller resume"),
         ([*ALIVE, process("controller", host="two", draining=True)], [OK, OK, OK, OK], "two (1)"),
+        ([*ALIVE, process("health-manager", seen=60), process("health-manager", age=50)], [OK] * 4, "alive: one (1)"),
+        (
+            [
+                *(*ALIVE, process("health-manager", age=50)),
+                *(process("health-manager", seen=one, age=one + 50) for one in (60, 120, 180)),
+            ],
+            [OK, WARNING, OK, OK],
+            "replaced in the last 10 min: one (3 times)",
+        ),
         ([*ALIVE, process("controller", version="2")], [OK, OK, OK, WARNING], "several are in use: 1, 2"),
     ],
 )
@@ -47,6 +57,19 @@ def test_the_check_of_processes(rows, results, words):
     assert [one.name for one in found] == ["Controllers", "Health managers", "Provider agents", "Versions"]
     assert [one.result for one in found] == results
     assert words in " ".join(one.details for one in found)
+
+
+@pytest.mark.parametrize(
+    ("offered", "result", "words"),
+    [
+        (("amphora", "haproxy"), OK, "octavia-api offers haproxy"),
+        (("amphora", "octavia"), FAILURE, "only: amphora, octavia. It drops a driver that it cannot load"),
+        ((), FAILURE, "only: nothing"),
+    ],
+)
+def test_the_check_of_the_provider(offered, result, words):
+    found = status_checks.check_provider("haproxy", offered)
+    assert (found.result, words in found.details) == (result, True)
 
 
 def balancer(name, provisioning="ACTIVE", operating="ONLINE", since=None, pending=None):

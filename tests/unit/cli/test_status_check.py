@@ -26,7 +26,7 @@ from amphora_driver.store.amphorae import key_location
 from amphora_driver.store.process_registry import installed_version
 
 NAMES = (
-    *("Local sockets", "Broker", "Database", "Keys", "Backends"),
+    *("Local sockets", "Broker", "Octavia's providers", "Database", "Keys", "Backends"),
     *("Controllers", "Health managers", "Provider agents", "Versions", "Load balancers", "Pending work"),
     *(
         "Octavia's sockets",

@@ -59,6 +59,7 @@ MACHINE = {
     "reason": HOSTILE + "\n",
 }
 REQUEST = {"generation": 1, "action": "x", "object_id": "o", "accepted_at": 1.0, "applied_at": None, "outcome": HOSTILE}
+REASON = {"kind": "pool", "id": "a", "provisioning": "ERROR", "operating": "ERROR", "since": None, "reason": HOSTILE}
 FAILOVER = {"id": 1, "cause": "silent", "begun_at": 1.0, "served_at": None, "amphora_id": None, "reason": HOSTILE}
 
 
@@ -78,6 +79,7 @@ class Row:
         formatting.Ports([{"port": {"mac": HOSTILE}}]),
         formatting.Profile({"a": HOSTILE}),
         formatting.Amphorae([MACHINE]),
+        formatting.StatusReasons([REASON]),
         formatting.Requests([REQUEST]),
         formatting.Failovers([FAILOVER]),
         Timeline([Row(at=1.0, word="begun", amphora_id=None, detail=HOSTILE)]),

@@ -178,6 +178,18 @@ def test_automatically_handled_conditions_cause_no_alert():
     assert said(balancers=(balancer(holders=(identifier(1001), identifier(1002))),), amphorae=going) == []
 
 
+def test_an_unknown_amphora_that_sends_nothing_any_more_is_no_alert():
+    assert said(unknown_amphorae=(msgspec.structs.replace(UNKNOWN_AMPHORA, last_at=NOW - 301),)) == []
+
+
+def test_dead_controllers_do_not_hide_that_all_living_ones_drain():
+    drained = process("controller", draining=True)
+    dead = process("controller", name="old", seen_at=NOW - 99)
+    found = said(processes=(drained, dead, *PROCESSES[1:]))
+    assert [level for level, _ in found] == [Level.CRITICAL, Level.WARNING]
+    assert "every controller is draining" in found[0][1]
+
+
 def test_the_most_severe_alert_is_first():
     found = find_notices(fleet(orphans=1, balancers=(balancer(state="ERROR"),)), INTERVAL)
     assert [one.level for one in found] == [Level.CRITICAL, Level.WARNING]

@@ -14,6 +14,7 @@ from amphora_driver.database import migrate
 from amphora_driver.database.engine import Database
 from amphora_driver.errors import StoreError
 from amphora_driver.telemetry import fleet_queries
+from amphora_driver.telemetry.records import Scope, read_records
 from amphora_driver.telemetry.snapshot_cache import open_read_only
 
 
@@ -50,6 +51,15 @@ def test_the_fleet_is_read_and_the_connection_cannot_write(server_url):
         assert [one.accepted_at for one in told.balancers] == [NOW, None, None]
         assert [one.step for one in told.failovers] == ["begun"]
         assert fleet_queries.list_ended_failovers(cache, 0.0)[0] == ()
+        counts = {"job": 3, "amphora": 6, "failover": 1, "request": 1, "desired_object": 3, "object_status": 3}
+        documents = (
+            (Scope(), counts),
+            (Scope(load_balancer=identifier(1)), {**dict.fromkeys(counts, 1), "amphora": 2, "failover_event": 1}),
+            (Scope(failover=1), {"failover": 1, "failover_event": 1}),
+        )
+        for scope, expected in documents:
+            read = read_records(cache, scope, "1", {}).tables
+            assert {name: len(read[name].rows) for name in expected} == expected
         with pytest.raises(StoreError, match=r"(?i)read.?only"):
             cache.write(lambda connection: connection.execute(sa.text("DELETE FROM job")))
     finally:
