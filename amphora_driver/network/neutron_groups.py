@@ -12,9 +12,11 @@ least one group always remains.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from amphora_driver.deadline import limit_wait
 from amphora_driver.errors import NetworkError, UnsupportedOption
 from amphora_driver.model.network import VipOptions
 from amphora_driver.network import neutron_objects as objects
@@ -35,6 +37,8 @@ LOG = logging.getLogger(__name__)
 # Maximum number of attempts to create or complete a security group. Another attempt follows if another process has
 # changed the group.
 _ATTEMPTS = 5
+# Maximum number of seconds for which a thread waits until another thread of the process has read a group.
+_MAX_WAIT = 5.0
 
 
 class Groups:
@@ -66,6 +70,7 @@ class Groups:
         self._name = name
         self._agent_port = agent_port
         self._listener_rules = listener_rules
+        self._reading = threading.Lock()
 
     def for_vips(
         self, load_balancer_id: str, project_id: str, options: VipOptions, families: Collection[str], wanted: str
@@ -101,13 +106,24 @@ class Groups:
 
     def of_deployment(self, group: Group) -> str:
         """Return the id of a group of the deployment; created if missing."""
+        key = ("group", group.value)
 
         def read() -> str:
             rules = group_rules(group, self._agent_port)
             found: str = self._ensure(self._full_name(group), rules, stateful=group.stateful)["id"]
             return found
 
-        return self._neutron.cached(("group", group.value), read)
+        def read_alone() -> str:
+            # Otherwise, each thread of a new process would create a group. The lock only saves requests, so a thread
+            # that does not get it in time continues.
+            is_locked = self._reading.acquire(timeout=limit_wait(_MAX_WAIT))
+            try:
+                return self._neutron.cached(key, read)
+            finally:
+                if is_locked:
+                    self._reading.release()
+
+        return self._neutron.cached(key, read_alone)
 
     def ids_of_vip_ports(self) -> frozenset[str]:
         """Return the ids of the groups that only VIP ports of the deployment have."""

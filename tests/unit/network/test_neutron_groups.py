@@ -5,10 +5,13 @@
 """
 
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
 import pytest
 
+from amphora_driver.network import neutron_groups
 from amphora_driver.network import neutron_objects as objects
 from amphora_driver.network.neutron_client import Neutron
 from amphora_driver.network.neutron_groups import Groups
@@ -217,6 +220,24 @@ def test_two_processes_agree_on_one_group_after_each_race(ids, times, several):
         assert Process(cloud).group() == kept
         assert rules_of(cloud) == {kept: 4}, requests
     assert bool(both) is several, "in some orders of the requests, both processes use their own group"
+
+
+def test_the_threads_of_a_process_create_one_group():
+    cloud = Cloud()
+    # Each thread sends its first request before the first answer arrives.
+    process = Process(cloud, before=lambda: time.sleep(0.01))
+    with ThreadPoolExecutor(4) as threads:
+        found = [one.result() for one in [threads.submit(process.group) for _ in range(4)]]
+    assert (found, rules_of(cloud)) == (["1"] * 4, {"1": 4})
+    assert next(cloud._new)[0] == "2", "Neutron has created one group"
+
+
+def test_a_thread_does_not_wait_for_another_one_for_ever(monkeypatch):
+    monkeypatch.setattr(neutron_groups, "_MAX_WAIT", 0.01)
+    cloud = Cloud()
+    process = Process(cloud)
+    with process.groups._reading:
+        assert process.group() == "1"
 
 
 def test_a_process_continues_with_the_older_group_when_its_own_one_is_deleted():
