@@ -246,6 +246,7 @@ class _Compute:
     """Machines that are RUNNING at once."""
 
     plugs_while_booting = True
+    default_zones = ()
 
     def __init__(self):
         self._machines = {}

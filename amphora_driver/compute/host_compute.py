@@ -41,6 +41,7 @@ class HostCompute(ABC):
 
     wiring: ClassVar[str] = "bridge"
     plugs_while_booting: ClassVar[bool] = True
+    default_zones: tuple[str, ...] = ()
     listing_interval: float = 0.0
     group: ClassVar[str]
     boot_file: ClassVar[str]

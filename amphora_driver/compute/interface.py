@@ -111,12 +111,14 @@ class Compute(Protocol):
         wiring: how a port becomes an interface. The network backend must have the same value.
         plugs_while_booting: whether `attach` accepts a machine whose operating system has not started yet.
         listing_interval: seconds between two calls of `machines`, which can be expensive.
+        default_zones: the permitted availability zones of a machine whose request names none; empty without zones.
     """
 
     supports: ClassVar[frozenset[str]]
     wiring: ClassVar[str]
     plugs_while_booting: ClassVar[bool]
     listing_interval: float
+    default_zones: tuple[str, ...]
 
     def validate_profile(self, metadata: Mapping[str, object]) -> None:
         """Check that flavor, image, zones and networks that the metadata names exist.
@@ -130,7 +132,7 @@ class Compute(Protocol):
     def can_separate(self, partners: Sequence[BootPartner], zones: Sequence[str]) -> bool:
         """Whether the backend can keep a machine that boots now on another hypervisor than these partners.
 
-        It may be able to only after it has built the partners. `zones` as in `BootRequest`.
+        The answer can be False until the backend has built the partners. `zones` as in `BootRequest`.
         """
 
     def boot(self, request: BootRequest) -> Machine:

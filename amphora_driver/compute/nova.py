@@ -76,6 +76,7 @@ class NovaCompute:
         options, deployment_id = conf.amp_compute_nova, conf.amp_openstack.deployment_id
         _require(options, deployment_id)
         self.listing_interval: float = options.listing_interval
+        self.default_zones: tuple[str, ...] = tuple(options.zones)
         self._options = options
         self._network = network
         self._deployment_id: str = deployment_id
@@ -107,7 +108,7 @@ class NovaCompute:
         nova-compute reports a server to the scheduler at the end of its build. Until then, neither `different_host` nor
         a server group with soft anti-affinity excludes its hypervisor.
         """
-        zone = choose_zone(tuple(zones or self._options.zones), partners)
+        zone = choose_zone(zones or self.default_zones, partners)
         if zone is not None and all(one.location.zone not in (None, zone) for one in partners):
             return True
         found = [self.get(one.amphora_id) for one in partners]
@@ -251,7 +252,7 @@ class NovaCompute:
             group_id=group_id,
             different_hosts=different_hosts,
         )
-        zones = servers.zone_order(request.zones or options.zones, request.partners, failed)
+        zones = servers.zone_order(request.zones or self.default_zones, request.partners, failed)
         server_id, zone = self._create_in_zone(new, zones)
         return Machine(
             compute_id=server_id,

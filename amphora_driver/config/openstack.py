@@ -103,7 +103,7 @@ OPTIONS: dict[str, dict[cfg.Opt, str]] = {
             "Seconds between two lists of all ports and security groups, for the cleanup of orphans. 0 to 86400."
         ),
         cfg.IntOpt("page_size", default=500, min=1, max=10000): (
-            "Number of objects in one answer of a list. 1 to 10000."
+            "Number of objects in one answer of a list. Neutron may send fewer. 1 to 10000."
         ),
         cfg.FloatOpt("cache_time", default=60.0, min=0.0, max=3600.0): (
             "Seconds for which networks, subnets and security groups are kept after they were read. 0 to 3600."
@@ -118,7 +118,8 @@ OPTIONS: dict[str, dict[cfg.Opt, str]] = {
             "agent ([amp_agent] port). The default is a security group of the deployment that passes it and ICMP."
         ),
         cfg.StrOpt("security_group_name", default="octavia-amphora", regex="^[A-Za-z0-9._-]{1,64}$"): (
-            "First part of the names of the deployment's security groups. 1 to 64 letters, digits, '.', '_' or '-'."
+            "First part of the names of the deployment's security groups. 1 to 64 letters, digits, '.', '_' or '-'. "
+            "Do not change it while load balancers exist: the group NAME-vips is the evidence of their VIP ports."
         ),
     },
 }

@@ -66,9 +66,13 @@ class Neutron:
         while True:
             last = (("marker", found[-1]["id"]),) if found else ()
             size = ("limit", str(self._page_size)), ("sort_key", "id"), ("sort_dir", "asc")
-            page = self._service.request("GET", path, params=(*query(fields, filters), *size, *last))[many]
+            answer = self._service.request("GET", path, params=(*query(fields, filters), *size, *last))
+            page = answer[many]
             found += page
-            if len(page) < self._page_size:
+            # A page may be shorter than the requested limit, because Neutron has a limit of its own. Neutron adds a
+            # link to the page if more objects follow.
+            links = answer.get(f"{many}_links") or ()
+            if not page or not any(one["rel"] == "next" for one in links):
                 return found
 
     def get(self, kind: str, object_id: str) -> Json | None:

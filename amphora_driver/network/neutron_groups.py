@@ -2,17 +2,21 @@
 """The security groups of a deployment.
 
 Invariant: a group is found by its name, the mark of the deployment, and the project of the service account, in which
-users create nothing. Neutron permits several groups with the same name. So after a creation, all processes use the
-oldest of these groups, and each process deletes the newer group that it has created. If a port still uses a newer
-group, the traffic is the same, because the rules are the same.
+users create nothing. Neutron permits several groups with the same name, and processes can create one each at the same
+time. Each process that lists these groups uses the oldest one, by creation time and id, and deletes the others. Neutron
+refuses the deletion of a group that a port uses. Such a group passes the same traffic, because its rules are the same.
+It stays until a process lists the groups after its last port is gone. No process can delete the oldest group, so at
+least one group always remains.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from amphora_driver.deadline import limit_wait
 from amphora_driver.errors import NetworkError, UnsupportedOption
 from amphora_driver.model.network import VipOptions
 from amphora_driver.network import neutron_objects as objects
@@ -33,6 +37,8 @@ LOG = logging.getLogger(__name__)
 # Maximum number of attempts to create or complete a security group. An attempt fails if another process changes the
 # group at the same time.
 _ATTEMPTS = 5
+# Maximum number of seconds for which a thread waits until another thread of the process has read a group.
+_MAX_WAIT = 5.0
 
 
 class Groups:
@@ -64,6 +70,7 @@ class Groups:
         self._name = name
         self._agent_port = agent_port
         self._listener_rules = listener_rules
+        self._reading = threading.Lock()
 
     def for_vips(
         self, load_balancer_id: str, project_id: str, options: VipOptions, families: Collection[str], wanted: str
@@ -99,13 +106,24 @@ class Groups:
 
     def of_deployment(self, group: Group) -> str:
         """Return the id of a group of the deployment; created if missing."""
+        key = ("group", group.value)
 
         def read() -> str:
             rules = group_rules(group, self._agent_port)
             found: str = self._ensure(self._full_name(group), rules, stateful=group.stateful)["id"]
             return found
 
-        return self._neutron.cached(("group", group.value), read)
+        def read_alone() -> str:
+            # Otherwise, each thread of a new process would create a group. The lock only saves requests, so a thread
+            # that does not get it in time continues.
+            is_locked = self._reading.acquire(timeout=limit_wait(_MAX_WAIT))
+            try:
+                return self._neutron.cached(key, read)
+            finally:
+                if is_locked:
+                    self._reading.release()
+
+        return self._neutron.cached(key, read_alone)
 
     def ids_of_vip_ports(self) -> frozenset[str]:
         """Return the ids of the groups that only VIP ports of the deployment have."""
@@ -147,24 +165,28 @@ class Groups:
         self, name: str, rules: frozenset[Rule], load_balancer_id: str | None = None, *, stateful: bool = True
     ) -> Json:
         """Return the group with this name; created and completed if necessary."""
+        # Operators may add rules to the security groups of the deployment. The group of a load balancer must have
+        # exactly the rules of the driver.
+        exact = load_balancer_id is not None
         for _ in range(_ATTEMPTS):
-            found = objects.oldest(self._find(name))
-            made = None if found else self._create(name, load_balancer_id, stateful=stateful)
-            group = made or found
-            if group is None:
-                continue
+            found = self._find(name)
             try:
-                # Operators may add rules to the security groups of the deployment. The group of a load balancer must
-                # have exactly the rules of the driver.
-                self._complete(group, rules, exact=load_balancer_id is not None)
+                if not found:
+                    made = self._create(name, load_balancer_id, stateful=stateful)
+                    self._complete(made, rules, exact=exact)
+                    # Another process may have created the group too. The next list contains both groups.
+                    found = self._find(name)
+                kept = objects.oldest(found)
+                if kept is None:
+                    continue
+                self._complete(kept, rules, exact=exact)
             except ApiError as error:
                 if error.status not in (404, 409) or "overquota" in error.kind.lower():
                     raise
                 # Another process has changed the rules or deleted the security group. So the driver tries again.
                 continue
-            kept = found or self._keep_one(name, made)
-            if kept is not None:
-                return kept
+            self._delete_others(found, kept)
+            return kept
         raise NetworkError(f"make the security group {name}", f"other processes changed it {_ATTEMPTS} times")
 
     def _create(self, name: str, load_balancer_id: str | None, *, stateful: bool) -> Json:
@@ -182,22 +204,32 @@ class Groups:
         for rule_id in (*found.repeated, *(found.surplus if exact else ())):
             self._neutron.delete("rules", rule_id)
 
-    def _keep_one(self, name: str, made: Json | None) -> Json | None:
-        """Return the group to use after a creation, and delete the created group if another group is older."""
-        kept = objects.oldest(self._find(name))
-        if kept is not None and made is not None and kept["id"] != made["id"]:
-            LOG.info(
-                "another process created the security group %s first, so the network backend uses %s", name, kept["id"]
-            )
+    def _delete_others(self, found: Sequence[Json], kept: Json) -> None:
+        """Delete all groups of a list except the kept one; a group that a port uses stays."""
+        for one in found:
+            if one["id"] == kept["id"]:
+                continue
             try:
-                self._neutron.delete("groups", made["id"])
+                self._neutron.delete("groups", one["id"])
             except ApiError as error:
-                LOG.warning(
-                    "the network backend could not delete the duplicate security group %s, which stays: %s",
-                    made["id"],
+                # The status 409 means that a port uses the group.
+                level = logging.DEBUG if error.status == 409 else logging.WARNING
+                LOG.log(
+                    level,
+                    "the network backend uses the security group %s, but could not delete the newer group %s of the "
+                    "same name, and tries again at its next list: %s",
+                    kept["id"],
+                    one["id"],
                     translate(error, "delete it"),
                 )
-        return kept
+            else:
+                LOG.info(
+                    "several processes created the security group %s, so the network backend keeps %s and has deleted "
+                    "%s",
+                    one["name"],
+                    kept["id"],
+                    one["id"],
+                )
 
 
 def families(addresses: Collection[str]) -> frozenset[str]:

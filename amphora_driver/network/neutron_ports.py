@@ -86,6 +86,19 @@ class AmphoraPorts:
         self, load_balancer_id: str, project_id: str, options: VipOptions, port_ids: Sequence[str], wanted: str
     ) -> None:
         """Give QoS policy and security groups to ports."""
+        try:
+            self._apply_options(load_balancer_id, project_id, options, port_ids, wanted)
+        except ApiError as error:
+            if error.kind != "SecurityGroupNotFound":
+                raise
+            # An operator, or a process that found an older group of the same name, has deleted the group since it was
+            # read.
+            self._groups.forget()
+            self._apply_options(load_balancer_id, project_id, options, port_ids, wanted)
+
+    def _apply_options(
+        self, load_balancer_id: str, project_id: str, options: VipOptions, port_ids: Sequence[str], wanted: str
+    ) -> None:
         if options.qos_policy_id:
             self._references.require_policy(options.qos_policy_id, project_id, wanted)
         ports = self.read(port_ids)

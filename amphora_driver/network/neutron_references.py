@@ -2,9 +2,10 @@
 """Networks, subnets, QoS policies and security groups that a project refers to.
 
 Invariant: Octavia's interface passes no token of the user, and the service account sees the objects of all projects.
-Each reference is therefore checked here: a project uses its own objects, external networks, and objects that
-an RBAC policy shares with it or with all projects. The attribute `shared` is no evidence: Neutron computes it for the
-project of the service account. The error for an object of another project is the same as for a missing object.
+Each reference is therefore checked here: a project uses its own objects, and objects that an RBAC policy shares with it
+or with all projects. Such a policy also makes a network external. The attributes `shared` and `router:external` are no
+evidence: Neutron computes them for the service account. The error for an object of another project is the same as for a
+missing object.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ _TYPES = {
     "policies": ("QoS policy", "qos_policy"),
     "groups": ("security group", "security_group"),
 }
+# The actions of the RBAC policies that permit the use of an object. The second one exists for networks only.
+_ACTIONS = ("access_as_shared", "access_as_external")
 
 
 class References:
@@ -50,8 +53,7 @@ class References:
             UnsupportedOption: it does not exist, or this project must not use it.
         """
         found = self.network(network_id, wanted)
-        if not found.get("router:external"):
-            self._require("networks", found, project_id, wanted)
+        self._require("networks", found, project_id, wanted)
         return found
 
     def subnet(self, subnet_id: str, project_id: str | None, wanted: str) -> Json:
@@ -128,7 +130,7 @@ class References:
                 "rbac",
                 object_type=object_type,
                 object_id=found["id"],
-                action="access_as_shared",
+                action=_ACTIONS,
                 target_tenant=(project_id, "*"),
             )
 

@@ -115,7 +115,7 @@ class VipPorts:
         except ApiError as error:
             if error.kind != "SecurityGroupNotFound":
                 raise
-        # An operator has deleted the group since it was read.
+        # An operator, or a process that found an older group of the same name, has deleted the group since it was read.
         self._groups.forget()
         return self._neutron.create_tagged("ports", {**body, **self._evidence()}, tags)
 

@@ -271,7 +271,7 @@ class StepExecutor:
 
     def _permitted_zones(self, profile: Profile) -> tuple[str, ...]:
         """Return the zones for a new machine: without the one that a rotation evacuates, if others are left."""
-        zones = profile.list_compute_zones()
+        zones = profile.list_compute_zones() or self._compute.default_zones
         if len(zones) < 2:
             return zones
         active = self._database.read(rotations.get_active_rotation)
@@ -289,7 +289,7 @@ class StepExecutor:
         recent = [
             one
             for one in others
-            if one.host is None and one.booted_at is not None and now - one.booted_at < _MAX_PARTNER_WAIT
+            if one.host is None and one.booted_at is not None and abs(now - one.booted_at) < _MAX_PARTNER_WAIT
         ]
         partners = boot_partners(recent, amphora.id)
         if not partners or self._compute.can_separate(partners, zones):

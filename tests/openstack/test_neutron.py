@@ -153,10 +153,17 @@ class TestProjects:
         admin.delete_rbac_policy(service)
 
     def test_an_external_network(self, backend, tenant, admin, foreign):
+        def allocate():
+            return backend.allocate_vip(new_id(), foreign, [VipRequest(subnet_id=tenant.v4.id)])
+
+        values = {"object_type": "network", "object_id": tenant.network.id, "action": "access_as_external"}
+        policy = admin.create_rbac_policy(**values, target_project_id=new_id())
+        assert admin.get_network(tenant.network.id).is_router_external
+        with pytest.raises(UnsupportedOption, match="must not use it"):
+            allocate()
+        admin.delete_rbac_policy(policy)
         admin.update_network(tenant.network, is_router_external=True)
-        assert (
-            backend.allocate_vip(new_id(), foreign, [VipRequest(subnet_id=tenant.v4.id)])[0].subnet_id == tenant.v4.id
-        )
+        assert allocate()[0].subnet_id == tenant.v4.id
 
     def test_a_port_of_another_project(self, backend, tenant, admin, foreign):
         port = admin.create_port(network_id=tenant.network.id, project_id=tenant.project_id)

@@ -50,9 +50,20 @@ def test_each_object_is_created_once(started, backend, tenant, admin, deployment
     ports = several.run(*[methodcaller("ensure_port", request)] * NUMBER)
     assert (len(set(vips)), len(set(ports))) == (1, 1), (vips, ports)
     assert {port.id for port in ports_on(admin, tenant)} == {vips[0][0].port_id, ports[0].id}
-    # Neutron may have accepted one rule several times. The next process that reads the group removes the copies.
+    # Each process may have created a group, and Neutron may have accepted one rule several times. The next process that
+    # reads the groups keeps the oldest one and removes the copies of rules. A port keeps its group.
     assert backend.ensure_port(request) == ports[0]
-    backend.ensure_port(vip_port_request(tenant))
+    backend.delete_port(ports[0].id)
+    backend.release_load_balancer(one)
+    take(backend, tenant)
+    used = backend.ensure_port(vip_port_request(tenant))
+    assert rules_of_groups(admin, deployment) == {"octavia-amphora-traffic": [4], "octavia-amphora-vips": [2]}
+
+    # The processes may still know a group that is deleted now.
+    ports = several.run(*(methodcaller("ensure_port", vip_port_request(tenant)) for _ in range(NUMBER)))
+    assert len({port.id for port in ports}) == NUMBER
+    groups = [admin.get_port(port.id).security_group_ids for port in (used, *ports)]
+    assert groups == [groups[0]] * (NUMBER + 1)
     assert rules_of_groups(admin, deployment) == {"octavia-amphora-traffic": [4], "octavia-amphora-vips": [2]}
 
 
@@ -63,9 +74,10 @@ def test_a_group_of_listeners_is_created_once_and_removed(started, make_backend,
     options = VipOptions(listener_rules=(ListenerRule(protocol="tcp", port=80),))
     requests = [vip_port_request(tenant, one, options=options) for _ in range(NUMBER)]
     ports = several.run(*(methodcaller("ensure_port", request) for request in requests))
-    # See above for copies of rules.
+    # See above for groups and copies of rules. The first call gives all ports the oldest group.
     backend = make_backend(deployment, listener_rules=True)
-    backend.apply_vip_options(one, tenant.project_id, options, [port.id for port in ports])
+    for _ in range(2):
+        backend.apply_vip_options(one, tenant.project_id, options, [port.id for port in ports])
     (group,) = groups_of(admin, deployment)
     assert [admin.get_port(port.id).security_group_ids for port in ports] == [[group.id]] * NUMBER
     web = [rule for rule in group.security_group_rules if rule["port_range_min"] == 80]

@@ -69,6 +69,7 @@ class FakeCloud:
     # Compute and network backends.
 
     plugs_while_booting = True
+    default_zones = ()
 
     def can_separate(self, _partners, _zones):
         return True

@@ -3,6 +3,7 @@
 
 import time
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import sqlalchemy as sa
@@ -15,7 +16,7 @@ from amphora_driver.database.tables import job, object_status
 from amphora_driver.errors import AgentUnreachable, AgentUntrusted, ComputeError, StoreError
 from amphora_driver.model.enums import Kind, ListenerProtocol
 from amphora_driver.model.loadbalancer import Listener
-from amphora_driver.store import amphorae
+from amphora_driver.store import amphorae, rotations
 from amphora_driver.topology import ActiveStandbyTopology, SingleTopology
 
 
@@ -34,11 +35,13 @@ class SlowCloud(FakeCloud):
         self.location = Location()
         self.refusal = None
         self.greeting = None
+        self.zones = ()
         self.boots = 0
         self.destroyed = 0
 
     def boot(self, order):
         self.boots += 1
+        self.zones = order.zones
         if self.refusal is not None:
             raise self.refusal
         self.ended = False
@@ -202,6 +205,24 @@ def test_a_machine_keeps_its_recorded_zone_until_the_backend_reports_another(con
     control.work()
     assert control.provisioning()[LB] == "ACTIVE"
     assert (only(control).host, only(control).zone) == ("a", "az1")
+
+
+@pytest.mark.parametrize(
+    ("permitted", "evacuated", "zones"),
+    [
+        (("az1", "az2"), "az1", ("az2",)),
+        (("az1", "az2"), "az3", ("az1", "az2")),
+        (("az1", "az2"), None, ("az1", "az2")),
+        (("az1",), "az1", ("az1",)),
+        ((), "az1", ()),
+    ],
+)
+def test_a_machine_avoids_the_zone_that_a_rotation_evacuates(control, monkeypatch, permitted, evacuated, zones):
+    control.cloud.default_zones = permitted
+    rotation = SimpleNamespace(wanted=rotations.Selection(zone=evacuated))
+    monkeypatch.setattr(rotations, "get_active_rotation", lambda _connection: rotation)
+    control.work()
+    assert control.cloud.zones == zones
 
 
 def test_a_failed_boot_is_reported_and_repeated(control):
@@ -372,10 +393,11 @@ def test_the_second_boot_of_a_pair_waits_until_the_backend_can_keep_it_apart(pai
     assert (pair.cloud.boots, len(pair.cloud.machines)) == (2, 2)
 
 
-def test_a_partner_that_is_built_too_long_delays_no_boot(pair):
+@pytest.mark.parametrize("seconds", [-61, 3600], ids=["too long ago", "before the clock was set back"])
+def test_a_partner_that_is_built_too_long_delays_no_boot(pair, seconds):
     pair.work()
     (first,) = pair.cloud.machines
-    pair.database.write(lambda c: amphorae.update_amphora(c, first, booted_at=time.time() - 61))
+    pair.database.write(lambda c: amphorae.update_amphora(c, first, booted_at=time.time() + seconds))
     pair.make_all_due()
     pair.work()
     assert pair.cloud.boots == 2

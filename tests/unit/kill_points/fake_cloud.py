@@ -35,6 +35,7 @@ class FakeCloud:
     supports = frozenset()
     wiring = "bridge"
     plugs_while_booting = True
+    default_zones = ()
     listing_interval = 0.0
 
     def __init__(self, path):
