@@ -70,8 +70,7 @@ class CheckStatus(Lister):
         yield run_check("Backends", lambda: host_checks.check_backends(conf, database))
         now = database.now()
         try:
-            before = now + conf.amp_tls.expiry_days * _DAY
-            rows = self.app.read(lambda connection: _read_rows(connection, before))
+            rows = self._read_rows(now)
         except AmphoraDriverError as error:
             yield failure(str(error), "Database")
             return
@@ -80,13 +79,19 @@ class CheckStatus(Lister):
     def _run_on_records(self) -> Iterator[Check]:
         """Check the records of a status page."""
         try:
-            rows = self.app.read(_read_rows)
+            rows = self._read_rows(time.time())
         except AmphoraDriverError as error:
             yield failure(str(error), "Status page")
             return
         found = self.app.records.newest
         yield success(f"a process of version {found.version} answers", "Status page")
         yield from _check_rows(self.app.conf, rows, found.at, host=False)
+
+
+    def _read_rows(self, now: float) -> Rows:
+        before = now + self.app.conf.amp_tls.expiry_days * _DAY
+        rows: Rows = self.app.read(lambda connection: _read_rows(connection, before))
+        return rows
 
 
 class Rows(msgspec.Struct, frozen=True, kw_only=True):

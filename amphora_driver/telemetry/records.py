@@ -30,6 +30,8 @@ FORMAT = 1
 MAX_ROWS = 50_000
 # Fail-overs in the document about the whole fleet, in addition to the open ones.
 MAX_FAILOVERS = 1000
+# Certificates in the document about the whole fleet.
+MAX_CERTIFICATES = 1000
 # Requests and events in the document about one load balancer.
 MAX_EVENTS = 2000
 # The lookup of a load balancer by a prefix of its id reports at most ten ids and "and others".
@@ -41,6 +43,7 @@ OPTIONS = (
     *(("amp_controller", "boot_timeout"), ("amp_controller", "operation_timeout")),
     *(("amp_failover", "automatic"), ("amp_failover", "silent_after"), ("amp_failover", "witnesses")),
     *(("amp_rotation", "image_days"), ("amp_rotation", "replacement_timeout"), ("amp_spares", "number")),
+    ("amp_tls", "expiry_days"),
 )
 # `reread` is a tree of objects as Octavia sent it, before its validation. Certificates of CAs are long and not shown.
 _OMITTED = {tables.job.c.reread, tables_fleet.certificate_authority.c.certificate}
@@ -209,12 +212,16 @@ def _fleet_queries() -> dict[str, sa.Select[Any]]:
     # The lists of load balancers count the other objects that are pending or unreported.
     shown_status = sa.or_(status.kind == _BALANCER, status.pending.is_not(None), status.version > status.reported)
     whole = (tables.job, tables.amphora, tables.amphora_heartbeat, tables.duty)
+    expiring = _EXPIRING.subquery()
+    # The list of certificates that expire needs the kind of their objects.
+    shown_object = sa.or_(_OBJECT.c.kind == _BALANCER, _OBJECT.c.id.in_(sa.select(expiring.c.object_id)))
     fleet = tables_fleet
     more = (fleet.silent_amphora, fleet.unknown_amphora, fleet.circuit_breaker, fleet.process, fleet.drained_host)
     return {
         **{one.name: _select(one) for one in (*whole, *more, fleet.resync)},
         "object_status": _select(tables.object_status, shown_status),
-        "desired_object": sa.select(*_OBJECT_COLUMNS).where(tables.desired_object.c.kind == _BALANCER),
+        "desired_object": sa.select(*_OBJECT_COLUMNS).where(shown_object),
+        "secret": _EXPIRING,
         "request": _select(request, request.c.applied_at.is_(None)),
         "failover": _select(failover, shown_failover),
         "rotation": _select(fleet.rotation, fleet.rotation.c.ended_at.is_(None)),
@@ -228,5 +235,13 @@ _OBJECT = tables.desired_object
 _OBJECT_COLUMNS = tuple(
     sa.case((_OBJECT.c.kind == _BALANCER, one), else_="").label(one.name) if one.name == "body" else one
     for one in sent_columns(_OBJECT)
+)
+_SECRET = tables.secret.c
+# The certificates that expire first. The names of secrets are not sent.
+_EXPIRING = (
+    sa.select(_SECRET.object_id, _SECRET.load_balancer_id, _SECRET.expires_at)
+    .where(_SECRET.expires_at.is_not(None))
+    .order_by(_SECRET.expires_at, _SECRET.object_id)
+    .limit(MAX_CERTIFICATES)
 )
 _FLEET = _fleet_queries()

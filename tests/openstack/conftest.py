@@ -184,9 +184,7 @@ def provider_stack():
     With AMPHORA_INCUMBENT=1 Octavia's own provider runs too.
     """
     with ExitStack() as opened:
-        stack = ProviderStack(
-            opened.enter_context(whole_cloud()), incumbent=os.environ.get("AMPHORA_INCUMBENT") == "1"
-        )
+        stack = ProviderStack(opened.enter_context(whole_cloud()), incumbent=os.environ.get("AMPHORA_INCUMBENT") == "1")
         stack.start()
         _whole_cloud.push(opened.pop_all())
     yield stack
