@@ -118,11 +118,9 @@ def driver_setup_cfg(text: str, version: str) -> str:
 def agent_setup_cfg(text: str, version: str) -> str:
     """Return a setup.cfg that builds only the agent, under the name of its own distribution."""
     parser = _parsed(agent_source.agent_setup_cfg(text))
-    parser["metadata"] |= {
-        "name": AGENT,
-        "version": version,
-        "description": "The agent of an amphora of the Octavia amphora driver",
-    }
+    parser["metadata"]["name"] = AGENT
+    parser["metadata"]["version"] = version
+    parser["metadata"]["description"] = "The agent of an amphora of the Octavia amphora driver"
     return _written(parser)
 
 

@@ -29,21 +29,7 @@ ANSIBLE |= {"inventory_hostname", "omit", "role_path", "service", "service_name"
 # Filters of Ansible and of Kolla-Ansible, which Jinja needs to parse an expression.
 FILTERS = ("bool", "ternary", "kolla_address", "put_address_in_context", "select_services_enabled_and_mapped_to_host")
 # Words at the start of a line of the devstack plug-in that are no functions.
-SHELL = {
-    "function",
-    "local",
-    "if",
-    "then",
-    "elif",
-    "else",
-    "fi",
-    "return",
-    "umask",
-    "sudo",
-    "echo",
-    "mysql",
-    "openstack",
-}
+SHELL = {"function", "local", "if", "elif", "else", "fi", "return", "umask", "sudo", "echo", "mysql", "openstack"}
 
 
 def recipes(tool):
