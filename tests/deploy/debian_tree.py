@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
 EXTRAS = ("driver", "openstack", "distributed", "cluster")
-_SECONDS = 300
+_SECONDS = 600
 
 
 def run(command, **options):
@@ -43,11 +43,11 @@ class Tree:
 
     def command(self, words, user=None, environment=None):
         """The command that runs words in the tree, in its own mounts and processes, without a network."""
-        inside = ["chroot", *([f"--userspec={user}"] if user else []), str(self.root), *words]
         values = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8"}
         values |= environment or {}
         apart = ["unshare", "--mount", "--pid", "--net", "--fork", "--kill-child", f"--mount-proc={self.root}/proc"]
-        return ["env", "-i", *(f"{name}={value}" for name, value in values.items()), *apart, *inside]
+        inside = ["chroot", *([f"--userspec={user}"] if user else []), str(self.root)]
+        return [*apart, *inside, "env", "-i", *(f"{name}={value}" for name, value in values.items()), *words]
 
     def run(self, words, user=None, environment=None):
         return run(self.command(words, user, environment))
