@@ -49,6 +49,9 @@ def test_every_unit_is_confined(unit):
     assert found["LimitCORE"] == "0"
     assert found["CapabilityBoundingSet"] == ""
     assert found["ProtectSystem"] == "strict"
+    # Without AF_NETLINK, openstacksdk cannot connect to any service. The health manager does not use it.
+    families = {"AF_UNIX", "AF_INET", "AF_INET6"} | ({"AF_NETLINK"} if unit.stem != "amphora-health-manager" else set())
+    assert set(found["RestrictAddressFamilies"].split()) == families
     assert found["NoNewPrivileges"] == found["MemoryDenyWriteExecute"] == found["PrivateDevices"] == "yes"
 
 
