@@ -73,4 +73,4 @@ def test_the_image_runs_each_program(tree, wheels):
         command = tree.command([program], image.user, image.environment)
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
         assert done.returncode == 1, program
-        assert re.search(r"amphoractl .*database upgrade|encryption\.keys|certificate", done.stderr), done.stderr
+        assert re.search(r"amphoractl .*database upgrade|encryption\.keys", done.stdout + done.stderr), done
