@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import cache
 
-DISTRIBUTION = "octavia-amphora-driver"
+# The names of distributions with the agent: its own wheel, and the complete project (a checkout, the image).
+DISTRIBUTIONS = ("octavia-amphora-agent", "octavia-amphora-driver")
 
 
 @cache
@@ -13,7 +15,7 @@ def agent_version() -> str:
     """Return the installed version; "unknown" for a tree that is not installed."""
     from importlib import metadata  # noqa: PLC0415 (the import takes time, and the agent needs it once)
 
-    try:
-        return metadata.version(DISTRIBUTION)
-    except metadata.PackageNotFoundError:
-        return "unknown"
+    for name in DISTRIBUTIONS:
+        with suppress(metadata.PackageNotFoundError):
+            return metadata.version(name)
+    return "unknown"

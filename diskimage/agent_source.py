@@ -31,6 +31,7 @@ def agent_setup_cfg(text: str) -> str:
     parser.read_string(text)
     parser["options.packages.find"] = {"include": f"\n{PACKAGE}*"}
     parser["options.package_data"] = _only(parser["options.package_data"], PACKAGE)
+    parser.remove_section("options.data_files")
     parser["options.extras_require"] = {EXTRA: parser["options.extras_require"][EXTRA]}
     scripts = parser["options.entry_points"]["console_scripts"]
     agents = [line for line in scripts.splitlines() if f"= {PACKAGE}." in line]

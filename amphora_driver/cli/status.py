@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 

@@ -2,7 +2,8 @@
 """The defaults of a load balancer: its profile and the options of the operator.
 
 Invariant: the value of an object has priority over the profile of its load balancer, and the profile over the defaults.
-Zero milliseconds mean "the default", as in Octavia.
+Zero milliseconds mean "the default", as in Octavia. The limits of the profile apply to each time-out, whatever its
+origin: some clients of Octavia always send the same time-outs, so a default of the profile has no effect for them.
 """
 
 from __future__ import annotations
@@ -38,6 +39,42 @@ class Defaults(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
 
 
 DEFAULTS = Defaults()
+
+
+class TimeoutRange(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
+    """Limits of one time-out in milliseconds, both inclusive; None is no limit."""
+
+    minimum: int | None = None
+    maximum: int | None = None
+
+    def limit(self, milliseconds: int) -> int:
+        """Return the permitted value that is nearest to a time-out."""
+        raised = milliseconds if self.minimum is None else max(milliseconds, self.minimum)
+        return raised if self.maximum is None else min(raised, self.maximum)
+
+
+class TimeoutLimits(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
+    """The limits that a profile sets for the time-outs of listeners."""
+
+    client_data: TimeoutRange = TimeoutRange()
+    member_connect: TimeoutRange = TimeoutRange()
+    member_data: TimeoutRange = TimeoutRange()
+
+
+@lru_cache(maxsize=256)
+def timeout_limits(profile: Profile) -> TimeoutLimits:
+    """Return the limits that a profile sets for the time-outs of listeners."""
+    return TimeoutLimits(
+        client_data=TimeoutRange(
+            minimum=profile.timeout_client_data_minimum, maximum=profile.timeout_client_data_maximum
+        ),
+        member_connect=TimeoutRange(
+            minimum=profile.timeout_member_connect_minimum, maximum=profile.timeout_member_connect_maximum
+        ),
+        member_data=TimeoutRange(
+            minimum=profile.timeout_member_data_minimum, maximum=profile.timeout_member_data_maximum
+        ),
+    )
 
 
 @lru_cache(maxsize=256)

@@ -19,7 +19,7 @@ from amphora_driver.model.loadbalancer import Listener
 from amphora_driver.render import http_headers, l7, quoting, render_errors, tls
 from amphora_driver.render.backend import ExaminedPool, Route, needs_http
 from amphora_driver.render.cache import Cache
-from amphora_driver.render.effective_defaults import Defaults
+from amphora_driver.render.effective_defaults import Defaults, TimeoutLimits
 from amphora_driver.render.quoting import Quoted
 from amphora_driver.render.template import TEMPLATE
 from amphora_driver.validation import log_format, options
@@ -55,6 +55,7 @@ class ListenerContext(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True
     addresses: tuple[str, ...]
     settings: Defaults
     pools: tuple[PoolFacts, ...]
+    limits: TimeoutLimits = TimeoutLimits()
     shared_tickets: bool = False
 
 
@@ -145,7 +146,7 @@ def _frontend(listener: Listener, context: ListenerContext) -> tuple[_Frontend, 
     options.check_listener(listener)
     if listener.unread:
         raise render_errors.refused_object(listener.id, "Octavia could not return it", _UNREAD)
-    settings = context.settings
+    settings, limits = context.settings, context.limits
     name = quoting.identifier(listener.id, "the listener's id", listener.id)
     millis = partial(quoting.milliseconds, object_id=listener.id)
     endpoint = partial(
@@ -157,6 +158,9 @@ def _frontend(listener: Listener, context: ListenerContext) -> tuple[_Frontend, 
     limit = settings.connection_limit if listener.connection_limit == -1 else listener.connection_limit
     metrics = listener.protocol is ListenerProtocol.PROMETHEUS
     inspect = listener.timeout_tcp_inspect
+    client_data = limits.client_data.limit(listener.timeout_client_data or settings.timeout_client_data)
+    member_connect = limits.member_connect.limit(listener.timeout_member_connect or settings.timeout_member_connect)
+    member_data = limits.member_data.limit(listener.timeout_member_data or settings.timeout_member_data)
     section = _Frontend(
         name=name,
         mode=_HTTP if _reads_http(listener) else _TCP,
@@ -165,7 +169,7 @@ def _frontend(listener: Listener, context: ListenerContext) -> tuple[_Frontend, 
         tls=encryption.words if encryption else None,
         gaps=encryption.gaps if encryption else (),
         maxconn=None if limit is None else quoting.integer(limit, "the limit", low=1, object_id=listener.id),
-        timeout_client=millis(listener.timeout_client_data or settings.timeout_client_data, "the client timeout"),
+        timeout_client=millis(client_data, "the client timeout"),
         timeout_http_request=millis(settings.timeout_http_request, "the request timeout"),
         inspect_delay=millis(inspect, "the inspection timeout") if inspect else None,
         log_format=_log_format(listener, context) if settings.connection_logging else None,
@@ -180,8 +184,8 @@ def _frontend(listener: Listener, context: ListenerContext) -> tuple[_Frontend, 
         listener=name,
         http=section.http,
         tls=encryption is not None,
-        timeout_connect=millis(listener.timeout_member_connect or settings.timeout_member_connect, "connect timeout"),
-        timeout_server=millis(listener.timeout_member_data or settings.timeout_member_data, "the member timeout"),
+        timeout_connect=millis(member_connect, "connect timeout"),
+        timeout_server=millis(member_data, "the member timeout"),
         timeout_tunnel=millis(tunnel, "the tunnel timeout") if tunnel else None,
     )
     return section, encryption.files if encryption else (), route

@@ -22,7 +22,7 @@ from amphora_driver.errors import ModelError
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Pool
 from amphora_driver.render import quoting, render_errors
 from amphora_driver.render.backend import ExaminedPool, examined, once
-from amphora_driver.render.effective_defaults import DEFAULTS, Defaults, effective_defaults
+from amphora_driver.render.effective_defaults import DEFAULTS, Defaults, effective_defaults, timeout_limits
 from amphora_driver.render.frontend import ListenerContext, RenderedListener, frontend, named_pools, pool_facts
 from amphora_driver.render.template import PREAMBLE
 from amphora_driver.render.tls import File
@@ -82,6 +82,7 @@ def render(
             addresses=addresses,
             settings=chosen,
             pools=tuple(pool_facts(pool_id, pools, l4_pools) for pool_id in named_pools(listener)),
+            limits=timeout_limits(load_balancer.profile),
             shared_tickets=shared_tickets,
         )
         made = frontend(listener, context, omitted & _policy_ids(listener) if omitted else omitted)

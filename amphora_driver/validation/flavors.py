@@ -8,6 +8,7 @@ contradiction.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,6 +26,9 @@ SCHEMA = MetadataSchema("flavor", "flavor.json")
 COMPUTE_KEYS = ("compute_flavor", "amp_image_tag")
 NETWORK_KEYS = ("sriov_vip", "allow_member_sriov")
 LOG_KEYS = ("admin_log_targets", "tenant_log_targets")
+# Each of these time-outs has the keys NAME_minimum and NAME_maximum, which limit the values of users.
+LIMITED_TIMEOUTS = ("timeout_client_data", "timeout_member_connect", "timeout_member_data")
+TIMEOUT_LIMITS = tuple(f"{name}_{end}" for name in LIMITED_TIMEOUTS for end in ("minimum", "maximum"))
 _REMEDY = "Correct the flavor."
 
 
@@ -41,6 +45,7 @@ def validate_metadata(metadata: Mapping[str, object] | None, deployment: Deploym
     named = metadata if isinstance(metadata, Mapping) else {}
     checked = SCHEMA.validate(metadata, _key_support(deployment, named))
     _check_limits(checked, deployment)
+    _check_timeouts(checked)
     _check_tls(checked, deployment)
     _check_logging(checked, deployment)
     _check_log_targets(checked, deployment)
@@ -91,6 +96,18 @@ def _check_limits(flavor: Mapping[str, Any], deployment: Deployment) -> None:
             f"its amphora accepts only {all_together} (process_connection_limit)",
             _remedy(flavor, "connection_limit", "process_connection_limit"),
         )
+
+
+def _check_timeouts(flavor: Mapping[str, Any]) -> None:
+    for name in LIMITED_TIMEOUTS:
+        present = [key for key in (f"{name}_minimum", name, f"{name}_maximum") if key in flavor]
+        for lower, upper in itertools.pairwise(present):
+            if flavor[lower] > flavor[upper]:
+                raise UnsupportedOption(
+                    f"use the flavor key '{lower}' with {flavor[lower]}",
+                    f"it is more than the value of '{upper}', {flavor[upper]}",
+                    _REMEDY,
+                )
 
 
 def _check_tls(flavor: Mapping[str, Any], deployment: Deployment) -> None:

@@ -22,7 +22,7 @@ from amphora_driver.validation.unsupported import NOT_SUPPORTED
 
 _TIMEOUTS = ("timeout_client_data", "timeout_member_connect", "timeout_member_data", "timeout_tunnel")
 _LIMITS = ("connection_limit", "process_connection_limit", "process_threads", "warm_spares")
-_WHOLE_NUMBERS = (*_TIMEOUTS, "timeout_http_request", *_LIMITS)
+_WHOLE_NUMBERS = (*_TIMEOUTS, *flavors.TIMEOUT_LIMITS, "timeout_http_request", *_LIMITS)
 _TLS = ("tls_minimum_version", "tls_ciphers")
 _SAME_NAME = ("compute_flavor", *_TLS, "connection_logging", "log_format", "client_address", *flavors.NETWORK_KEYS)
 

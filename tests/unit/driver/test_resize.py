@@ -204,6 +204,8 @@ def test_an_update_of_the_user_keeps_the_new_profile(serving, resizer, database)
 # The values that reach an amphora in a bundle. Machine and ports depend on all other fields of a profile.
 _PUSHED = {
     *("timeout_client_data", "timeout_member_connect", "timeout_member_data", "timeout_tunnel"),
+    *("timeout_client_data_minimum", "timeout_member_connect_minimum", "timeout_member_data_minimum"),
+    *("timeout_client_data_maximum", "timeout_member_connect_maximum", "timeout_member_data_maximum"),
     *("timeout_http_request", "connection_limit", "process_connection_limit", "process_threads"),
     *("tls_minimum_version", "tls_ciphers", "connection_logging", "log_format", "vrrp_advert_interval"),
     *("warm_spares", "client_address"),

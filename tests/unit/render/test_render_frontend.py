@@ -151,6 +151,28 @@ def test_timeouts_are_rendered(name, own, profile, defaults, expected):
     assert the(found, start) == f"{start} {expected or usual}ms"
 
 
+@pytest.mark.parametrize("name", TIMES)
+@pytest.mark.parametrize(
+    ("own", "minimum", "maximum", "expected"),
+    [
+        (50_000, 600_000, None, 600_000),
+        (50_000, None, 1_000, 1_000),
+        (50_000, 40_000, 60_000, 50_000),
+        (50_000, 60_000, 60_000, 60_000),
+        (None, 60_000, None, 60_000),
+        (0, None, 1_000, 1_000),
+    ],
+)
+def test_a_profile_limits_the_timeouts_of_users(name, own, minimum, maximum, expected):
+    section, start, _ = TIMES[name]
+    profile = Profile(**{f"{name}_minimum": minimum, f"{name}_maximum": maximum})
+    found = lines(tree(profile=profile, **{name: own}), section)
+    assert the(found, start) == f"{start} {expected}ms"
+    others = {start for other, (_, start, _) in TIMES.items() if other != name}
+    unlimited = {line for start in others for line in found if line.startswith(start)}
+    assert all(line in lines(tree(**{name: own}), section) for line in unlimited), "the limit is for one time-out"
+
+
 @pytest.mark.parametrize(
     ("protocol", "pool", "profile", "expected"),
     [

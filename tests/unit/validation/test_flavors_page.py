@@ -70,6 +70,12 @@ def test_the_examples_are_accepted():
             module.validate_metadata(json.loads(one), here)
 
 
+def test_the_flavor_for_kubernetes_is_accepted():
+    text = (PAGE.parents[1] / "how-to/kubernetes.md").read_text(encoding="utf-8")
+    (found,) = re.findall(r"--flavor-data \\\s+'(.+?)'", text, re.DOTALL)
+    assert len(flavors.validate_metadata(json.loads(found), deployment())) == 4
+
+
 def test_every_default_of_a_flavor_is_an_option_with_the_same_limits():
     options = {option.name: option for option in config.GROUPS["amp_haproxy"]}
     for key, option in options.items():

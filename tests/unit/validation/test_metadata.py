@@ -23,6 +23,12 @@ GOOD = {
     "timeout_client_data": 60000,
     "timeout_member_connect": 1,
     "timeout_member_data": 2_073_600_000,
+    "timeout_client_data_minimum": 1,
+    "timeout_client_data_maximum": 2_073_600_000,
+    "timeout_member_connect_minimum": 1,
+    "timeout_member_connect_maximum": 1,
+    "timeout_member_data_minimum": 600_000,
+    "timeout_member_data_maximum": 2_073_600_000,
     "timeout_tunnel": 3_600_000,
     "timeout_http_request": 10_000,
     "connection_limit": 1000,
@@ -167,6 +173,18 @@ def test_invalid_values_are_refused(module, metadata, key, reason):
             {"connection_logging": False, "tenant_log_targets": ["udp://192.0.2.9:1"]},
             ["tenant_log_targets", "connection_logging"],
         ),
+        (
+            {"timeout_client_data_minimum": 2, "timeout_client_data_maximum": 1},
+            ["timeout_client_data_minimum", "timeout_client_data_maximum"],
+        ),
+        (
+            {"timeout_member_data_minimum": 2, "timeout_member_data": 1, "timeout_member_data_maximum": 3},
+            ["timeout_member_data_minimum", "timeout_member_data", "2", "1"],
+        ),
+        (
+            {"timeout_member_connect": 4, "timeout_member_connect_maximum": 3},
+            ["timeout_member_connect", "timeout_member_connect_maximum"],
+        ),
     ],
 )
 def test_a_contradictory_flavor_is_refused(flavor, words):
@@ -199,6 +217,8 @@ def test_a_flavor_that_contradicts_the_configuration_is_refused(flavor, configur
         {"tls_minimum_version": "TLSv1.3", "tls_ciphers": "AES256-SHA:TLS_AES_128_GCM_SHA256"},
         {"tls_minimum_version": "TLSv1.2", "tls_ciphers": "AES256-SHA"},
         {"connection_logging": True, "log_format": "%ci"},
+        {"timeout_client_data_minimum": 2, "timeout_client_data": 2, "timeout_client_data_maximum": 2},
+        {"timeout_member_data_minimum": 2, "timeout_client_data_maximum": 1},
     ],
 )
 def test_compatible_keys_are_accepted(flavor):

@@ -22,7 +22,13 @@ def test_an_empty_profile_uses_the_configuration():
 
 
 def test_flavor_values_are_kept_and_others_stay_unset():
-    flavor = {"timeout_tunnel": 60000.0, "connection_limit": 5, "tls_ciphers": "HIGH", "connection_logging": False}
+    flavor = {
+        "timeout_tunnel": 60000.0,
+        "timeout_client_data_minimum": 7.0,
+        "connection_limit": 5,
+        "tls_ciphers": "HIGH",
+        "connection_logging": False,
+    }
     zone = {"compute_zone": "z", "valid_vip_networks": ["n"]}
     before = copy.deepcopy((flavor, zone))
     found = choose_profile({**flavor, "compute_flavor": "m1"}, zone, HERE)
@@ -33,11 +39,12 @@ def test_flavor_values_are_kept_and_others_stay_unset():
         compute_flavor="m1",
         compute_zone="z",
         timeout_tunnel=60000,
+        timeout_client_data_minimum=7,
         connection_limit=5,
         tls_ciphers="HIGH",
         connection_logging=False,
     )
-    assert type(found.timeout_tunnel) is int
+    assert type(found.timeout_tunnel) is type(found.timeout_client_data_minimum) is int
     assert (flavor, zone) == before
 
 
