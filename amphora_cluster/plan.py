@@ -88,7 +88,8 @@ def plan(group: Group, servers: tuple[Server, ...], pool: Pool, nodes: tuple[Nod
     """
     related = relate(group, servers, pool)
     recorded = {node.server_id: _not_after(node, now) for node in nodes}
-    # The source's order, then vanished servers. A node without server and members may wait for its server.
+    # First the servers in the order of the source, then the recorded servers that the source does not show. A recorded
+    # server without members may not exist yet.
     ids = list(dict.fromkeys([*related, *recorded]))
     outcomes = [
         _one(group, pool, related.get(one) or ServerMembers(server_id=one, server=None), recorded.get(one), now)

@@ -92,7 +92,8 @@ class Datagrams:
         try:
             opened.send(line)
         except ConnectionRefusedError:
-            # The target's host has refused an earlier datagram, and the kernel has not sent this one.
+            # This error belongs to an earlier datagram, which the target's host refused. The kernel has not sent the
+            # present datagram, so the forwarder sends it again.
             self.lost += 1
             opened.send(line)
 

@@ -123,11 +123,23 @@ def _refused(error: AmphoraDriverError) -> Response:
             return respond(429, error_json(error), Retry_After=str(math.ceil(error.seconds)))
         case Unauthenticated():
             _count(counters.INVALID)
-            LOG.info("refused %s %s from %s: %s", request.method, _path(), request.remote_addr, error.happened)
+            LOG.info(
+                "the API refused the unauthenticated request %s %s from %s: %s",
+                request.method,
+                _path(),
+                request.remote_addr,
+                error.happened,
+            )
             return respond(401, error_json(error), WWW_Authenticate="Bearer")
         case Replayed():
             _count(counters.REPLAYED)
-            LOG.warning("refused %s %s from %s: %s", request.method, _path(), request.remote_addr, error.happened)
+            LOG.warning(
+                "the API refused the repeated signed request %s %s from %s: %s",
+                request.method,
+                _path(),
+                request.remote_addr,
+                error.happened,
+            )
             return respond(409, error_json(error))
         case UnknownObject():
             return respond(404, error_json(error))
@@ -138,7 +150,12 @@ def _refused(error: AmphoraDriverError) -> Response:
         case RequestError():
             return respond(400, error_json(error))
         case StoreError():
-            LOG.error("failed to answer %s %s: %s", request.method, _path(), error)
+            LOG.error(
+                "the API could not answer the request %s %s, because it cannot use the database: %s",
+                request.method,
+                _path(),
+                error,
+            )
             document = {"wanted": "answer the request", "happened": "the database of this service does not answer"}
             return respond(503, {**document, "remedy": "Send the request again."}, Retry_After=_RETRY_SECONDS)
         case _:

@@ -129,8 +129,9 @@ class GroupPass:
     def _view(self, claimed: ClaimedGroup, cloud: Cloud, begun: float) -> _View:
         group, nodes = claimed.group, claimed.nodes
         new = any(not one.applied for one in claimed.requests)
-        # A request may name servers that are younger than a list that another group has read.
-        # The list shows an expected server when it exists. It has no members, so its deletion needs no proof.
+        # A request may name new servers, which an older list from Nova does not contain. So a new request causes a
+        # fresh read of the servers. An expected server has no members, and appears in the list when it exists. So its
+        # deletion needs no proof.
         known = [node.server_id for node in nodes if not requests.is_expected(node)]
         servers = cloud.servers(group, known, fresh=new)
         pool = cloud.read_pool(group, connections=new or any(map(_drains, nodes)))

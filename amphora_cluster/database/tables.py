@@ -79,9 +79,9 @@ node_row = sa.Table(
     sa.Index("ix_cluster_node_server_id", "server_id"),
 )
 
-# The table `cluster_request` has one row per request. The column `body` is the JSON of `model.Request`. A request that
-# is `applied` has changed the recorded nodes. A repeated request with the same key and the same `digest` of its content
-# gets the row of the first one. The column `idempotency_key` has the SHA-256 of the key.
+# The table `cluster_request` has one row per request to a group. The column `body` is the JSON of `model.Request`. If
+# `applied` is set, the request has changed the recorded nodes. A repeated request with the same key and the same
+# `digest` gets the row of the first request.
 request_row = sa.Table(
     "cluster_request",
     metadata,

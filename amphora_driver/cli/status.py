@@ -88,7 +88,6 @@ class CheckStatus(Lister):
         yield success(f"a process of version {found.version} answers", "Status page")
         yield from _check_rows(self.app.conf, rows, found.at, host=False)
 
-
     def _read_rows(self, now: float) -> Rows:
         before = now + self.app.conf.amp_tls.expiry_days * _DAY
         rows: Rows = self.app.read(lambda connection: _read_rows(connection, before))
@@ -143,8 +142,8 @@ def _read_rows(connection: sa.Connection, expiry_before: float) -> Rows:
 
 def _check_rows(conf: Any, rows: Rows, now: float, *, host: bool) -> Iterator[Check]:
     """Yield the checks of rows, and with `host` those that also read files and sockets of this host."""
-    # The time-outs of a boot and of an operation limit the duration of every change of a load balancer. So a change
-    # that is still open later indicates a problem.
+    # A boot and an operation have time-outs, which together limit the duration of each change of a load balancer. So a
+    # change that is still open later shows a problem.
     max_seconds = conf.amp_controller.boot_timeout + conf.amp_controller.operation_timeout
     known = {one.work.load_balancer_id for one in rows.load_balancers}
     yield from status_checks.check_processes(rows.processes, now, process_registry.installed_version())

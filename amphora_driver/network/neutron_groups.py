@@ -165,7 +165,7 @@ class Groups:
         self, name: str, rules: frozenset[Rule], load_balancer_id: str | None = None, *, stateful: bool = True
     ) -> Json:
         """Return the group with this name; created and completed if necessary."""
-        # Operators may add rules to the security groups of the deployment. The group of a load balancer must have
+        # Operators may add rules to the security groups of the deployment. But the group of a load balancer must have
         # exactly the rules of the driver.
         exact = load_balancer_id is not None
         for _ in range(_ATTEMPTS):

@@ -142,8 +142,9 @@ class Service:
         adapter = getattr(Connection(session=session, **self._endpoint(conf, groups[0])), self._kind)
         version = _VERSIONS.get(self._kind)
         if version and adapter.endpoint_override:
-            # Without a version in the configured address, openstacksdk asks the service for it. If the service does not
-            # answer, openstacksdk keeps the address, and each request of this process would fail with status 404.
+            # If the configured address has no version, openstacksdk asks the service for the version. If the service
+            # does not answer, openstacksdk never adds the version, and each request fails with status 404. So the
+            # driver adds the version itself.
             adapter.endpoint_override = f"{_without_version(adapter.endpoint_override)}/{version}"
         return adapter
 

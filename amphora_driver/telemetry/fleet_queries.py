@@ -44,7 +44,7 @@ MAX_AMPHORAE = 50_000
 MAX_ROWS = 200
 MAX_FAILOVERS = 12
 MAX_ROTATIONS = 3
-# Seconds by which two consecutive reads of ended fail-overs overlap. Without the overlap, the reads could miss a
+# Number of seconds by which the intervals of two consecutive reads overlap. Without the overlap, a read could miss a
 # fail-over whose transaction commits late.
 _OVERLAP = 60.0
 _DAY = 86_400.0
