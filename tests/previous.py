@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 # An older commit with the present schema and wire format: its controllers and agents work beside the present ones.
-BASELINE = "c0cb6a6268c7cdf6fae8de2f2659eb59df26b677"
+BASELINE = "a318c63b9ed8919b30a7b8dea86a559333fb6ec6"
 _MIGRATIONS = Path("amphora_driver/database/migrations/versions")
 
 
