@@ -18,8 +18,8 @@ OPTIONS: dict[str, dict[cfg.Opt, str]] = {
             "no default: enabled = true needs a URL."
         ),
         cfg.StrOpt("ca_certificate"): (
-            "PEM file with the CA certificates of amqps URLs. The certificate of the server must contain the host of "
-            "the URL. The default is the CA certificates of the operating system."
+            "PEM file with the CA certificates for amqps. The certificate of the server must contain the host of "
+            "`url`. The default is the CA certificates of the operating system."
         ),
         cfg.StrOpt("exchange", default="octavia"): (
             "Topic exchange of the notifications. The same as control_exchange in octavia.conf."

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -144,9 +145,16 @@ def test_a_socket_for_datagrams_is_opened_again_after_an_error():
     assert not made.is_connected
 
 
-def test_a_restarted_agent_knows_the_sums_before_its_first_answer(tmp_path):
+@pytest.fixture
+def short_path():
+    """A folder whose path leaves room for the names of sockets, which have at most 108 characters."""
+    with tempfile.TemporaryDirectory(prefix="adl-") as made:
+        yield Path(made)
+
+
+def test_a_restarted_agent_knows_the_sums_before_its_first_answer(short_path):
     """A controller that reads no lines after a restart of the agent would count all former lines again."""
-    paths = Paths(tmp_path)
+    paths = Paths(short_path)
     paths.log_forwarder.mkdir(parents=True)
     served = Forwarder(f"{paths.log_forwarder}/admin.sock", f"{paths.log_forwarder}/control.sock", "1")
     served._former["sent"] = 7
