@@ -231,8 +231,8 @@ def _steps(pool: Pool, server: ServerMembers) -> tuple[Step, ...]:
         steps.append(Step(kind=StepKind.REPAIR, server_id=server.server_id, members=drifted))
     replaced = not server.missing and server.current and _all_serve(pool, server)
     useless = [member for member in server.obsolete if replaced or not _serves(pool, member)]
-    # The plan removes an old member only if a new member replaces it. Otherwise, the status of the old member shows why
-    # the server does not serve.
+    # If the server has no current members, its obsolete members stay, because their status in Octavia shows why the
+    # server does not serve.
     if useless and server.current and not server.missing:
         steps.append(_leave(server.server_id, tuple(useless)))
     return tuple(steps)

@@ -140,8 +140,7 @@ class DriftRepair:
             self._backoff = 1
         if self._report.unrepaired:
             _log.info(
-                "The agent no longer finds configuration drift that it could not repair earlier; the drift had "
-                "these kinds: %s",
+                "Configuration drift that the agent could not repair has ended. The kinds of this drift: %s",
                 ", ".join(kinds(self._report.unrepaired)),
             )
             self._report.clear()

@@ -192,7 +192,7 @@ class VipHandover:
                 self._end_expired()
             except _FAILURES as error:
                 _log.warning(
-                    "The agent cannot end the hand-over of the VIPs, and retries in %.1f s: %s",
+                    "The agent cannot complete the hand-over of the VIPs, and retries in %.1f s: %s",
                     _CHECK_INTERVAL_SECONDS,
                     error,
                 )

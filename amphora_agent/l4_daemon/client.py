@@ -101,8 +101,8 @@ class CheckerClient:
         self._services = services
         self._lock = threading.Lock()
         self._version = source_checksum(PACKAGES, ELSEWHERE)
-        # A separate lock protects the L4 daemon's final state, so that a reader does not wait for a running request to
-        # the L4 daemon.
+        # `_final_state` is the last state of an L4 daemon that has ended. It has a lock of its own, so that a reader
+        # does not wait for a request to the daemon, which holds `_lock`.
         self._final_state_lock = threading.Lock()
         self._final_state: CheckerState | None = None
 

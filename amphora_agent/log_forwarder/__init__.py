@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The log forwarder: a process that sends log lines to targets, and the agent's side of it."""
 
-# The sources of the process, for `amphora_agent.source_checksum`. A unit test compares them with the imports.
+# Files of which the log forwarder consists, as arguments of `source_checksum`. A unit test compares them with the
+# modules that the log forwarder imports.
 PACKAGES = ("log_forwarder",)
 ELSEWHERE = ("__init__.py", "log_settings.py", "services/__init__.py", "services/output_lines.py")

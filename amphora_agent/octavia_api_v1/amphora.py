@@ -60,7 +60,8 @@ class OctaviaAmphora:
             found = state_of.read(self._file)
         except MachineError as error:
             _log.error(
-                "The agent cannot read the stored requests of Octavia's worker, and waits for the next request: %s",
+                "The agent cannot read its copy of the configuration of Octavia's worker, and changes nothing "
+                "until the worker sends a configuration: %s",
                 error,
             )
             found = None

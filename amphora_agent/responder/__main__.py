@@ -30,8 +30,8 @@ from amphora_agent.source_checksum import source_checksum
 
 def main() -> None:
     """Serve until SIGTERM; replace the program at SIGHUP."""
-    # The responder blocks SIGTERM and SIGHUP before starting a thread. The signals stay blocked across execve(2), so no
-    # signal is lost.
+    # The signals stay blocked when the responder starts threads and when it executes its new version (execve(2)). So a
+    # signal that arrives meanwhile is not lost.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
     _, port, stats, pings, sums, *left = sys.argv
     place = stats.rpartition("/")[0]

@@ -280,7 +280,8 @@ class _Session:
             self._drop(exchange).close()
             return
         if exchange.mark is not None:
-            # The responder has already sent the ping of this request, and ignores further data on the connection.
+            # The responder waits for the answer to the ping of this request, and ignores further data on the
+            # connection.
             return
         exchange.received += data
         if b"\r\n\r\n" in exchange.received:

@@ -214,7 +214,7 @@ class Supervisor:
             self._selector.unregister(reader)
             os.close(reader)
             ended = [rest] if rest else []
-        # The rest of a longer line is discarded.
+        # A line of more than LINE_BYTES bytes loses its end.
         incomplete[:] = rest[:LINE_BYTES]
         lines = [line[:LINE_BYTES].decode(errors="replace") for line in ended]
         service.log.extend(lines)

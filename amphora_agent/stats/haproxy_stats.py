@@ -13,7 +13,8 @@ from amphora_agent.stats.former_workers import COUNTED
 # A stopping HAProxy worker reports its listeners as stopped. The worker may begin to stop between two answers, so the
 # agent asks `show info` before and after the statistics.
 QUESTION = "show info;show stat -1 7 -1;show info"
-# In interactive mode HAProxy writes a prompt after each answer, so the agent sends one command at a time.
+# On a connection in HAProxy's interactive mode, each command has its own answer. So the agent sends these commands one
+# at a time.
 HELD_QUESTIONS = ("show info", "show stat -1 7 -1", "show info")
 # The tuple has the counters of one row of HAProxy's statistics, in the order of `COUNTED`.
 Counts = tuple[int, ...]

@@ -174,7 +174,7 @@ class GroupPass:
             _count(one.request)
         for step in view.plan.steps:
             LOG.info(
-                "group %s: the controller starts the step %s for server %s with %d members",
+                "group %s: the controller starts the step %s for server %s, which has %d pool members",
                 claimed.group.id,
                 step.kind.value,
                 step.server_id,
@@ -284,7 +284,7 @@ class GroupPass:
             return PassEnd(claim=claimed.claim, due_at=self._now() + _DELETION_SECONDS)
         self._store.remove(claimed.claim)
         self._busy.pop(group.id, None)
-        LOG.info("group %s: the controller has deleted the group", group.id)
+        LOG.info("the controller has deleted the record of group %s of servers", group.id)
         return None
 
     def _view_of_deletion(self, claimed: ClaimedGroup, cloud: Cloud) -> _View:

@@ -213,7 +213,10 @@ class Controller:
         try:
             return self._passes.load(claims)
         except msgspec.DecodeError:
-            LOG.warning("the controller cannot read the records of one of %d groups, and reads each alone", len(claims))
+            LOG.warning(
+                "the controller cannot read the records of %d groups together, and reads the groups one by one",
+                len(claims),
+            )
         loaded: tuple[ClaimedGroup, ...] = ()
         for claim in claims:
             try:

@@ -30,7 +30,7 @@ from amphora_driver.errors import LeaseLost
 # A new lease ends after one lease time. If a lease ends later than this number of lease times from now, the database
 # clock was set back. The number is high, because hosts may configure different lease times.
 _LEASES = 4
-# No lease that ends within this number of seconds counts as implausible, even if the lease time is short.
+# A lease that ends within this number of seconds is always plausible, also with a short lease time.
 _LEAST = 60.0
 # After a crash of a controller, each of its groups pauses. The pause is this number of seconds for each failed pass
 # since the last success.

@@ -93,7 +93,8 @@ class Amphoractl(App):
     def build_option_parser(
         self, description: str | None, version: str | None, argparse_kwargs: dict[str, Any] | None = None
     ) -> argparse.ArgumentParser:
-        # With abbreviations, argparse would take the option `--status` of a command for one of the options below.
+        # argparse accepts abbreviated options unless allow_abbrev is False. It would read the option `--status` of a
+        # command as an abbreviation of `--status-url`.
         named = {"prog": self.NAME, "allow_abbrev": False, **(argparse_kwargs or {})}
         parser: argparse.ArgumentParser = super().build_option_parser(description, version, named)
         default = f"Default: ${config.FILE_VARIABLE} or {config.DEFAULT_FILE}."

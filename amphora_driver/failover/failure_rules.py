@@ -30,8 +30,8 @@ _LATE = 0.65
 # While the failure detector reads no heartbeats, it cannot know which amphorae are silent. If this takes longer than
 # this fraction of `silent_after`, the silent periods of all amphorae start again.
 _GAP = 0.25
-# The failure detector may pause for this number of seconds between two reads in any case, because shorter pauses are
-# normal scheduling delays.
+# A gap of at most this number of seconds between two reads is never a reason to start the silent periods again, because
+# a busy host also delays a process that much.
 _LEAST_GAP = 1.0
 # The self-test of a health manager proves that it receives heartbeats. If all self-tests fail for this fraction of
 # `silent_after`, the silent periods of all amphorae start again.

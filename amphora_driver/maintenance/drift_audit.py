@@ -60,7 +60,7 @@ _AGENT_TIMEOUT = 5.0
 # Maximum number of seconds until the drift audit repeats a failed or postponed audit of an amphora.
 _RETRY_AFTER = 60.0
 _MOST_REMEMBERED = 10_000
-# Longest pause in seconds between two rounds that compare the settings of agents.
+# Longest pause in seconds between two rounds that compare the settings of agents with the configuration.
 _SETTINGS_PAUSE = 10.0
 # Maximum duration of a round of the drift audit in seconds.
 _ROUND_TIMEOUT = 20.0
@@ -349,9 +349,9 @@ class DriftAuditor:
             remedy = "replace it with `amphoractl amphora failover`"
             why = f"{why}, which no controller has pushed; it now refuses every push: {remedy}"
             LOG.warning(
-                "the drift audit of load balancer %s found that amphora %s reports an impossible generation: %s",
-                of,
+                "amphora %s of load balancer %s reports a generation (number of a configuration) that is not valid: %s",
                 amphora.id,
+                of,
                 why,
             )
 

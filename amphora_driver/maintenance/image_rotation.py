@@ -109,9 +109,9 @@ class RotationWatch:
             if item.state is ItemState.RUNNING:
                 watched[of] = self._watched.get(of, 0.0) + gap
                 before = self._first.get(of, (facts.attempts, facts.provisioning == "ERROR"))
-                # The rotation counts the failed attempts since the first observation. A successful job resets the
-                # number of attempts in the database. The number from the first observation must then decrease too, so
-                # that the difference counts all later attempts.
+                # `first` has the number of failed attempts at the first observation. The rotation compares it with the
+                # present number. A successful job sets the present number to zero, so the number in `first` must not be
+                # larger.
                 first[of] = (min(before[0], facts.attempts), before[1] and facts.provisioning == "ERROR")
                 if plan.missing_condition(snapshot.rotation, item, facts) is None:
                     well[of] = self._well[of] + gap if of in self._well else 0.0

@@ -77,7 +77,8 @@ class SettingsUpdate:
         ready = self._database.read(amphorae.list_reachable)
         moment = time.monotonic()
         known = {one.id for one in ready}
-        # A query of a former round can still add its result. The copies do not change during the loops.
+        # A thread of a former round may add its result at this moment, and a dictionary must not change during a loop.
+        # So the loops use copies.
         self._due_at = {one: at for one, at in self._due_at.copy().items() if one in known}
         self._log_lines = {one: lines for one, lines in self._log_lines.copy().items() if one in known}
         owners = {one.id: one.load_balancer_id for one in ready}

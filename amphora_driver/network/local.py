@@ -50,8 +50,8 @@ class LocalNetwork:
 
     supports: ClassVar[frozenset[str]] = frozenset({"vip_qos_policy_id", "vip_sg_ids", "client_address"})
     wiring: ClassVar[str] = "bridge"
-    # A bridge passes the traffic to listeners without a rule, so the backend needs no rules for listeners. The next
-    # attribute is zero, because a call of `owners` takes only a millisecond.
+    # A bridge passes all traffic, so listeners need no rules in this backend. `listing_interval` is zero, because a
+    # call of `owners` takes only a millisecond.
     listener_rules = False
     listing_interval = 0.0
 

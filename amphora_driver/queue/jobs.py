@@ -32,7 +32,7 @@ from amphora_driver.errors import LeaseLost
 _LEASES = 4
 # The same number for the lease of a duty. A duty is a task that only one process performs at a time.
 _DUTIES = 10
-# No lease that ends within this number of seconds counts as implausible, even if the lease duration is short.
+# A lease that ends within this number of seconds is always plausible, also with a short lease time.
 _LEAST = 60.0
 # After a crash of its controller, a job pauses before the next attempt. The pause is this number of seconds, times the
 # number of earlier crashes since the job last made progress.

@@ -37,8 +37,8 @@ _CONNECT_TIMEOUT = 0.5
 # doubles the delay, up to `_MAX_REPEAT_DELAY`.
 _REPEAT_DELAY, _MAX_REPEAT_DELAY = 0.05, 5.0
 _MAX_DOUBLINGS = 8
-# An accepted connection delays the next connection to the same amphora only if it is at most this number of seconds
-# old.
+# After a booting amphora has accepted a connection, the next connection to it is delayed. `BootWait` forgets the
+# accepted connection after this number of seconds.
 _REMEMBER_SECONDS = 60.0
 # Seconds for which the thread of `BootWait` pauses after an unexpected error.
 _ERROR_BACKOFF = 0.5

@@ -182,8 +182,8 @@ class AmphoraRemoval:
         """
         if isinstance(view, steps.LoadBalancerView) and self._finds_unrecorded_drain(amphora, view):
             return
-        # The push to the partner waits until the machine of a dead amphora is deleted. So the first attempt of the
-        # deletion has a short time-out.
+        # The controller deletes the machine of a dead amphora before it pushes to the other amphora of the pair. A
+        # short time-out of the first deletion limits the delay of this push.
         hurry = amphora.dead and not view.attempts
         deadline = self._job.deadline.within(_FENCING_TIMEOUT) if hurry else self._job.deadline
         left: AmphoraDriverError | None = None

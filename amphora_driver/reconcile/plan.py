@@ -37,8 +37,8 @@ def plan(view: steps.AnyView, amphorae: tuple[Amphora, ...]) -> list[steps.Step]
     if first:
         return first
     found = plan_pool(view, amphorae) if isinstance(view, steps.SparePoolView) else _load_balancer_steps(view, amphorae)
-    # The renewal of a retiring amphora's certificate must not delay other steps. So the plan renews it only if no other
-    # step is due, or if the first step only checks a drain.
+    # Certificates of retiring amphorae are renewed (`later`) if the plan has no step, or if its first step is a check
+    # of a drain. So a renewal delays no other step.
     return [*later, *found] if not found or isinstance(found[0], steps.CheckDrain) else found
 
 
