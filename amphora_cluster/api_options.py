@@ -21,7 +21,7 @@ OPTIONS: dict[str, dict[cfg.Opt, str]] = {
         cfg.BoolOpt("tls_proxy", default=False): (
             "A proxy with TLS on another host forwards the requests, over a network that is protected. Allows plain "
             "HTTP on any address. The last address in X-Forwarded-For is then the source address of a request, so the "
-            "proxy must add it."
+            "proxy must add it. Requests from loopback always have this source address, if the header exists."
         ),
         cfg.IntOpt("workers", default=2, min=1, max=64): "Number of processes. 1 to 64.",
         cfg.IntOpt("threads", default=16, min=2, max=256): (

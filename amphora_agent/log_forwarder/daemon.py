@@ -61,7 +61,9 @@ class LogForwarding:
         if settings:
             # A controller that reads no lines after a restart of the agent would count all former lines again.
             with suppress(AgentError, OSError, ValueError):
-                self._status = self._ask_once({"op": "status"}, None)
+                found = self._ask_once({"op": "status"}, None)
+                # A log forwarder of another version may count other lines. The agent replaces it.
+                self._status = found if found.get("version") == self._version else None
         threading.Thread(target=self._run, name="log-forwarding", daemon=True).start()
 
     def use(self, settings: LogSettings) -> None:

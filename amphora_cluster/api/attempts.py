@@ -6,7 +6,8 @@ client with a wrong token, or an attacker, may send thousands of requests each s
 
 Invariants:
 * The number of failures without a pause is limited for each source address, and for each group from all addresses.
-  Each further failure begins a pause, and each pause is twice as long as the one before.
+  Each further failure begins a pause, and each pause is twice as long as the one before. The pause of a group is for
+  addresses with a failure only.
 * During a pause, a request is refused before the database is read and before its body is read.
 * A caller that authenticated before is not limited, so that no client can lock it out. A token is known after its first
   use. A signed request shows only the id of its token. It is known for its source address only, and only until a
@@ -98,6 +99,9 @@ class FailedAttempts:
                 return
             now = self._clock()
             found = [self._failures[kind].get(name) for kind, name, _ in self._limits(caller)]
+            if found and found[0] is None:
+                # No failure from this address: otherwise, clients elsewhere could lock out a caller with a valid token.
+                return
             left = max((one.pause_end - now for one in found if one is not None), default=0.0)
         if left > 0:
             raise Throttled(left)

@@ -131,8 +131,11 @@ def _authenticated(service: Service, group_id: str) -> Received:
 
 def _source(service: Service) -> str:
     """Return the source address of the request: a proxy adds that of its client at the end of a header."""
-    forwarded = request.headers.get("X-Forwarded-For", "") if service.behind_proxy else ""
-    return forwarded.rpartition(",")[2].strip() or request.remote_addr or ""
+    peer = request.remote_addr or ""
+    # A client on this host without a proxy could name any address, but it could also stop the proxy or the API.
+    behind_proxy = service.behind_proxy or peer in {"127.0.0.1", "::1"}
+    forwarded = request.headers.get("X-Forwarded-For", "") if behind_proxy else ""
+    return forwarded.rpartition(",")[2].strip() or peer
 
 
 def _wait_seconds(service: Service) -> float:

@@ -2,7 +2,8 @@
 """gunicorn's worker with time limits for reading a request and for writing its answer.
 
 Without them, gunicorn waits for the rest of a request for ever. A few clients that died, that send nothing, or that
-send very slowly would hold all threads, and the API would answer no other caller.
+send very slowly would hold all threads, and the API would answer no other caller. Many such clients can still hold the
+threads until these limits end: an API for clients that are not trusted needs a proxy that reads requests completely.
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ def make_context(_config: Any, default: Callable[[], ssl.SSLContext]) -> ssl.SSL
 
 
 def _read(connection: PlainConnection | TlsConnection, read: Callable[[], bytes]) -> bytes:
-    if connection.gettimeout() == 0:
+    before = connection.gettimeout()
+    if before == 0:
         return read()
     now = time.monotonic()
     if connection.read_end is None:
@@ -84,13 +86,14 @@ def _read(connection: PlainConnection | TlsConnection, read: Callable[[], bytes]
     left = connection.read_end - now
     if left <= 0:
         raise _lost()
-    connection.settimeout(min(EXCHANGE_SECONDS, left))
+    # gunicorn sets shorter limits for the end of a connection, which it awaits in its main thread.
+    connection.settimeout(left if before is None else min(before, left))
     try:
         return read()
     except TimeoutError as error:
         raise _lost() from error
     finally:
-        connection.settimeout(EXCHANGE_SECONDS)
+        connection.settimeout(before)
 
 
 def _lost() -> ConnectionResetError:

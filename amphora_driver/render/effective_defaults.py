@@ -2,7 +2,7 @@
 """The defaults of a load balancer: its profile and the options of the operator.
 
 Invariant: the value of an object has priority over the profile of its load balancer, and the profile over the defaults.
-Zero milliseconds mean "the default", as in Octavia. The limits of the profile apply to each time-out, whatever its
+Zero milliseconds mean "the default", as in Octavia. Limits of the profile apply to each time-out of data, whatever its
 origin: some clients of Octavia always send the same time-outs, so a default of the profile has no effect for them.
 """
 

@@ -232,6 +232,18 @@ class TestSlowClients:
                 with pytest.raises(ConnectionResetError, match="in time"):
                     read_slowly(limited)
 
+    def test_gunicorns_shorter_limit_for_the_end_of_a_connection_applies(self, monkeypatch):
+        monkeypatch.setattr(worker, "EXCHANGE_SECONDS", 60.0)
+        ours, theirs = socket.socketpair()
+        connection = SimpleNamespace(sock=ours)
+        worker.limit_connection(connection)
+        with connection.sock as limited, theirs:
+            limited.setblocking(True)
+            limited.settimeout(0.05)
+            with pytest.raises(ConnectionResetError, match="in time"):
+                limited.recv(1)
+            assert limited.gettimeout() == 0.05
+
     def test_a_handshake_has_a_time_out(self):
         ours, theirs = socket.socketpair()
         connection = SimpleNamespace(sock=ours)
