@@ -54,13 +54,13 @@ class NotificationSender:
         self._database = database
         self._owner = owner
         self._bus = bus
-        self._stopping = threading.Event()
+        self._stopping = self._draining = threading.Event()
         self._held_until = self._acquire_at = self._retry_at = self._purge_at = 0.0
         self._backoff = _FIRST_BACKOFF
 
     def run(self, stopping: threading.Event, draining: threading.Event) -> None:
         """Send due notifications until `stopping` is set, and none while `draining` is set."""
-        self._stopping = stopping
+        self._stopping, self._draining = stopping, draining
         every = float(self._conf.amp_queue.poll_interval)
         run_duty(_DUTY, every, stopping, draining, work=self.send_due, release=self.release)
 
@@ -78,12 +78,15 @@ class NotificationSender:
         if time.monotonic() >= self._purge_at:
             self._purge()
             self._purge_at = time.monotonic() + _PURGE_INTERVAL
-        while time.monotonic() >= self._retry_at and self._hold_duty() and not self._stopping.is_set():
+        while time.monotonic() >= self._retry_at and self._hold_duty() and not self._ends():
             found = self._database.read(lambda connection: outbox.list_due(connection, _MOST_AT_ONCE))
             if not found:
                 self._bus.close()
                 return
             self._send(found)
+
+    def _ends(self) -> bool:
+        return self._stopping.is_set() or self._draining.is_set()
 
     def _hold_duty(self) -> bool:
         """Acquire or renew the duty if needed, and return whether this controller holds it."""
@@ -105,7 +108,7 @@ class NotificationSender:
             for one in found:
                 self._bus.publish(build_message(one, self._conf.amp_notifications.publisher_id))
                 sent.append(one.id)
-                if time.monotonic() > until or self._stopping.is_set():
+                if time.monotonic() > until or self._ends():
                     break
         except Exception as error:  # noqa: BLE001 - library, broker and network errors have no common base
             self._back_off(error)

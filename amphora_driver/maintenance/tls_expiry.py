@@ -51,5 +51,5 @@ def read_expiry(pem: Secret) -> float:
 def _read_expiry(one: UnreadCertificate, vault: Vault) -> float | None:
     try:
         return read_expiry(vault.open(one.content, sealed_secrets.secret_location(one.name)))
-    except (StoreError, ValueError):
+    except (StoreError, ValueError, x509.InvalidVersion):
         return None

@@ -117,7 +117,10 @@ def delete_old(connection: sa.Connection, max_age: float) -> int:
 def delete_ownerless(connection: sa.Connection) -> None:
     """Delete waiting notifications of load balancers that were deleted while notifications were off."""
     known = sa.exists().where(job.c.load_balancer_id == _ROW.load_balancer_id)
-    connection.execute(notification.delete().where(_ROW.ready_at.is_(None), ~known))
+    # Two statements, because a DELETE that reads `job` would lock rows of `job` on MariaDB.
+    found = connection.execute(sa.select(_ROW.id).where(_ROW.ready_at.is_(None), ~known))
+    for some in chunks(list(found.scalars())):
+        connection.execute(_DELETE, {"ids": some})
 
 
 def _lives(row: Any) -> bool:

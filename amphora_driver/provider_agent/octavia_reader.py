@@ -93,10 +93,12 @@ class OctaviaReader:
             try:
                 return self._read_with_retry(row, verify)
             except Exception:
+                self.retries[load_balancer_id] = (time.monotonic() + _MAX_BACKOFF, _MAX_BACKOFF)
                 LOG.exception(
                     "the provider agent could not read load balancer %s from Octavia because of an unexpected error "
-                    "and tries again",
+                    "and tries again in %.0f s",
                     load_balancer_id,
+                    _MAX_BACKOFF,
                 )
                 return False
             finally:

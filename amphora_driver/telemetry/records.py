@@ -16,6 +16,7 @@ import msgspec
 import sqlalchemy as sa
 
 from amphora_driver.database import clock, tables, tables_fleet
+from amphora_driver.errors import StoreError
 from amphora_driver.model.enums import Kind
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ MAX_EVENTS = 2000
 # The lookup of a load balancer by a prefix of its id reports at most ten ids and "and others".
 _MAX_IDS = 11
 _MAX_AGE = 1.0
+_LOCK_SECONDS = 5.0
 _MAX_CACHED = 16
 # Options of the process that the commands need. amphoractl has no configuration file in the read-only mode.
 OPTIONS = (
@@ -141,7 +143,11 @@ class RecordReader:
 
     def encode(self, scope: Scope) -> bytes:
         """Return a document as JSON; raises StoreError if the database does not answer."""
-        with self._lock:
+        # While the database does not answer, waiting requests must not keep their threads for longer than their clients
+        # wait.
+        if not self._lock.acquire(timeout=_LOCK_SECONDS):
+            raise StoreError("read the records", "other requests still wait for the database", "Try again.")
+        try:
             now = self._monotonic()
             self._cached = {one: each for one, each in self._cached.items() if now - each[0] < _MAX_AGE}
             if scope not in self._cached:
@@ -150,6 +156,8 @@ class RecordReader:
                 found = read_records(self._database, scope, self._version, self._options)
                 self._cached[scope] = (self._monotonic(), msgspec.json.encode(found))
             return self._cached[scope][1]
+        finally:
+            self._lock.release()
 
 
 def _read_table(connection: sa.Connection, query: sa.Select[Any]) -> TableRows:
@@ -213,16 +221,19 @@ def _fleet_queries() -> dict[str, sa.Select[Any]]:
     shown_status = sa.or_(status.kind == _BALANCER, status.pending.is_not(None), status.version > status.reported)
     whole = (tables.job, tables.amphora, tables.amphora_heartbeat, tables.duty)
     expiring = _EXPIRING.subquery()
+    # Joins with `job` use indexes. Conditions on `kind` or `applied_at` alone would read all objects and old requests.
+    work = tables.job.c
     # The list of certificates that expire needs the kind of their objects.
-    shown_object = sa.or_(_OBJECT.c.kind == _BALANCER, _OBJECT.c.id.in_(sa.select(expiring.c.object_id)))
+    shown = sa.union(sa.select(work.load_balancer_id.label("id")), sa.select(expiring.c.object_id)).subquery()
+    newer = sa.and_(request.c.load_balancer_id == work.load_balancer_id, request.c.generation > work.applied)
     fleet = tables_fleet
     more = (fleet.silent_amphora, fleet.unknown_amphora, fleet.circuit_breaker, fleet.process, fleet.drained_host)
     return {
         **{one.name: _select(one) for one in (*whole, *more, fleet.resync)},
         "object_status": _select(tables.object_status, shown_status),
-        "desired_object": sa.select(*_OBJECT_COLUMNS).where(shown_object),
+        "desired_object": sa.select(*_OBJECT_COLUMNS).join(shown, shown.c.id == _OBJECT.c.id),
         "secret": _EXPIRING,
-        "request": _select(request, request.c.applied_at.is_(None)),
+        "request": _select(request, request.c.applied_at.is_(None)).join(tables.job, newer),
         "failover": _select(failover, shown_failover),
         "rotation": _select(fleet.rotation, fleet.rotation.c.ended_at.is_(None)),
         "certificate_authority": _select(fleet.certificate_authority, fleet.certificate_authority.c.state != "gone"),

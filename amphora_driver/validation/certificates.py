@@ -47,7 +47,7 @@ _MAX_SIZE = 1 << 20
 # linearly with the length of the text.
 _BOUNDARY = re.compile(rb"-----(?:BEGIN ([A-Z0-9 ]{1,40})-----\s|END ([A-Z0-9 ]{1,40})-----)")
 _KEYS = (b"PRIVATE KEY", b"RSA PRIVATE KEY", b"EC PRIVATE KEY", b"ENCRYPTED PRIVATE KEY")
-_LIBRARY_ERRORS = (ValueError, TypeError, UnsupportedAlgorithm)
+_LIBRARY_ERRORS = (ValueError, TypeError, UnsupportedAlgorithm, x509.InvalidVersion)
 _ServerKey = rsa.RSAPrivateKey | ec.EllipticCurvePrivateKey | ed25519.Ed25519PrivateKey | ed448.Ed448PrivateKey
 _T = TypeVar("_T")
 

@@ -161,7 +161,7 @@ def test_a_restarted_agent_knows_the_sums_before_its_first_answer(short_path):
     serving = threading.Thread(target=served.run_once, args=(10,))
     serving.start()
     made = LogForwarding(paths, SimpleNamespace(), SimpleNamespace(), "a")
-    made._run = lambda: None
+    made._run, made._version = lambda: None, "1"
     made.start(LogSettings((LogTarget("udp://127.0.0.1:9"),)))
     serving.join()
     served.close()

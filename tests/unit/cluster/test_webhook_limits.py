@@ -91,13 +91,17 @@ class TestFailedAuthentications:
         statuses(client, WRONG, MOST + 1)
         assert statuses(client, bearer(token), 1, environ_base={"REMOTE_ADDR": "192.0.2.9"}) == [200]
 
-    @pytest.mark.parametrize(("behind_proxy", "status"), [(True, 200), (False, 429)])
-    def test_the_address_behind_a_proxy(self, client, service, token, behind_proxy, status):
+    @pytest.mark.parametrize(
+        ("behind_proxy", "peer", "status"),
+        [(True, "203.0.113.9", 200), (False, "127.0.0.1", 200), (False, "203.0.113.9", 429)],
+    )
+    def test_the_address_behind_a_proxy(self, client, service, token, behind_proxy, peer, status):
         service.behind_proxy = behind_proxy
+        sender = {"environ_base": {"REMOTE_ADDR": peer}}
         # The proxy adds the last address. The others come from the client.
-        statuses(client, {**WRONG, "X-Forwarded-For": "192.0.2.1, 192.0.2.2"}, MOST + 1)
-        assert statuses(client, {**bearer(token), "X-Forwarded-For": "192.0.2.2, 192.0.2.1"}, 1) == [status]
-        assert statuses(client, {**WRONG, "X-Forwarded-For": "192.0.2.2"}, 1) == [429]
+        statuses(client, {**WRONG, "X-Forwarded-For": "192.0.2.1, 192.0.2.2"}, MOST + 1, **sender)
+        assert statuses(client, {**bearer(token), "X-Forwarded-For": "192.0.2.2, 192.0.2.1"}, 1, **sender) == [status]
+        assert statuses(client, {**WRONG, "X-Forwarded-For": "192.0.2.2"}, 1, **sender) == [429]
 
     def test_the_timestamp_is_compared_with_the_clock_of_the_nonces(self, client, service, token, monkeypatch):
         now = service.tokens.now()
