@@ -101,6 +101,9 @@ class Stack:
         settings, control = self.settings, self.settings.control
         gunicorn = _python(
             *("gunicorn", "--bind", "fd://3", "--workers", "1", "--threads", "8", "--timeout", "120"),
+            # A client must not send a request on a connection at the moment at which gunicorn closes it as idle. The
+            # default of gunicorn is two seconds.
+            *("--keep-alive", "300"),
             *("--no-control-socket", "--log-level", "warning", "sandbox.octavia_start:api()"),
         )
         neutron, agent = _python("sandbox.fake_neutron_api"), _python("sandbox.octavia_start")
