@@ -198,6 +198,8 @@ def test_a_rebooted_agent_without_keys_reports_the_lost_generation(amphora, rece
     heartbeat = eventually(lambda: (h := receiver.next()).epoch > epoch and h, "a heartbeat of the new start")
     said = heartbeat.document
     assert said.pop("agent_version") == amphora.call("GET", "/v2/info")[1]["agent_version"]
+    # The use of resources depends on the machine of the test.
+    said.pop("usage", None)
     assert said == {"generation": 0, "listeners": {}, "pools": {}, "holds_vip": None}
     assert amphora.status("haproxy") is None
     status, answer = amphora.push(6, secure(), files(certificate))
