@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from amphora_driver.errors import Conflict, UnsupportedOption
+from amphora_driver.errors import Conflict, NetworkError, UnsupportedOption
 from amphora_driver.model.loadbalancer import Vip
 from amphora_driver.model.network import VipRequest
 from amphora_driver.network import neutron_objects as objects
@@ -23,6 +23,8 @@ from amphora_driver.network.neutron_groups import Groups
 from amphora_driver.network.neutron_references import References
 from amphora_driver.network.neutron_rules import Group
 from amphora_driver.openstack.errors import ApiError
+
+_ATTEMPTS = 3
 
 
 class VipPorts:
@@ -51,19 +53,34 @@ class VipPorts:
         if port is None and port_ids:
             port = self._use_own_port(load_balancer_id, project_id, port_ids, wanted)
         if port is None:
-            try:
-                port = self._create(load_balancer_id, project_id, requests, wanted)
-            except ApiError as error:
-                # HTTP status 409 means that the port already exists: another process created it, or the answer to an
-                # earlier request was lost.
-                port = self._find(load_balancer_id, project_id) if error.status == 409 else None
-                if port is None:
-                    raise
+            port = self._find_or_create(load_balancer_id, project_id, requests, wanted)
         vips = objects.to_vips(port, requests)
         if vips is None:
             have = ", ".join(one["ip_address"] for one in port["fixed_ips"])
             raise Conflict(wanted, f"port {port['id']} has the addresses {have} only", "Add the addresses to the port.")
         return vips
+
+    def _find_or_create(
+        self, load_balancer_id: str, project_id: str, requests: Sequence[VipRequest], wanted: str
+    ) -> Json:
+        for _ in range(_ATTEMPTS):
+            try:
+                return self._create(load_balancer_id, project_id, requests, wanted)
+            except ApiError as error:
+                if error.kind == "SecurityGroupNotFound":
+                    # An operator, or a process that found an older security group of the same name, has deleted the
+                    # group since the driver read it.
+                    self._groups.forget()
+                    continue
+                # HTTP status 409 means that the port already exists: another process created it, or the answer to an
+                # earlier request was lost.
+                port = self._find(load_balancer_id, project_id) if error.status == 409 else None
+                if port is not None:
+                    return port
+                # The port of another process may have been removed since Neutron refused the same MAC address.
+                if error.kind != "MacAddressInUse":
+                    raise
+        raise NetworkError(wanted, f"other processes changed it {_ATTEMPTS} times")
 
     def release(self, load_balancer_id: str) -> None:
         """Delete the VIP port of a load balancer, and give a port of the user back."""
@@ -110,13 +127,6 @@ class VipPorts:
             # driver enables port security.
             body["port_security_enabled"] = True
         tags = objects.tags(self._deployment_id, load_balancer_id)
-        try:
-            return self._neutron.create_tagged("ports", {**body, **self._evidence()}, tags)
-        except ApiError as error:
-            if error.kind != "SecurityGroupNotFound":
-                raise
-        # An operator, or a process that found an older group of the same name, has deleted the group since it was read.
-        self._groups.forget()
         return self._neutron.create_tagged("ports", {**body, **self._evidence()}, tags)
 
     def _evidence(self) -> dict[str, list[str]]:
