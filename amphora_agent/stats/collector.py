@@ -178,11 +178,15 @@ class Collector:
         held.close()
 
     def _sample(self) -> None:
-        before, self._latest = self._latest, None
-        with suppress(HaproxyError):
-            # If HAProxy does not answer, `_latest` stays None. The heartbeat then contains no listener, pool or member
-            # of HAProxy.
-            self._latest = haproxy_stats.parse(self._worker.ask(haproxy_stats.QUESTION), before)
+        found = None
+        try:
+            with suppress(HaproxyError):
+                # If HAProxy does not answer, `_latest` becomes None. The heartbeat then contains no listener, pool or
+                # member of HAProxy.
+                found = haproxy_stats.parse(self._worker.ask(haproxy_stats.QUESTION), self._latest)
+        finally:
+            # Other threads read `load` without the lock, also while HAProxy answers.
+            self._latest = found
         if self._latest is not None and (identity := _identity(self._latest.pid)):
             self._totals.read(identity, self._latest.counts)
         for held in list(self._held):

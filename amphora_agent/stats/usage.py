@@ -22,6 +22,8 @@ from amphora_agent.stats.haproxy_stats import WorkerLoad
 _SECONDS = 2.0
 # Before version 6.2, Linux needs about 0.1 s to count 100,000 file descriptors.
 _DESCRIPTOR_SECONDS = 15.0
+# An older result of the namespace's thread is not sent, because this thread may be blocked.
+_OUTDATED_SECONDS = 15.0
 _CONNTRACK = Path("/proc/sys/net/netfilter")
 _OPEN_FILES = re.compile(r"^Max open files\s+(\d+)", re.MULTILINE)
 _MEMORY = re.compile(r"^(MemTotal|MemAvailable):\s+(\d+) kB$", re.MULTILINE)
@@ -55,6 +57,7 @@ class UsageMeter:
         self._cpu: tuple[int, int] | None = None
         self._tracked: Future[int | None] | None = None
         self._tracked_percent: int | None = None
+        self._tracked_at = 0.0
 
     def measure(self) -> dict[str, int]:
         """Return the percentages by the names of the resources, at most `_SECONDS` old."""
@@ -102,10 +105,11 @@ class UsageMeter:
         if self._tracked is None or self._tracked.done():
             if self._tracked is not None:
                 self._tracked_percent = None if self._tracked.exception() else self._tracked.result()
+                self._tracked_at = self._clock()
             # A namespace that was closed or cannot be entered accepts no function.
             with suppress(RuntimeError):
                 self._tracked = self._inner.start(_measure_conntrack)
-        return self._tracked_percent
+        return self._tracked_percent if self._clock() - self._tracked_at < _OUTDATED_SECONDS else None
 
 
 def percent(used: int, limit: int) -> int | None:

@@ -90,7 +90,7 @@ class CheckStatus(Lister):
 
     def _read_rows(self, now: float) -> Rows:
         before = now + self.app.conf.amp_tls.expiry_days * _DAY
-        rows: Rows = self.app.read(lambda connection: _read_rows(connection, before))
+        rows: Rows = self.app.read(lambda connection: _read_rows(connection, now, before))
         return rows
 
 
@@ -121,7 +121,7 @@ def _check_schema(app: Any) -> Check:
     return success(f"schema {schema_check.known_revisions()[-1]}, the one of this version", "Database")
 
 
-def _read_rows(connection: sa.Connection, expiry_before: float) -> Rows:
+def _read_rows(connection: sa.Connection, now: float, expiry_before: float) -> Rows:
     machines = queries.amphora_query().where(queries.IS_NO_SPARE)
     authority = certificate_authority.c
     columns = (authority.id, authority.kind, authority.state, authority.expires_at)
@@ -136,7 +136,7 @@ def _read_rows(connection: sa.Connection, expiry_before: float) -> Rows:
         unknown_amphorae=connection.execute(sa.select(unknown_amphora)).all(),
         authorities=connection.execute(current).all(),
         resyncs=resyncs.list_resyncs(connection),
-        expiring=sealed_secrets.list_expiring(connection, expiry_before, _MAX_EXPIRING),
+        expiring=sealed_secrets.list_expiring(connection, now, expiry_before, _MAX_EXPIRING),
     )
 
 

@@ -30,8 +30,9 @@ class NearLimits:
     def __init__(self, interval: float, limit: int = 85) -> None:
         self._hold = _HOLD_INTERVALS * interval
         self._limit = limit
-        # For each amphora and resource, `_changing` contains the start of the heartbeats that contradict the mark.
-        self._changing: dict[tuple[str, str], float] = {}
+        # For each amphora and resource, `_changing` contains the mark that heartbeats contradict, and the times of the
+        # first and of the last of these heartbeats.
+        self._changing: dict[tuple[str, str], tuple[bool, float, float]] = {}
 
     def find_changed(
         self, updated: Mapping[str, LastReport], marked: Mapping[str, str], now: float
@@ -50,21 +51,29 @@ class NearLimits:
             near = [
                 name
                 for name in _RESOURCES
-                if self._is_near((amphora_id, name), last.usage.get(name, 0), now, known=name in known)
+                if self._is_near((amphora_id, name), last.usage.get(name), now, known=name in known)
             ]
             names = ",".join(near)
             if names != before:
                 changed[amphora_id] = names or None
         return changed
 
-    def _is_near(self, key: tuple[str, str], used: int, now: float, *, known: bool) -> bool:
-        contradicts = used < self._limit - _HYSTERESIS if known else used >= self._limit
+    def _is_near(self, key: tuple[str, str], used: int | None, now: float, *, known: bool) -> bool:
+        if used is None and not known:
+            # An agent cannot measure if HAProxy is too busy to answer. One such heartbeat ends no count.
+            return False
+        percent = used or 0
+        contradicts = percent < self._limit - _HYSTERESIS if known else percent >= self._limit
         if not contradicts:
             self._changing.pop(key, None)
             return known
-        since = self._changing.setdefault(key, now)
-        return known if now - since < self._hold else not known
+        mark, first, last = self._changing.get(key, (known, now, now))
+        if mark is not known or now - last > self._hold:
+            # The mark has changed since, or the amphora was silent.
+            first = now
+        self._changing[key] = known, first, now
+        return known if now - first < self._hold else not known
 
     def retain(self, amphora_ids: set[str]) -> None:
         """Forget deleted amphorae."""
-        self._changing = {key: since for key, since in self._changing.items() if key[0] in amphora_ids}
+        self._changing = {key: one for key, one in self._changing.items() if key[0] in amphora_ids}

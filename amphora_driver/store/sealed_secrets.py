@@ -38,12 +38,20 @@ _UNREAD = (
     .order_by(secret.c.object_id, secret.c.ref)
 )
 
-# Without GROUP BY, each database reads only the rows in question, by the index of `expires_at`.
-_EXPIRING = (
-    sa.select(secret.c.load_balancer_id, secret.c.object_id, desired_object.c.kind, secret.c.expires_at)
-    .join(desired_object, desired_object.c.id == secret.c.object_id)
+# The inner query reads the rows in question only, by the index of `expires_at`. An object with many certificates counts
+# once, so it cannot hide the certificates of other objects behind the limit.
+_FIRST = sa.func.min(secret.c.expires_at).label("expires_at")
+_DUE = (
+    sa.select(secret.c.load_balancer_id, secret.c.object_id, _FIRST)
+    .where(secret.c.expires_at >= sa.bindparam("after", type_=sa.Double))
     .where(secret.c.expires_at < sa.bindparam("before", type_=sa.Double))
-    .order_by(secret.c.expires_at, secret.c.object_id)
+    .group_by(secret.c.load_balancer_id, secret.c.object_id)
+    .subquery("due")
+)
+_EXPIRING = (
+    sa.select(_DUE.c.load_balancer_id, _DUE.c.object_id, desired_object.c.kind, _DUE.c.expires_at)
+    .join(desired_object, desired_object.c.id == _DUE.c.object_id)
+    .order_by(_DUE.c.expires_at, _DUE.c.object_id)
     .limit(sa.bindparam("most", type_=sa.Integer))
 )
 _KIND_WORDS = {Kind.LISTENER.value: "listener", Kind.POOL.value: "pool"}
@@ -154,18 +162,21 @@ def list_unread_certificates(
     ]
 
 
-def list_expiring(connection: sa.Connection, before: float, limit: int) -> list[ExpiringSecret]:
+def list_expiring(connection: sa.Connection, now: float, before: float, limit: int) -> list[ExpiringSecret]:
     """Return the objects with a certificate that expires before a time, the first one first.
 
-    `before` is in seconds since 1970, and `limit` is the largest number of certificates.
+    Expired certificates of abandoned load balancers accumulate, and must not hide those that users still need. So
+    `limit` is the largest number of objects with an expired certificate, and of objects with a valid one. `now` and
+    `before` are in seconds since 1970.
     """
     found: dict[str, ExpiringSecret] = {}
-    for row in connection.execute(_EXPIRING, {"before": before, "most": limit}):
-        kind = _KIND_WORDS.get(row.kind, row.kind)
-        one = ExpiringSecret(
-            load_balancer_id=row.load_balancer_id, object_id=row.object_id, kind=kind, expires_at=row.expires_at
-        )
-        found.setdefault(row.object_id, one)
+    for after, until in ((0.0, now), (now, before)):
+        for row in connection.execute(_EXPIRING, {"after": after, "before": until, "most": limit}):
+            kind = _KIND_WORDS.get(row.kind, row.kind)
+            one = ExpiringSecret(
+                load_balancer_id=row.load_balancer_id, object_id=row.object_id, kind=kind, expires_at=row.expires_at
+            )
+            found.setdefault(row.object_id, one)
     return list(found.values())
 
 

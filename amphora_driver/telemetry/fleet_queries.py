@@ -198,7 +198,7 @@ def _read(connection: sa.Connection, spares_configured: int, expiry_days: float)
         unknown_amphorae=tuple(_build(UnknownAmphoraInfo, row) for row in connection.execute(_UNKNOWN_AMPHORAE)),
         outbox=_build(OutboxInfo, connection.execute(_OUTBOX).one()),
         orphans=connection.execute(sa.select(sa.func.count()).select_from(tables.orphan)).scalar_one(),
-        expiring=tuple(sealed_secrets.list_expiring(connection, now + expiry_days * _DAY, MAX_ROWS)),
+        expiring=tuple(sealed_secrets.list_expiring(connection, now, now + expiry_days * _DAY, MAX_ROWS)),
     )
 
 

@@ -250,9 +250,10 @@ _OBJECT_COLUMNS = tuple(
 _SECRET = tables.secret.c
 # The certificates that expire first. The names of secrets are not sent.
 _EXPIRING = (
-    sa.select(_SECRET.object_id, _SECRET.load_balancer_id, _SECRET.expires_at)
+    sa.select(_SECRET.object_id, _SECRET.load_balancer_id, sa.func.min(_SECRET.expires_at).label("expires_at"))
     .where(_SECRET.expires_at.is_not(None))
-    .order_by(_SECRET.expires_at, _SECRET.object_id)
+    .group_by(_SECRET.object_id, _SECRET.load_balancer_id)
+    .order_by(sa.func.min(_SECRET.expires_at), _SECRET.object_id)
     .limit(MAX_CERTIFICATES)
 )
 _FLEET = _fleet_queries()

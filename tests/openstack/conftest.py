@@ -12,6 +12,7 @@ import prepared_cloud
 import pytest
 from cloud_user import CloudUser
 from provider_stack import ProviderStack
+from two_parts import WHOLE_CLOUD
 from whole_cloud import whole_cloud
 
 from amphora_driver import config
@@ -25,6 +26,9 @@ def _uses_whole_cloud(item):
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
     """Without workers, tests of the complete cloud are the last ones; `two_parts.py` starts them first in a worker."""
+    for item in items:
+        if item.nodeid.partition("::")[0].removeprefix("tests/") in WHOLE_CLOUD and not _uses_whole_cloud(item):
+            raise pytest.UsageError(f"the complete cloud would end before {item.nodeid}, which does not use it")
     if config.getoption("together") is None:
         items.sort(key=_uses_whole_cloud)
 

@@ -18,6 +18,7 @@ from two_parts import (
     MOST_REPEATED,
     RINGS,
     SHARED_CLOUD,
+    WHOLE_CLOUD,
     Again,
     Alone,
     Together,
@@ -140,12 +141,13 @@ def test_worker():
 """
 
 
-def test_one_worker_runs_the_files_that_share_a_cloud(project):
-    for file in SHARED_CLOUD:
+@pytest.mark.parametrize("files", [SHARED_CLOUD, WHOLE_CLOUD], ids=["network", "whole"])
+def test_one_worker_runs_the_files_that_share_a_cloud(project, files):
+    for file in files:
         project.write("openstack", Path(file).name, WORKER)
-    status, said = project.together(workers=len(SHARED_CLOUD))
+    status, said = project.together(workers=3)
     assert status == 0, said
-    workers = {project.text(Path("tests", file).with_suffix(".worker")) for file in SHARED_CLOUD}
+    workers = {project.text(Path("tests", file).with_suffix(".worker")) for file in files}
     assert len(workers) == 1
 
 

@@ -138,6 +138,18 @@ def test_a_busy_namespace_delays_no_heartbeat(machine):
     assert len(machine.inner.started) == 2
 
 
+def test_an_old_result_of_a_blocked_namespace_is_not_sent(machine):
+    meter = machine.meter()
+    meter.measure()
+    machine.inner.started[0][1].set_result(90)
+    machine.now += 3
+    assert meter.measure()["conntrack"] == 90
+    machine.now += 12
+    assert meter.measure()["conntrack"] == 90
+    machine.now += 3
+    assert "conntrack" not in meter.measure()
+
+
 def test_a_closed_namespace_is_no_error(machine):
     def refuse(_):
         raise RuntimeError

@@ -118,9 +118,25 @@ def test_the_first_certificate_of_each_object_is_listed(database):
     record_objects(database)
     store(database, {name("li"): pem(20), name("li", "sni"): pem(10), name("po"): pem(-1), name("li2"): pem(31)})
     record_tls_expiries(database, VAULT)
-    found = database.read(lambda c: sealed_secrets.list_expiring(c, NOW + 30 * DAY, 10))
+    found = database.read(lambda c: sealed_secrets.list_expiring(c, NOW, NOW + 30 * DAY, 10))
     assert found == [
         ExpiringSecret(load_balancer_id="lb", object_id="po", kind="pool", expires_at=NOW - DAY),
         ExpiringSecret(load_balancer_id="lb", object_id="li", kind="listener", expires_at=NOW + 10 * DAY),
     ]
-    assert database.read(lambda c: sealed_secrets.list_expiring(c, NOW + 30 * DAY, 1)) == found[:1]
+    assert database.read(lambda c: sealed_secrets.list_expiring(c, NOW, NOW, 1)) == found[:1]
+
+
+def test_many_expired_certificates_of_an_object_hide_no_other_object(database):
+    record_objects(database)
+    expired = {name("li", f"sni {number}"): pem(-1 - number) for number in range(3)}
+    store(database, {**expired, name("li2"): pem(-1), name("po"): pem(10)})
+    record_tls_expiries(database, VAULT)
+    found = database.read(lambda c: sealed_secrets.list_expiring(c, NOW, NOW + 30 * DAY, 2))
+    assert [one.object_id for one in found] == ["li", "li2", "po"]
+    assert found[0].expires_at == NOW - 3 * DAY
+    assert [
+        one.object_id for one in database.read(lambda c: sealed_secrets.list_expiring(c, NOW, NOW + 30 * DAY, 1))
+    ] == [
+        "li",
+        "po",
+    ]

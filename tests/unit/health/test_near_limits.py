@@ -75,6 +75,31 @@ def test_each_resource_has_its_own_mark():
     assert one.send(times=11, cpu=95) == "cpu", "a resource that is not measured any more is not near its limit"
 
 
+def test_a_mark_that_has_just_changed_needs_ten_intervals_to_change_again():
+    one = Amphora()
+    one.send(times=11, cpu=90)
+    for used in (70, 90) * 20:
+        one.send(cpu=used)
+    assert (one.mark, one.writes) == ("cpu", 1)
+
+
+def test_a_single_heartbeat_without_a_measurement_ends_no_count():
+    one = Amphora()
+    one.send(times=9, connections=95)
+    one.send()
+    assert one.send(connections=95) == "connections"
+    assert one.send(times=10) == "connections"
+    assert one.send() == ""
+
+
+def test_a_silence_is_no_usage_above_the_limit():
+    one = Amphora()
+    one.send(cpu=95)
+    one.now += 20 * INTERVAL
+    assert one.send(times=10, cpu=95) == ""
+    assert one.send(cpu=95) == "cpu"
+
+
 def test_unknown_resources_are_ignored():
     assert Amphora().send(times=20, anything=100) == ""
 

@@ -256,6 +256,12 @@ def test_large_tables_are_read_by_index(database):
                 "certificate_authority",
                 "rotation",
             }
+            # The inner query has read these rows by the index of the expiry.
+            few |= (
+                {"due"}
+                if any("INDEX ix_secret_expires_at (expires_at>? AND expires_at<?)" in one for one in plan)
+                else set()
+            )
             few |= {"rotation_item"} if "failover" not in text else set()
             assert {line.split()[1] for line in scanned} <= few | {"CONSTANT"}, (text, plan)
 
