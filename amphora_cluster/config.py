@@ -68,7 +68,7 @@ OPTIONS: dict[str, dict[cfg.Opt, str]] = {
             "the address, the token and the certificate."
         ),
         cfg.StrOpt("notification_url", secret=True): (
-            "URL of the message bus with Nova's versioned notifications: amqp://user:password@host:5672//vhost. A "
+            "URL of the message bus with Nova's versioned notifications: amqp://user:password@host:5672/vhost. A "
             "notification makes the next pass of its groups due at once. The default is none: the controllers poll."
         ),
         cfg.StrOpt("notification_topic", default="versioned_notifications"): (

@@ -25,8 +25,8 @@ OPTIONS: dict[str, dict[cfg.Opt, str]] = {
         ),
         cfg.IntOpt("near_limit", default=85, min=50, max=100): (
             "Percentage of a limit (connections, CPU, memory, file descriptors, tracked connections) from which an "
-            "amphora counts as near its limit, after ten heartbeats. The mark disappears ten percentage points lower, "
-            "again after ten heartbeats. 50 to 100."
+            "amphora counts as near its limit, after ten heartbeats. The mark disappears after ten heartbeats "
+            "that are more than ten percentage points lower. 50 to 100."
         ),
     }
 }

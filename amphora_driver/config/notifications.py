@@ -13,7 +13,7 @@ OPTIONS: dict[str, dict[cfg.Opt, str]] = {
             "Off by default."
         ),
         cfg.StrOpt("url", secret=True): (
-            "URL of the message bus: amqp://user:password@host:5672//vhost, or amqps://user:password@host:5671//vhost "
+            "URL of the message bus: amqp://user:password@host:5672/vhost, or amqps://user:password@host:5671/vhost "
             "for TLS. Several URLs are separated by semicolons and tried in turn. Only controllers read it. There is "
             "no default: enabled = true needs a URL."
         ),

@@ -12,7 +12,7 @@ OPTIONS: dict[str, dict[cfg.Opt, str]] = {
             "celery: they receive a message over RabbitMQ and poll as well."
         ),
         cfg.StrOpt("broker_url", default="amqp://127.0.0.1:5672//", secret=True): (
-            "URL of RabbitMQ: amqp://user:password@host:5672//vhost. Several URLs are separated by semicolons and "
+            "URL of RabbitMQ: amqp://user:password@host:5672/vhost. Several URLs are separated by semicolons and "
             "tried in this order. Used only with engine = celery."
         ),
         cfg.StrOpt("socket_dir", default="/run/amphora-driver"): (
