@@ -3,16 +3,17 @@
 
 Invariant: a group is found by its name, the mark of the deployment, and the project of the service account, in which
 users create nothing. Neutron permits several groups with the same name, and processes can create one each at the same
-time. Each process that lists these groups uses the oldest one, by creation time and id, and deletes the others. Neutron
-refuses the deletion of a group that a port uses. Such a group passes the same traffic, because its rules are the same.
-It stays until a process lists the groups after its last port is gone. No process can delete the oldest group, so at
-least one group always remains.
+time. Each process that lists these groups uses the oldest one, by creation time and id. It deletes the others two hours
+after their creation. Neutron refuses the deletion of a group that a port uses. Such a group passes the same traffic,
+because its rules are the same. It stays until a process lists the groups after its last port is gone. No process can
+delete the oldest group, so at least one group always remains.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -39,6 +40,9 @@ LOG = logging.getLogger(__name__)
 _ATTEMPTS = 5
 # Maximum number of seconds for which a thread waits until another thread of the process has read a group.
 _MAX_WAIT = 5.0
+# Minimum age in seconds of a group that is deleted. A process may still use a newer group: for as long as its cache
+# keeps the group, and for one request. If Neutron deletes a group during the creation of a port, the port loses it.
+_MIN_AGE = 2 * 3600.0
 
 
 class Groups:
@@ -205,9 +209,9 @@ class Groups:
             self._neutron.delete("rules", rule_id)
 
     def _delete_others(self, found: Sequence[Json], kept: Json) -> None:
-        """Delete all groups of a list except the kept one; a group that a port uses stays."""
+        """Delete the old groups of a list except the kept one; a group that a port uses stays."""
         for one in found:
-            if one["id"] == kept["id"]:
+            if one["id"] == kept["id"] or time.time() - objects.created_at(one) < _MIN_AGE:
                 continue
             try:
                 self._neutron.delete("groups", one["id"])

@@ -11,6 +11,7 @@ therefore a security group of the service project: Neutron refuses this group in
 
 from __future__ import annotations
 
+import datetime as dt
 import hashlib
 import ipaddress
 import re
@@ -268,3 +269,8 @@ def _contains(cidr: str, address: str) -> bool:
 def oldest(objects: Sequence[Json]) -> Json | None:
     """Return the object to keep of several equal objects: each process chooses the same object."""
     return min(objects, key=lambda one: (one["created_at"], one["id"]), default=None)
+
+
+def created_at(one: Json) -> float:
+    """Return the creation time of an object in seconds since the epoch."""
+    return dt.datetime.fromisoformat(one["created_at"].replace("Z", "+00:00")).timestamp()

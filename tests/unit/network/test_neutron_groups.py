@@ -4,10 +4,12 @@
 `Cloud` is a Neutron without a network: its times are whole seconds, and it accepts several groups with one name.
 """
 
+import datetime as dt
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,6 +23,20 @@ from amphora_driver.openstack.errors import ApiError
 
 NAME = "octavia-amphora-traffic"
 SECONDS = 10.0
+# Seconds since the epoch: the time of the races, and the time from which a group that nothing uses is deleted.
+DURING = dt.datetime(2026, 1, 1, 10, 0, 10, tzinfo=dt.timezone.utc).timestamp()
+AFTERWARDS = DURING + neutron_groups._MIN_AGE
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Sets the time of this host."""
+
+    def set_time(now):
+        monkeypatch.setattr(neutron_groups, "time", SimpleNamespace(time=lambda: now))
+
+    set_time(DURING)
+    return set_time
 
 
 class Cloud:
@@ -68,7 +84,7 @@ class Cloud:
 
     def _create_group(self, values):
         group_id, created_at = next(self._new)
-        made = {**values, "id": group_id, "created_at": created_at, "security_group_rules": []}
+        made = {**values, "id": group_id, "created_at": f"2026-01-01T{created_at}Z", "security_group_rules": []}
         self.groups[group_id] = made
         for family in ("IPv4", "IPv6"):
             self._add_rule({
@@ -199,27 +215,49 @@ def race(cloud, requests):
     [
         (("1", "2", "3", "4"), ("10:00:00",) * 4, False),
         (("4", "3", "2", "1"), ("10:00:00",) * 4, True),
-        (("1", "2", "3", "4"), ("10:00:09", "10:00:08", "10:00:07", "10:00:06"), True),
+        (
+            ("1", "2", "3", "4"),
+            ("10:00:09", "10:00:08", "10:00:07", "10:00:06"),
+            True,
+        ),
     ],
     ids=["the smaller id first", "the smaller id last", "the older time last"],
 )
-def test_two_processes_agree_on_one_group_after_each_race(ids, times, several):
+def test_two_processes_agree_on_one_group_after_each_race(clock, ids, times, several):
     both = 0
     for requests in product(range(8), range(1, 9), (1, 3)):
+        clock(DURING)
         cloud = Cloud(ids, times)
         used = race(cloud, requests)
         assert None not in used, requests
-        assert set(used) == set(cloud.ports) <= set(cloud.groups), requests
+        created = set(cloud.groups)
+        assert set(used) == set(cloud.ports) <= created, requests
         both += len(set(used)) == 2
         # The next process that lists the groups, and each one after it, uses the oldest one.
         kept = objects.oldest(list(cloud.groups.values()))["id"]
         assert {Process(cloud).group() for _ in range(2)} == {kept}
+        assert set(cloud.groups) == created, requests
+        # Two hours later, a group of a port stays. The newer group is deleted when its last port is gone.
+        clock(AFTERWARDS)
+        assert Process(cloud).group() == kept
         assert set(cloud.groups) == {kept, *used}, requests
-        # The newer group is deleted when its last port is gone.
         cloud.ports.clear()
         assert Process(cloud).group() == kept
         assert rules_of(cloud) == {kept: 4}, requests
     assert bool(both) is several, "in some orders of the requests, both processes use their own group"
+
+
+def test_no_group_is_deleted_during_the_creation_of_a_port(clock):
+    cloud = Cloud(ids=("2", "1", "3", "4"))
+    first = Process(cloud)
+    group_id = first.group()
+    # Neutron has read the group "2" for the port of the first process, and does not see the port yet.
+    cloud._create_group({"name": NAME, "description": objects.mark("one"), "project_id": "service"})
+    assert Process(cloud).group() == "1"
+    assert group_id in cloud.groups
+    clock(AFTERWARDS)
+    assert Process(cloud).group() == "1"
+    assert set(cloud.groups) == {"1"}
 
 
 def test_the_threads_of_a_process_create_one_group():
@@ -240,22 +278,24 @@ def test_a_thread_does_not_wait_for_another_one_for_ever(monkeypatch):
         assert process.group() == "1"
 
 
-def test_a_process_continues_with_the_older_group_when_its_own_one_is_deleted():
+def test_a_process_continues_with_the_older_group_when_its_own_one_is_deleted(clock):
     cloud = Cloud(ids=("2", "1", "3", "4"))
     first = Process(cloud)
     assert first.group() == "2"
     # The second process has listed the groups before the first one created its group.
     made = cloud._create_group({"name": NAME, "description": objects.mark("one"), "project_id": "service"})
     assert made["id"] == "1"
+    clock(AFTERWARDS)
     assert Process(cloud).group() == "1"
     assert set(cloud.groups) == {"1"}
     assert first.create_port() == "1"
 
 
-def test_no_group_is_deleted_while_a_port_uses_it(caplog):
+def test_no_group_is_deleted_while_a_port_uses_it(clock, caplog):
     cloud = Cloud(ids=("2", "1", "3", "4"))
     assert Process(cloud).create_port() == "2"
     cloud._create_group({"name": NAME, "description": objects.mark("one"), "project_id": "service"})
+    clock(AFTERWARDS)
     assert Process(cloud).group() == "1"
     assert rules_of(cloud) == {"2": 4, "1": 4}
     assert not [one for one in caplog.records if one.levelname == "WARNING"]
