@@ -55,6 +55,8 @@ _SLOW_POLL_SECONDS = 0.05
 _LOST_COMMAND_SECONDS = 2.0
 # Maximum number of seconds after a reload until HAProxy's old worker must have stopped accepting connections.
 _STOPPING_SECONDS = 2.0
+# Maximum number of seconds after a failed reload until HAProxy's old worker must accept connections again.
+_OPENING_SECONDS = 10.0
 # HAProxy alerts such as "Fatal errors" give no reason. So the agent's error message quotes an earlier alert instead.
 _EMPTY_PHRASES = ("Fatal errors", "Error(s) found", "exited with code", "failed to start their listeners")
 
@@ -255,12 +257,12 @@ class Haproxy:
             reach(Point.RELOADING)
             self._await_reload(old, reloads, starts)
         except HaproxyError:
+            self._await_open_listeners()
             with suppress(HaproxyError):
                 # The reload has failed, so the agent ends the draining of the servers. The commands fail if HAProxy's
                 # worker has crashed. The agent ignores this, because a new worker drains no server.
                 for command in drained:
                     self.worker.ask(worker_replacement.ready_command(command))
-                self._await_open_listeners()
             raise
         finally:
             # After a reload, HAProxy no longer needs the file with the states of servers. If HAProxy starts again after
@@ -372,8 +374,14 @@ class Haproxy:
         A new worker that cannot bind an address asks the old worker to pause its listeners, and tries for two seconds.
         A verification during the pause would find a difference and cause a needless reload.
         """
-        deadline = time.monotonic() + _STOPPING_SECONDS
-        while runtime_state.closed_listeners(self.worker.ask(runtime_state.PROXIES)) and time.monotonic() < deadline:
+        deadline = time.monotonic() + _OPENING_SECONDS
+        while time.monotonic() < deadline:
+            # The pause includes the statistics socket, so the old worker may refuse the connection of the agent.
+            with suppress(HaproxyError):
+                if not runtime_state.closed_listeners(self.worker.ask(runtime_state.PROXIES)):
+                    return
+            if not self.is_running():
+                return
             time.sleep(_POLL_SECONDS)
 
     def _await_stopping(self, old: int | None) -> None:
