@@ -97,7 +97,8 @@ def test_a_group_is_polled_without_an_event(stores, clouds, start):
     start()
     until(lambda: len(clouds["g1"].calls) > 2)
     clouds["g1"].boot("a")
-    until(lambda: states(stores) == {"a": NodeState.JOINING})
+    # The state JOINING is recorded before the member is created.
+    until(lambda: clouds["g1"].served() == ["a"])
     clouds["g1"].check()
     until(lambda: states(stores) == {"a": NodeState.SERVING})
 
@@ -248,7 +249,8 @@ def test_notifications_make_groups_of_server_and_project_due(stores, clouds, sta
     stores.add("g2", project_id="p2")
     stores.add("g3", project_id="p3")
     made = start(poll_interval=1000)
-    until(lambda: states(stores) == {"a": NodeState.JOINING})
+    # The state JOINING is recorded before the member is created.
+    until(lambda: clouds["g1"].served() == ["a"])
     clouds["g1"].check()
     until(lambda: states(stores) == {"a": NodeState.SERVING})
     until(lambda: stores.groups.get("g3").passed_at is not None)
