@@ -51,7 +51,7 @@ _HOSTNAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?(\.[A-Za-z0-
 _PUBLIC_KEY = re.compile(r"(ssh|ecdsa|sk-ssh|sk-ecdsa)-[ -~]{16,8192}")
 _KEYS = "authorized_keys"
 # The user data is a JSON document with the agent's files under this key. The driver writes the document
-# (`amphora_driver/compute/boot_document.py`).
+# (`amphora_driver/compute/config_drive.py`).
 USER_DATA_KEY = "amphora_files"
 # The program mounts the config drive read-only. Further flags of mount(2) forbid set-user-id programs, device files,
 # running programs, and following symbolic links.

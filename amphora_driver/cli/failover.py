@@ -24,7 +24,7 @@ from amphora_driver.database.tables_fleet import failover
 from amphora_driver.errors import Conflict, UnknownObject
 from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.queue import local_socket
-from amphora_driver.store import circuit_breaker, failovers, silent_amphorae, unknown_amphorae
+from amphora_driver.store import circuit_breaker, failovers, orphans, silent_amphorae
 from amphora_driver.store.requests import Op
 from amphora_driver.store.spare_pools import ROLE
 from amphora_driver.telemetry.records import Scope
@@ -161,7 +161,7 @@ class ListUnknownAmphorae(Lister):
     read_only_mode = True
 
     def take_action(self, _parsed_args: argparse.Namespace) -> Table:
-        rows = self.app.read(unknown_amphorae.list_unknown_amphorae)
+        rows = self.app.read(orphans.list_unknown_amphorae)
         return ("Amphora", "Address", "First heard", "Last heard", "Verdict"), (
             (row.amphora_id, row.address, Timestamp(row.first_at), Age(row.last_at), Value(row.verdict)) for row in rows
         )

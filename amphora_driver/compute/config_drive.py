@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The config drive of a virtual machine, in the format of Nova.
+"""The boot files of a virtual machine: on a config drive in the format of Nova, or in Nova's user data.
+
+`amphora_agent/config_drive.py` reads both in the image. Nova limits only the size of the user data. For injected files,
+Nova has a quota of five by default, and its newer API versions refuse them.
 
 Invariant: no I/O. An image that boots from this drive also boots from a drive of Nova. The label is ``config-2``. The
 directory ``openstack/latest`` has ``meta_data.json``, ``network_data.json`` and ``user_data``. ``files`` in
@@ -8,6 +11,7 @@ directory ``openstack/latest`` has ``meta_data.json``, ``network_data.json`` and
 
 from __future__ import annotations
 
+import base64
 import io
 import ipaddress
 from collections.abc import Mapping, Sequence
@@ -16,10 +20,15 @@ from pathlib import PurePosixPath
 import msgspec
 import pycdlib
 
+from amphora_driver.errors import ComputeError
 from amphora_driver.model.network import Port, Subnet
+from amphora_driver.secret import Secret
 
 LABEL = "config-2"
 AGENT_DIRECTORY = "/etc/amphora-agent"
+USER_DATA_KEY = "amphora_files"
+# Nova accepts at most this number of characters of user data, counted after the encoding as base64.
+USER_DATA_LIMIT = 65535
 
 
 class _InjectedFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,3 +149,26 @@ def _routes(subnet: Subnet) -> tuple[_NetworkRoute, ...]:
         _NetworkRoute(network=str(network.network_address), netmask=str(network.netmask), gateway=gateway)
         for network, gateway in found
     )
+
+
+def build_user_data(files: Mapping[str, bytes], wanted: str) -> Secret:
+    """Return the document with these files, encoded as base64.
+
+    Args:
+        files: the contents by name in ``/etc/amphora-agent``.
+        wanted: the attempted operation, as an infinitive.
+
+    Raises:
+        ComputeError: a file is not text, or the document is longer than Nova's limit.
+    """
+    try:
+        texts = {name: content.decode() for name, content in sorted(files.items())}
+    except UnicodeDecodeError:
+        # The new error does not contain the decoder's error, which would quote the file. The file may contain a private
+        # key.
+        raise ComputeError(wanted, "a boot file is not text in UTF-8", final=True) from None
+    encoded = base64.b64encode(msgspec.json.encode({USER_DATA_KEY: texts}))
+    if len(encoded) > USER_DATA_LIMIT:
+        happened = f"the boot files have {len(encoded)} characters as base64, and Nova accepts {USER_DATA_LIMIT}"
+        raise ComputeError(wanted, happened, "Use shorter certificate chains in [amp_certificates].", final=True)
+    return Secret(encoded)

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from amphora_driver.compute import nova_servers as servers
-from amphora_driver.compute.boot_document import build_user_data
+from amphora_driver.compute.config_drive import build_user_data
 from amphora_driver.compute.interface import BootPartner, BootRequest, Location, Machine, MachineState, Placement
 from amphora_driver.compute.nova_client import Json, Nova
 from amphora_driver.compute.nova_profiles import Profiles

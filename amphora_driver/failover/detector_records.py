@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import sqlalchemy as sa
 
-from amphora_driver.store import circuit_breaker, silent_amphorae, unknown_amphorae
+from amphora_driver.store import circuit_breaker, orphans, silent_amphorae
 from amphora_driver.store.circuit_breaker import BreakerRow
 from amphora_driver.store.silent_amphorae import SilentAmphora
 
@@ -101,9 +101,9 @@ class DetectorRecords:
         self._reported = {one: orders for one, orders in self._reported.items() if one in with_silent}
         if now - self._unknown_at >= _UNKNOWN_EVERY:
             self._unknown_at = now
-            verdicts = self._database.read(lambda c: unknown_amphorae.compute_verdicts(c, self._grace))
+            verdicts = self._database.read(lambda c: orphans.compute_verdicts(c, self._grace))
             if verdicts:
-                self._database.write(lambda c: unknown_amphorae.write_verdicts(c, verdicts))
+                self._database.write(lambda c: orphans.write_verdicts(c, verdicts))
 
     def write_not_served(
         self, load_balancer_id: str, owner: str, orders: Mapping[str, tuple[int, int] | None], reason: str

@@ -32,7 +32,7 @@ from amphora_driver.health.unknown_amphorae import UnknownAmphorae
 from amphora_driver.queue import local_socket, notifier
 from amphora_driver.queue.jobs import process_name
 from amphora_driver.secret import Secret
-from amphora_driver.store import amphorae, process_registry, unknown_amphorae
+from amphora_driver.store import amphorae, orphans, process_registry
 from amphora_driver.telemetry.http_server import Telemetry
 
 LOG = logging.getLogger(__name__)
@@ -146,7 +146,7 @@ class HealthManager:
         if not due:
             return
         at = self._database.now()
-        omitted = self._database.write(lambda connection: unknown_amphorae.record_unknown_amphorae(connection, due, at))
+        omitted = self._database.write(lambda connection: orphans.record_unknown_amphorae(connection, due, at))
         self._unknown.mark_recorded(due, now)
         if omitted:
             LOG.warning(

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collects senders of heartbeats whose amphora ids are not in the database.
 
-Invariant: memory is bounded, independent of the input. This module keeps at most `MAX_ROWS` ids, `MAX_ROWS_PER_ADDRESS`
-of them from one address, so that one sender cannot displace the others. An id that sends for a short time only gets no
-row, because a deleted amphora sends for a while.
+Invariant: memory is bounded, independent of the input. This module keeps at most `MAX_UNKNOWN_AMPHORAE` ids, and
+`MAX_UNKNOWN_PER_ADDRESS` of them from one address, so that one sender cannot displace the others. An id that sends
+for a short time only gets no row, because a deleted amphora sends for a while.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from amphora_driver.store.unknown_amphorae import MAX_ROWS, MAX_ROWS_PER_ADDRESS, UnknownAmphora
+from amphora_driver.store.orphans import MAX_UNKNOWN_AMPHORAE, MAX_UNKNOWN_PER_ADDRESS, UnknownAmphora
 
 # The health manager forgets an unknown amphora id that sends no heartbeat for two minutes.
 _SILENCE_TTL = 120.0
@@ -44,7 +44,7 @@ class UnknownAmphorae:
             known = self._senders.get(amphora_id)
             if known is None:
                 from_address = sum(sender == address for _, _, sender in self._senders.values())
-                if len(self._senders) >= MAX_ROWS or from_address >= MAX_ROWS_PER_ADDRESS:
+                if len(self._senders) >= MAX_UNKNOWN_AMPHORAE or from_address >= MAX_UNKNOWN_PER_ADDRESS:
                     return
             self._senders[amphora_id] = (now if known is None else known[0], now, address)
 

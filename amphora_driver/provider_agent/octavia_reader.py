@@ -29,7 +29,7 @@ from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Pool
 from amphora_driver.model.secret_refs import SecretMaterial, SecretName, secrets_of_object
 from amphora_driver.provider_agent import sync_transactions
 from amphora_driver.queue import local_socket, notifier
-from amphora_driver.store import desired_objects, pending_rereads
+from amphora_driver.store import desired_objects, resyncs
 from amphora_driver.store.sealed_secrets import SealedSecret, secret_location
 from amphora_driver.validation import certificates
 
@@ -135,7 +135,7 @@ class OctaviaReader:
 
     def _read_missing(self, row: Any) -> bool:
         """Read the missing objects, and return whether Octavia has committed and returned all of them."""
-        objects = pending_rereads.decode_objects(row.reread)
+        objects = resyncs.decode_objects(row.reread)
         if row.committed and objects is not None:
             return self._read_objects(row, objects)
         found = self._library().get_loadbalancer(row.load_balancer_id)
@@ -206,7 +206,7 @@ class OctaviaReader:
             if timed_out:
                 self._database.write(lambda connection: sync_transactions.mark_committed(connection, [row]))
             return timed_out
-        if pending_rereads.decode_objects(row.reread) is not None:
+        if resyncs.decode_objects(row.reread) is not None:
             stored = self._database.write(lambda c: sync_transactions.store_objects(c, row, [], {}, UNREADABLE))
         else:
             stored = self._read_in_parts(row)

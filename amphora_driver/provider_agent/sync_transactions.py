@@ -19,7 +19,7 @@ from amphora_driver.database.tables import DUE_NOW, desired_object, job, object_
 from amphora_driver.model.enums import Kind, Provisioning
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Member, Pool
 from amphora_driver.model.secret_refs import SecretName, secrets_of_object, secrets_of_tree, ticket_secret_name
-from amphora_driver.store import desired_objects, generations, pending_rereads, sealed_secrets, status_outbox
+from amphora_driver.store import desired_objects, generations, resyncs, sealed_secrets, status_outbox
 from amphora_driver.store.requests import Op
 from amphora_driver.store.sealed_secrets import SealedSecret
 
@@ -78,7 +78,7 @@ def store_tree(
     used = {name: contents.get(name, known.get(name, missing)) for name in secrets_of_tree(tree)}
     sealed_secrets.delete_secrets(connection, recorded.keys() - used.keys() - {ticket_secret_name(tree.id)})
     sealed_secrets.replace_secrets(connection, tree.id, used)
-    pending_rereads.finish_reread(connection, tree.id)
+    resyncs.finish_reread(connection, tree.id)
     mark_committed(connection, [row])
     return True
 
@@ -101,7 +101,7 @@ def store_objects(
     recorded = sealed_secrets.load_secrets(connection, row.load_balancer_id)
     missing = {name: SealedSecret(reason=reason) for name in secrets_of_tree(tree) if name not in recorded}
     sealed_secrets.replace_secrets(connection, row.load_balancer_id, missing)
-    pending_rereads.finish_reread(connection, row.load_balancer_id)
+    resyncs.finish_reread(connection, row.load_balancer_id)
     mark_committed(connection, [row])
     return True
 

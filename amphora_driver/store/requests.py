@@ -25,7 +25,7 @@ from amphora_driver.model.enums import Kind
 from amphora_driver.model.loadbalancer import HealthMonitor, L7Policy, Listener, LoadBalancer, Member, Node, Pool
 from amphora_driver.model.secret_refs import SECRET_FIELDS, SecretName, secrets_in_fields, secrets_of_object
 from amphora_driver.notifications.outbox import Announce, Event, announce_nothing
-from amphora_driver.store import desired_objects, failovers, pending_rereads, resizes, sealed_secrets, status_outbox
+from amphora_driver.store import desired_objects, failovers, resizes, resyncs, sealed_secrets, status_outbox
 from amphora_driver.store.generations import commit_last_generation, update_job
 from amphora_driver.store.resizes import Resize
 from amphora_driver.store.sealed_secrets import SealedSecret
@@ -104,7 +104,7 @@ class RequestRecorder:
             below = desired_objects.list_descendants(connection, [load_balancer_id])
             desired_objects.mark_removed(connection, generation, [load_balancer_id, *(one for _, one in below)])
             sealed_secrets.delete_secrets_of_load_balancer(connection, load_balancer_id)
-            pending_rereads.cancel_reread(connection, load_balancer_id)
+            resyncs.cancel_reread(connection, load_balancer_id)
             failovers.finish_failovers(connection, load_balancer_id, failovers.FailoverOutcome.GONE, now)
             self._announce(connection, load_balancer_id, generation, Event.DELETE)
             _finish(connection, load_balancer_id, generation, below, "delete loadbalancer", load_balancer_id)
@@ -239,7 +239,7 @@ class RequestRecorder:
             if kind is Kind.LOAD_BALANCER:
                 # If a user changes the security groups of a VIP, Octavia does not call the driver. The provider agent
                 # therefore reads the load balancer from Octavia after every update of another property.
-                pending_rereads.request_object_reread(connection, load_balancer_id, kind, object_id)
+                resyncs.request_object_reread(connection, load_balancer_id, kind, object_id)
                 self._announce(connection, load_balancer_id, generation, Event.UPDATE)
             _sync_secrets(connection, load_balancer_id, before, after, fields, contents or {})
             _reread_unread_listeners(connection, load_balancer_id, before)
@@ -468,7 +468,7 @@ def _sync_secrets(
     # SNI certificate. So the provider agent must read the listener from Octavia.
     is_unclear = isinstance(before, Listener) and before.sni_container_refs and "sni_container_refs" not in fields
     if missing or is_unclear or secrets_in_fields(after, fields).keys() - contents.keys():
-        pending_rereads.request_object_reread(connection, load_balancer_id, desired_objects.kind_of(after), after.id)
+        resyncs.request_object_reread(connection, load_balancer_id, desired_objects.kind_of(after), after.id)
 
 
 def _reread_unread_listeners(connection: sa.Connection, load_balancer_id: str, changed: Node) -> None:
@@ -479,7 +479,7 @@ def _reread_unread_listeners(connection: sa.Connection, load_balancer_id: str, c
     elif isinstance(changed, Pool) and secrets_of_object(changed):
         listeners = desired_objects.load_children(connection, load_balancer_id, Kind.LISTENER).values()
     if any(one.unread for one in listeners):
-        pending_rereads.request_tree_reread(connection, load_balancer_id)
+        resyncs.request_tree_reread(connection, load_balancer_id)
 
 
 def _shift_policies(connection: sa.Connection, generation: int, policy: L7Policy) -> L7Policy:

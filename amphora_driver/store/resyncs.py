@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Resynchronizations: read a load balancer from Octavia completely, and report all its statuses.
+"""Reads from Octavia: rereads of incomplete deliveries, and resynchronizations at an operator's request.
 
-Invariant: a request stays open until the transaction that stores the data from Octavia also writes the outcome. A crash
-before the commit of this transaction only repeats the work.
+A reread follows Octavia's commit of an object that Octavia delivered incompletely. A resynchronization reads a load
+balancer completely and reports all its statuses.
+
+Invariant: the controller pushes nothing of the load balancer until its reread succeeds or is cancelled. A request for
+a resynchronization stays open until the transaction that stores the data from Octavia also writes the outcome.
 """
 
 from __future__ import annotations
@@ -11,14 +14,18 @@ from collections.abc import Collection, Sequence
 from enum import Enum
 from typing import Any
 
+import msgspec
 import sqlalchemy as sa
 
 from amphora_driver.database.rows import chunks
-from amphora_driver.database.tables import object_status
+from amphora_driver.database.tables import DUE_NOW, job, object_status
 from amphora_driver.database.tables_fleet import resync
+from amphora_driver.model.enums import Kind
+from amphora_driver.store.generations import update_job
 
 # The database keeps the row of a finished resynchronization for 30 days, so that an operator can read the result.
 _KEPT_SECONDS = 30 * 86400.0
+_ASKED = sa.select(job.c.read_back, job.c.reread).where(job.c.load_balancer_id == sa.bindparam("of"))
 
 
 class ResyncOutcome(str, Enum):
@@ -105,3 +112,34 @@ def report_again(connection: sa.Connection, load_balancer_id: str) -> None:
     again: list[tuple[Any, Any]] = [(column, object_status.c.version + 1) for column in ("settled", "version")]
     mine = object_status.c.load_balancer_id == load_balancer_id
     connection.execute(object_status.update().where(mine).ordered_values(*again))
+
+
+def request_object_reread(connection: sa.Connection, load_balancer_id: str, kind: Kind, object_id: str) -> None:
+    """Request a read of one object after Octavia's commit."""
+    row = connection.execute(_ASKED, {"of": load_balancer_id}).one()
+    if row.read_back and row.reread is None:
+        return
+    objects = list(decode_objects(row.reread) or ())
+    if (kind, object_id) not in objects:
+        objects.append((kind, object_id))
+    update_job(connection, load_balancer_id, read_back=True, reread=msgspec.json.encode(objects).decode())
+
+
+def request_tree_reread(connection: sa.Connection, load_balancer_id: str) -> None:
+    """Request a read of the complete tree after Octavia's commit."""
+    update_job(connection, load_balancer_id, read_back=True, reread=None)
+
+
+def decode_objects(reread: str | None) -> Sequence[tuple[Kind, str]] | None:
+    """Decode the column `job.reread`: the objects to read; None for the complete tree."""
+    return None if reread is None else msgspec.json.decode(reread, type=list[tuple[Kind, str]])
+
+
+def finish_reread(connection: sa.Connection, load_balancer_id: str) -> None:
+    """End the reread and make the load balancer due."""
+    update_job(connection, load_balancer_id, read_back=False, reread=None, dirty=True, due_at=DUE_NOW)
+
+
+def cancel_reread(connection: sa.Connection, load_balancer_id: str) -> None:
+    """Cancel the reread, because the load balancer is being deleted."""
+    update_job(connection, load_balancer_id, read_back=False, reread=None)

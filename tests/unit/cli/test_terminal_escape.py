@@ -8,7 +8,7 @@ import json
 import pytest
 import sqlalchemy as sa
 
-from amphora_driver.cli import command, config_diff, drift, formatting
+from amphora_driver.cli import command, drift, formatting
 from amphora_driver.cli.failover import SilentAmphorae, Timeline
 from amphora_driver.cli.formatting import escape_unprintable, escaping_stream
 from amphora_driver.database.engine import Database
@@ -97,7 +97,7 @@ def test_a_diff_is_escaped():
     wanted = {"generation": 1, "haproxy": "frontend a\n", "interfaces": [], "vrrp": None}
     said = {"generation": HOSTILE, "haproxy": f"\tfrontend {HOSTILE}b\n", "interfaces": []}
     said["drift"] = {"unrepaired": ["files"], "last": {"sentences": [f"{HOSTILE}\n+ all is well"]}}
-    lines = config_diff.list_differences("a", wanted, said)
+    lines = drift.list_differences("a", wanted, said)
     assert [line for line in lines if not line.replace("\t", "").isprintable()] == []
     assert f"the agent cannot repair: {SHOWN}\\u000a+ all is well" in lines
 

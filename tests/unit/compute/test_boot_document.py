@@ -8,7 +8,7 @@ import os
 import pytest
 
 from amphora_agent import config_drive
-from amphora_driver.compute.boot_document import LIMIT, build_user_data
+from amphora_driver.compute.config_drive import USER_DATA_LIMIT, build_user_data
 from amphora_driver.errors import ComputeError
 
 FILES = {
@@ -55,7 +55,7 @@ def length_of(size):
 
 def test_the_limit_of_nova_is_exact():
     # Base64 has four characters for three bytes, so 65532 is the largest length.
-    most = LIMIT // 4 * 3 - len('{"amphora_files":{"a":""}}')
+    most = USER_DATA_LIMIT // 4 * 3 - len('{"amphora_files":{"a":""}}')
     assert length_of(most) == 65532
     with pytest.raises(ComputeError, match="65536 characters") as caught:
         length_of(most + 1)

@@ -4,7 +4,7 @@
 import pytest
 
 from amphora_driver.agent.client import BundleState
-from amphora_driver.cli import config_diff
+from amphora_driver.cli import drift
 from amphora_driver.maintenance.drift_audit import Drift, classify_drift
 
 WANTED = {
@@ -48,7 +48,7 @@ def test_the_verdict_on_each_reported_state(said, verdict):
 def said(**changes):
     digest = "6c2f9c5d"
     bundle = {name: WANTED[name] for name in ("limits", "allowed", "pings", "vrrp", "interfaces")}
-    files = config_diff._as_stored(WANTED)["files"]
+    files = drift._as_stored(WANTED)["files"]
     assert digest not in str(files)
     text = WANTED["haproxy"].replace("hush", "***")
     link = {"mac": "fa:16:3e:00:00:01", "name": "eth1", "mtu": 1500, "up": True}
@@ -57,7 +57,7 @@ def said(**changes):
 
 
 def test_equal_bundles_have_no_difference():
-    assert config_diff.list_differences("am", WANTED, said()) == []
+    assert drift.list_differences("am", WANTED, said()) == []
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_equal_bundles_have_no_difference():
     ],
 )
 def test_the_kind_of_each_difference(changes, line):
-    lines = config_diff.list_differences("am", WANTED, said(**changes))
+    lines = drift.list_differences("am", WANTED, said(**changes))
     assert line in lines
     assert "hush" not in str(lines)
     assert "PRIVATE" not in str(lines)
@@ -84,7 +84,7 @@ def test_the_kind_of_each_difference(changes, line):
 
 def test_a_different_interface_is_drift():
     (there,) = said()["interfaces"]
-    lines = config_diff.list_differences(
+    lines = drift.list_differences(
         "am", WANTED, said(interfaces=[{**there, "up": False, "mtu": 1400, "name": "x", "addresses": []}])
     )
     assert lines == [
@@ -98,5 +98,5 @@ def test_a_different_interface_is_drift():
 
 def test_an_old_agent_without_drift_report_has_no_drift():
     file = "global\n# From here on: the load balancer's part.\n" + said()["haproxy"]
-    found = config_diff.from_diagnostics({"generation": 4, "haproxy.cfg": file, "interfaces": said()["interfaces"]})
-    assert config_diff.list_differences("am", WANTED, found) == []
+    found = drift.from_diagnostics({"generation": 4, "haproxy.cfg": file, "interfaces": said()["interfaces"]})
+    assert drift.list_differences("am", WANTED, found) == []

@@ -16,7 +16,7 @@ from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.model.enums import Kind
 from amphora_driver.model.loadbalancer import Profile
 from amphora_driver.secret import Secret
-from amphora_driver.store import amphorae, failovers, pending_rereads, spare_pools
+from amphora_driver.store import amphorae, failovers, resyncs, spare_pools
 from amphora_driver.store.failovers import Cause, FailoverTrigger
 from amphora_driver.topology import SingleTopology
 
@@ -295,7 +295,7 @@ def test_urgent_job_stays_urgent_after_another_due_time(alone, waker):
     if waker == "a user":
         alone.recorder.update_object(Kind.LISTENER, LISTENER, {"connection_limit": 7})
     elif waker == "read back":
-        alone.database.write(lambda c: pending_rereads.finish_reread(c, LB))
+        alone.database.write(lambda c: resyncs.finish_reread(c, LB))
     else:
         alone.database.write(lambda c: c.execute(amphora.update().values(state="ready")))
         assert alone.database.write(lambda c: amphorae.lower_confirmed(c, old, 1, 0))

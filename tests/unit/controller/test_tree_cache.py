@@ -23,7 +23,7 @@ from amphora_driver.model.enums import (
 )
 from amphora_driver.model.loadbalancer import HealthMonitor, L7Policy, L7Rule, Listener, LoadBalancer, Member, Pool, Vip
 from amphora_driver.reconcile.tree_cache import TreeCache, count_objects
-from amphora_driver.store import desired_objects, pending_rereads, status_outbox
+from amphora_driver.store import desired_objects, resyncs, status_outbox
 from amphora_driver.store.requests import RequestRecorder
 
 VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")
@@ -89,7 +89,7 @@ class ChangeSequence:
         def write(connection):
             generation = connection.execute(sa.select(job.c.generation)).scalar_one()
             desired_objects.replace_tree(connection, generation, tree)
-            pending_rereads.finish_reread(connection, "lb")
+            resyncs.finish_reread(connection, "lb")
 
         self.database.write(write)
         self.pools.append(fresh.id)

@@ -14,7 +14,7 @@ from amphora_driver.database import tables
 from amphora_driver.database.vault import Vault
 from amphora_driver.model.enums import Kind
 from amphora_driver.model.secret_refs import Purpose, SecretName
-from amphora_driver.store import pending_rereads, sealed_secrets
+from amphora_driver.store import resyncs, sealed_secrets
 
 ROOT = Authority("root")
 OTHER = Authority("other")
@@ -68,7 +68,7 @@ def opened(conf, database):
 def to_read(database):
     """The recorded read-back from Octavia, or None."""
     row = database.read(lambda connection: connection.execute(sa.select(tables.job)).one())
-    return pending_rereads.decode_objects(row.reread) if row.read_back else None
+    return resyncs.decode_objects(row.reread) if row.read_back else None
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from amphora_driver.database.tables import amphora, orphan
 from amphora_driver.database.tables_fleet import unknown_amphora
 from amphora_driver.health.receiver import Receiver
 from amphora_driver.health.unknown_amphorae import UnknownAmphorae
-from amphora_driver.store import unknown_amphorae
-from amphora_driver.store.unknown_amphorae import MAX_ROWS, MAX_ROWS_PER_ADDRESS, UnknownAmphora
+from amphora_driver.store import orphans
+from amphora_driver.store.orphans import MAX_UNKNOWN_AMPHORAE, MAX_UNKNOWN_PER_ADDRESS, UnknownAmphora
 
 STRANGER = "3f0c8a54-31a1-4a0c-8f6e-2b1f6f0a7c55"
 
@@ -49,10 +49,10 @@ def test_reports_of_unknown_senders_are_rate_limited():
 
 def test_the_memory_for_unknown_senders_is_limited():
     heard = collector()
-    for index in range(10 * MAX_ROWS):
+    for index in range(10 * MAX_UNKNOWN_AMPHORAE):
         heard.add(f"a{index}", f"x{index}", 100.0)
         heard.add(f"a{index}", f"x{index}", 116.0)
-    assert len(heard.find_due(116.0)) == MAX_ROWS
+    assert len(heard.find_due(116.0)) == MAX_UNKNOWN_AMPHORAE
     assert len(heard.find_due(300.0)) == 0, "no further heartbeats"
     heard.add("genuine", "x", 300.0)
     heard.add("genuine", "x", 320.0)
@@ -61,13 +61,13 @@ def test_the_memory_for_unknown_senders_is_limited():
 
 def test_a_sender_does_not_hide_another():
     heard = collector()
-    for index in range(10 * MAX_ROWS):
+    for index in range(10 * MAX_UNKNOWN_AMPHORAE):
         heard.add(f"a{index}", "203.0.113.66", 100.0)
         heard.add(f"a{index}", "203.0.113.66", 116.0)
     heard.add("b", "203.0.113.9", 100.0)
     heard.add("b", "203.0.113.9", 116.0)
     assert [one.amphora_id for one in heard.find_due(116.0)] == [
-        *(f"a{index}" for index in range(MAX_ROWS_PER_ADDRESS)),
+        *(f"a{index}" for index in range(MAX_UNKNOWN_PER_ADDRESS)),
         "b",
     ]
 
@@ -96,47 +96,43 @@ def unknown(name, at=1000.0, address="203.0.113.9"):
 
 
 def rows(database):
-    return {row.amphora_id: row for row in database.read(unknown_amphorae.list_unknown_amphorae)}
+    return {row.amphora_id: row for row in database.read(orphans.list_unknown_amphorae)}
 
 
 def test_rows_are_bounded(database):
-    many = [unknown(f"a{index}", address=f"203.0.113.{index}") for index in range(MAX_ROWS + 20)]
-    assert database.write(lambda c: unknown_amphorae.record_unknown_amphorae(c, many, 1000.0)) == 20
-    assert len(rows(database)) == MAX_ROWS
-    assert database.write(lambda c: unknown_amphorae.record_unknown_amphorae(c, [unknown("late")], 1000.0)) == 1
+    many = [unknown(f"a{index}", address=f"203.0.113.{index}") for index in range(MAX_UNKNOWN_AMPHORAE + 20)]
+    assert database.write(lambda c: orphans.record_unknown_amphorae(c, many, 1000.0)) == 20
+    assert len(rows(database)) == MAX_UNKNOWN_AMPHORAE
+    assert database.write(lambda c: orphans.record_unknown_amphorae(c, [unknown("late")], 1000.0)) == 1
     later = 1000.0 + 86_401
-    assert (
-        database.write(lambda c: unknown_amphorae.record_unknown_amphorae(c, [unknown("late", later)], later)) == 0
-    ), "old rows are replaced"
+    assert database.write(lambda c: orphans.record_unknown_amphorae(c, [unknown("late", later)], later)) == 0, (
+        "old rows are replaced"
+    )
     assert list(rows(database)) == ["late"]
 
 
 def test_rows_of_one_address_are_bounded(database):
     many = [unknown(f"a{index}") for index in range(20)]
+    assert database.write(lambda c: orphans.record_unknown_amphorae(c, many, 1000.0)) == 20 - MAX_UNKNOWN_PER_ADDRESS
+    assert database.write(lambda c: orphans.record_unknown_amphorae(c, [unknown("z")], 1000.0)) == 1
     assert (
-        database.write(lambda c: unknown_amphorae.record_unknown_amphorae(c, many, 1000.0)) == 20 - MAX_ROWS_PER_ADDRESS
-    )
-    assert database.write(lambda c: unknown_amphorae.record_unknown_amphorae(c, [unknown("z")], 1000.0)) == 1
-    assert (
-        database.write(
-            lambda c: unknown_amphorae.record_unknown_amphorae(c, [unknown("z", address="203.0.113.10")], 1000.0)
-        )
+        database.write(lambda c: orphans.record_unknown_amphorae(c, [unknown("z", address="203.0.113.10")], 1000.0))
         == 0
     )
-    assert len(rows(database)) == MAX_ROWS_PER_ADDRESS + 1
+    assert len(rows(database)) == MAX_UNKNOWN_PER_ADDRESS + 1
 
 
 def test_a_silent_row_is_replaced(database):
-    many = [unknown(f"a{index}", 1000.0 + index, address=f"203.0.113.{index}") for index in range(MAX_ROWS)]
-    database.write(lambda c: unknown_amphorae.record_unknown_amphorae(c, many, 1000.0))
+    many = [unknown(f"a{index}", 1000.0 + index, address=f"203.0.113.{index}") for index in range(MAX_UNKNOWN_AMPHORAE)]
+    database.write(lambda c: orphans.record_unknown_amphorae(c, many, 1000.0))
     late = unknown("late", 1302.0)
-    assert database.write(lambda c: unknown_amphorae.record_unknown_amphorae(c, [late], 1302.0)) == 0
-    assert set(rows(database)) == {f"a{index}" for index in range(1, MAX_ROWS)} | {"late"}
+    assert database.write(lambda c: orphans.record_unknown_amphorae(c, [late], 1302.0)) == 0
+    assert set(rows(database)) == {f"a{index}" for index in range(1, MAX_UNKNOWN_AMPHORAE)} | {"late"}
 
 
 def test_a_repeated_sender_keeps_its_row(database):
-    database.write(lambda c: unknown_amphorae.record_unknown_amphorae(c, [unknown("a", 1000.0)], 1000.0))
-    database.write(lambda c: unknown_amphorae.record_unknown_amphorae(c, [unknown("a", 2000.0)], 2000.0))
+    database.write(lambda c: orphans.record_unknown_amphorae(c, [unknown("a", 1000.0)], 1000.0))
+    database.write(lambda c: orphans.record_unknown_amphorae(c, [unknown("a", 2000.0)], 2000.0))
     (row,) = rows(database).values()
     assert (row.first_at, row.last_at) == (980.0, 2000.0)
 
@@ -151,7 +147,7 @@ def test_a_recorded_amphora_is_not_unknown(database):
         "created_at": 1,
     }
     database.write(lambda c: c.execute(amphora.insert().values(**values)))
-    assert database.write(lambda c: unknown_amphorae.record_unknown_amphorae(c, [unknown("a")], 1000.0)) == 0
+    assert database.write(lambda c: orphans.record_unknown_amphorae(c, [unknown("a")], 1000.0)) == 0
     assert rows(database) == {}
 
 
@@ -164,12 +160,12 @@ def test_a_recorded_amphora_is_not_unknown(database):
     ],
 )
 def test_the_verdict_names_the_rule(database, kind, words):
-    database.write(lambda c: unknown_amphorae.record_unknown_amphorae(c, [unknown("a")], 1000.0))
+    database.write(lambda c: orphans.record_unknown_amphorae(c, [unknown("a")], 1000.0))
     if kind is not None:
         found = {"kind": kind, "backend": "netns", "id": "a", "found_at": 1.0}
         database.write(lambda c: c.execute(orphan.insert().values(**found)))
-    said = database.read(lambda c: unknown_amphorae.compute_verdicts(c, 900.0))
+    said = database.read(lambda c: orphans.compute_verdicts(c, 900.0))
     assert words in said["a"]
-    database.write(lambda c: unknown_amphorae.write_verdicts(c, said))
-    assert database.read(lambda c: unknown_amphorae.compute_verdicts(c, 900.0)) == {}, "one message"
+    database.write(lambda c: orphans.write_verdicts(c, said))
+    assert database.read(lambda c: orphans.compute_verdicts(c, 900.0)) == {}, "one message"
     assert words in database.read(lambda c: c.execute(sa.select(unknown_amphora.c.verdict)).scalar_one())
