@@ -64,7 +64,6 @@ LOG = logging.getLogger(__name__)
 C = TypeVar("C")
 F = TypeVar("F", bound="Callable[..., Any]")
 _UNSPECIFIC = "The load balancer provider {}. Try again later, or tell the operator this reference: {}"
-# The two dictionaries map Octavia's keys of a VIP and of an additional VIP to the field names of the driver's model.
 _VIP_KEYS = {f"vip_{name}": name for name in ("address", "network_id", "port_id", "subnet_id")}
 _ADDITIONAL_VIP_KEYS = {"ip_address": "address"} | {name: name for name in ("network_id", "port_id", "subnet_id")}
 _CHECKS: dict[Kind, Callable[[Any], None]] = {
@@ -136,8 +135,8 @@ def _translate_errors(method: F) -> F:
         except UnknownObject as error:
             raise exceptions.NotFound(**_fault(error)) from error
         except AmphoraDriverError as error:
-            # The log and the user's error message contain the same reference. With the reference, an operator finds the
-            # log lines of the failed call.
+            # The user's error message contains a random reference. With the reference, an operator finds this log
+            # message.
             reference = secrets.token_hex(4)
             text = "the driver could not execute the call %s of Octavia, and returned an error with reference %s"
             LOG.exception(text, method.__name__, reference)
@@ -216,18 +215,18 @@ class AmphoraProviderDriver(provider_base.ProviderDriver):
             chosen = profile.choose_profile(flavor, zone, shared.catalogue.deployment(), vip_network=network)
             tree = msgspec.structs.replace(from_octavia.load_balancer(loadbalancer), profile=chosen)
             tree = tree if answered else without_addresses(tree)
-            # For a new load balancer, the driver validates the secrets but does not store the secrets. The provider
-            # agent later reads the secrets from Octavia.
+            # The provider agent later reads the secrets of a new load balancer from Octavia. So this call validates the
+            # secrets and does not store them.
             certificates.prepare_secrets(from_octavia.read_secrets(Kind.LOAD_BALANCER, loadbalancer))
             availability_zones.check_zone_vips(zone, tree.vips)
             shared.recorder.create_load_balancer(tree, read_back=bool(tree.listeners or tree.pools))
         except StoreError:
-            # After a StoreError, the driver does not know whether the database contains the load balancer. So the
-            # driver keeps the VIP addresses. If the load balancer is missing, housekeeping releases the addresses.
+            # After a StoreError, the database may contain the load balancer. Its VIP addresses must stay reserved. If
+            # the database does not contain it, housekeeping releases the addresses.
             raise
         except AmphoraDriverError:
-            # Any error except a StoreError means that the load balancer is not recorded. Octavia gives up the creation,
-            # so the driver releases the VIP addresses.
+            # After any other error, the database does not contain the load balancer, and Octavia gives up the creation.
+            # So its VIP addresses are not needed.
             shared.catalogue.network(network).release_load_balancer(
                 from_octavia.get_id(Kind.LOAD_BALANCER, loadbalancer)
             )
@@ -352,8 +351,8 @@ class AmphoraProviderDriver(provider_base.ProviderDriver):
         )
 
     def _create(self, kind: Kind, source: object, *, for_listener: str | None = None) -> None:
-        # octavia-lib returns SNI certificates in the order of Octavia's database, not in the order of the references.
-        # So the driver does not pair certificates and references by position.
+        # octavia-lib returns SNI certificates in the order of Octavia's database. So the position of a certificate does
+        # not tell to which reference it belongs.
         contents = _validate_and_seal(from_octavia.read_secrets(kind, source, paired=False))
         node = from_octavia.node(kind, source)
         _notify(_shared().recorder.create_object(kind, node, for_listener=for_listener, contents=contents))

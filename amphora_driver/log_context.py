@@ -60,8 +60,8 @@ class ContextFilter(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         fields = _fields.get()
         if fields:
-            # oslo.log's plain formatter writes `instance` before the message, and the JSON formatter adds the fields in
-            # `extra_keys`. So the record gets the context in both forms.
+            # The plain formatter of oslo.log prints `instance` before the message. Its JSON formatter prints the fields
+            # that `extra_keys` names.
             words = (f"{short}={fields[name]}" for name, short in _SHORT.items() if name in fields)
             record.instance = f"[{' '.join(words)}] "
             record.extra_keys = [*getattr(record, "extra_keys", ()), *fields]

@@ -19,8 +19,7 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.process_collector import ProcessCollector
 
-# Each tuple contains the upper limits of histogram buckets in seconds. Users do not notice a duration below the first
-# limit, and do not accept a duration above the last one.
+# Upper limits of the histogram buckets in seconds, one tuple for each kind of duration.
 _APPLY = (0.05, 0.1, 0.25, 0.5, 1, 2, 3, 5, 10, 20, 30, 60, 120, 300, 900)
 _STEP = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _DATABASE = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
@@ -38,8 +37,7 @@ NOTIFICATION_RESULTS = ("sent", "failed", "dropped")
 _TRANSACTIONS = ("read", "write")
 _OTHER = "other"
 
-# Type of the function that the heartbeat receiver supplies. The function returns the number of accepted heartbeats, and
-# for each reason the number of refused heartbeats.
+# A function that returns the number of accepted heartbeats, and the numbers of refused heartbeats by reason.
 HeartbeatCounts = Callable[[], tuple[int, Mapping[str, int]]]
 
 
@@ -151,8 +149,8 @@ class ProcessMetrics:
             try:
                 yield
             except Exception as error:
-                # The metrics module imports no other module of the project. So it identifies the two error classes by
-                # their names.
+                # The code compares the names of the error classes, because this module must not import the project's
+                # error classes.
                 if type(error).__name__ in {"StoreError", "SchemaMismatch"}:
                     self.database_failures.labels(kind).inc()
                 raise
@@ -171,8 +169,8 @@ class ProcessMetrics:
             try:
                 yield
             except Exception as error:
-                # octavia_lib raises the same error class if a connection fails and if Octavia refuses a status. The
-                # metric counts only failed connections. A refusal is recognized by its object id.
+                # octavia_lib raises one error class for a failed connection and for a refused status. Only a refusal
+                # contains the id of an object.
                 if getattr(error, "status_object_id", None) is None:
                     self.octavia_failures.labels(name).inc()
                 raise

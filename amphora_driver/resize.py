@@ -65,8 +65,7 @@ class Resizer:
             UnknownObject: the load balancer is not recorded.
             BackendError: the backend could not check the profile.
         """
-        # The compute and network backends may send requests to the cloud, so this check runs before the database
-        # transaction begins.
+        # The check may send requests to the cloud. A database transaction must not stay open during such requests.
         found = self.preview(load_balancer_id, target)
         self._check_cloud(found.tree, target)
         return self._recorder.resize(

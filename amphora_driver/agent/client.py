@@ -34,32 +34,27 @@ from amphora_driver.untrusted_text import printable
 if TYPE_CHECKING:
     from amphora_driver.certificates.trust_store import TrustStore
 
-# Other modules import the response types of the agent from this module, so `__all__` contains these types.
 __all__ = ["AgentClient", "Applied", "BundleState", "Info", "Loaded", "Renewed", "SettingsState", "Vrrp"]
 T = TypeVar("T")
 
-# The client keeps connections to at most 256 amphorae. Two connections to each amphora suffice, because only one thread
-# at a time changes a load balancer.
+# Maximum number of amphorae with open connections, and of connections to one amphora.
 _MOST_POOLS, _CONNECTIONS = 256, 2
 # A large configuration increases the time-out of a request to an agent by a factor of at most five.
 _MOST_TIMEOUT_FACTOR = 5
-# The client refuses responses of more than 4 MiB, or of more than 32 MiB for diagnostics and configurations. The client
-# reads responses in chunks of 64 KiB.
+# Maximum size in bytes of a response, maximum size of diagnostics and configurations, and size of one read.
 _MOST_ANSWER, _MOST_DIAGNOSTICS, _CHUNK = 4 << 20, 32 << 20, 1 << 16
-# For some invalid documents, msgspec does not raise DecodeError. Invalid UTF-8 raises ValueError, and too deep nesting
-# raises RecursionError. So the client catches all three errors.
+# msgspec raises ValueError for invalid UTF-8 and RecursionError for deep nesting, not its own DecodeError.
 _DECODE_ERRORS = (msgspec.DecodeError, ValueError, RecursionError)
-# A booting agent answers 503, so the client repeats the request after pauses that grow from 0.02 s to 0.2 s.
+# Shortest and longest pause in seconds between requests to a booting agent, which answers 503.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.2
-# Before an amphora runs, connection attempts to its address get no answer. So the client waits only 0.3 s for a TCP
-# connection.
+# Time-out in seconds of a TCP connection attempt. An amphora that has not booted does not answer, and a new attempt
+# finds the booted amphora sooner.
 _CONNECT_TIMEOUT = 0.3
-# The kernel closes a connection to an agent if the agent's host acknowledges no data for ten seconds (tcp(7),
+# Seconds without an acknowledgement of sent data, after which the kernel closes the connection (tcp(7),
 # TCP_USER_TIMEOUT).
 _UNACKNOWLEDGED = 10.0
-# If the agent sends no data for ten seconds, the client checks whether the agent is alive. The check is a TLS handshake
-# on another connection, with a time-out of five seconds. For a large configuration, both the time-out of the request
-# and the ten seconds grow by the same factor.
+# If an agent sends no data for ten seconds, the client starts a TLS handshake on another connection. If the handshake
+# fails within five seconds, the agent counts as dead.
 _SILENCE, _HANDSHAKE_TIMEOUT = 10.0, 5.0
 _SOCKET_OPTIONS = [
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
@@ -73,8 +68,7 @@ class _ErrorWords(msgspec.Struct):
     remedy: str = ""
 
 
-# An agent may be compromised. So the client shortens each text of an agent's error to 2000 characters, and each object
-# id to 80 characters.
+# Maximum number of characters of an agent's error text and of an object id. A compromised agent may send longer ones.
 _MOST_WORDS, _MOST_ID = 2000, 80
 
 
@@ -291,14 +285,13 @@ class AgentClient:
             try:
                 return self._attempt(pool, call, latest, is_alive)
             except (ProtocolError, ClosedPoolError) as error:
-                # A broken connection may mean that the agent has restarted, so the client repeats the call once. The
-                # repetition is safe, because every call to an agent is idempotent.
+                # The agent may have restarted, which breaks the connection. The client may repeat any call, because all
+                # calls to an agent are idempotent.
                 if last or latest.passed():
                     raise AgentUnreachable(call.wanted, f"{address} {_words(error)}") from error
             except NewConnectionError as error:
-                # urllib3 raises NewConnectionError if it cannot open a connection, for example because the agent's port
-                # is closed. This class is a subclass of urllib3's TimeoutError, so the code checks for
-                # NewConnectionError first.
+                # urllib3 derives NewConnectionError from its TimeoutError, so this branch must precede the branch for
+                # HTTPTimeoutError.
                 raise AgentUnreachable(call.wanted, f"{address}: {_words(error)}") from error
             except HTTPTimeoutError as error:
                 raise AgentUnreachable(call.wanted, f"{address} did not answer in time") from error
@@ -337,8 +330,7 @@ class AgentClient:
         try:
             content = _read(response, call)
         except BaseException:
-            # The client closes the connection after an incomplete read, because the next call would parse the unread
-            # bytes as a response.
+            # After an incomplete read, the next call on the same connection would read the rest of this response.
             response.close()
             raise
         response.release_conn()
@@ -347,8 +339,8 @@ class AgentClient:
         return content
 
     def _pool(self, amphora_id: str, address: str) -> urllib3.HTTPSConnectionPool:
-        # Getting the TLS context may wait for the database, so the client gets the context before it locks the
-        # connection pools.
+        # `context()` may wait for the database. During such a wait, the client must not hold the lock of the connection
+        # pools.
         context = self._identity.context()
         with self._lock:
             if context is not self._context:
@@ -364,15 +356,15 @@ class AgentClient:
             return pool
 
     def _drop_all(self) -> None:
-        # When the client closes a pool, urllib3 closes the idle connections immediately. A connection in use stays open
-        # until its request ends.
+        # urllib3 closes the idle connections of a pool immediately. A connection in use stays open until its request
+        # ends.
         for pool in self._pools.values():
             pool.close()
         self._pools.clear()
 
     def _connect(self, context: ssl.SSLContext, amphora_id: str, address: str) -> urllib3.HTTPSConnectionPool:
-        # With `server_hostname`, OpenSSL checks the amphora id during the handshake, before the client sends its
-        # certificate. With `assert_hostname`, urllib3 would check the id only after the handshake.
+        # With `server_hostname`, OpenSSL checks the amphora id during the handshake. With `assert_hostname`, urllib3
+        # would check it only after the client has sent its certificate.
         return urllib3.HTTPSConnectionPool(
             address,
             self._port,
@@ -424,8 +416,7 @@ def _refusal(call: _Call, status: int, content: bytes) -> AgentRefused:
     try:
         document = msgspec.json.decode(content, type=_ErrorDocument)
     except _DECODE_ERRORS:
-        # The content of an agent's response is untrusted, so the error about an undecodable response does not quote the
-        # content.
+        # The body of an agent's response is untrusted, so this error must not quote the body.
         return AgentRefused(call.wanted, f"it answered {status} without an explanation", status=status)
     words = document.error
     happened = printable(words.happened, _MOST_WORDS) or f"it answered {status}"
@@ -447,8 +438,8 @@ def _tls_failure(call: _Call, address: str, error: SSLError) -> AgentUntrusted |
         happened = f"the certificate of {address} is not accepted ({cause.verify_message})"
         remedy = "Check that the address belongs to the amphora, and that its certificate has not expired."
         return AgentUntrusted(call.wanted, happened, remedy)
-    # An agent may end the TLS handshake because it refuses the client certificate. For example, the clock of the
-    # amphora may be wrong after a boot.
+    # An agent ends the TLS handshake if it refuses the client certificate, for example because the amphora's clock is
+    # wrong after a boot.
     happened = f"{address} broke off the TLS handshake ({getattr(cause, 'reason', None) or cause})"
     remedy = "If this continues, check that client_ca signed client_certificate (group [amp_certificates])."
     return AgentUnreachable(call.wanted, happened, remedy)

@@ -24,10 +24,9 @@ from amphora_driver.secret import Secret
 
 T = TypeVar("T")
 LOG = logging.getLogger(__name__)
-# Value of OpenSSL's flag X509_V_FLAG_NO_CHECK_TIME, for which Python's ssl module has no name. With this flag, OpenSSL
-# accepts expired certificates.
+# OpenSSL's flag X509_V_FLAG_NO_CHECK_TIME: accept expired certificates. Python's ssl module has no name for it.
 _NO_CHECK_TIME = 0x200000
-# Another thread may move the deadline of a request to an earlier time. So the socket checks the deadline every 0.25 s.
+# Seconds between two checks of the deadline during a read. Another thread may move the deadline to an earlier time.
 _SLICE = 0.25
 
 
@@ -70,8 +69,8 @@ class BoundedSocket(ssl.SSLSocket):
                 if exchange is not None:
                     left = min(left, exchange.deadline.left())
                     if now - checked >= exchange.silence:
-                        # An agent that sends no data may be busy or frozen. Only a busy agent completes a TLS handshake
-                        # on another connection. The completed handshake therefore restarts the limit for silence.
+                        # A busy agent completes a TLS handshake on another connection, and a frozen agent does not.
+                        # After a completed handshake, the request may continue.
                         checked = now
                         left = left if exchange.is_alive(exchange.deadline) else 0.0
                 if left <= 0:
@@ -80,8 +79,8 @@ class BoundedSocket(ssl.SSLSocket):
                 try:
                     return act()
                 except TimeoutError as error:
-                    # If the agent's host does not acknowledge data, the kernel reports the error number ETIMEDOUT. The
-                    # time-out of the Python socket has no error number, so the number distinguishes the two cases.
+                    # An error from the kernel (ETIMEDOUT) has an error number. The time-out of Python's socket has
+                    # none.
                     if error.errno is not None:
                         raise
         finally:
@@ -126,7 +125,7 @@ class TlsIdentity:
 
     def context(self) -> ssl.SSLContext:
         """Return the TLS context, for any thread. The last context stays valid while new files are unreadable."""
-        # A read from the database may be slow, so the thread reads the certificates before it takes the lock.
+        # The database may answer slowly. During this read, the thread must not hold the lock.
         try:
             override = self._load_override()
         except (CertificateError, StoreError) as error:
@@ -150,8 +149,8 @@ class TlsIdentity:
                         "this process cannot use the new TLS certificates for agents and keeps the previous ones: %s",
                         error,
                     )
-                # This process records the versions of the certificates even if it cannot load the certificates. So it
-                # tries to load them again only after the next change.
+                # The versions are recorded also after a failure to load the certificates. Otherwise, each request would
+                # load the same certificates again.
                 self._versions = versions
             return self._context
 

@@ -23,7 +23,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from amphora_driver.errors import CertificateError
 from amphora_driver.secret import Secret
 
-# A certificate becomes valid this number of seconds before its issue, because the clocks of amphorae and hosts differ.
+# A certificate is valid from one day before its issue, because the clocks of amphorae and hosts differ.
 CLOCK_SKEW = 86400.0
 _DAY = 86400.0
 # Maximum number of characters in the common name of a certificate (`ub-common-name` in X.520).
@@ -152,8 +152,7 @@ class Authority:
         if self.expires_at <= now:
             happened = f"the authority expired on {self._certificate.not_valid_after_utc:%Y-%m-%d}"
             raise CertificateError(wanted, happened, "Replace the authority: see docs/how-to/rotate-certificates.md.")
-        # The validity of a certificate must lie within the validity of its CA. Otherwise, a program that checks the
-        # whole chain could refuse the certificate although the certificate itself is valid.
+        # Some programs check the validity of the whole chain. A certificate must not be valid before or after its CA.
         begin = max(_moment(now - CLOCK_SKEW), self._certificate.not_valid_before_utc)
         end = min(_moment(now + days * _DAY), self._certificate.not_valid_after_utc)
         if end <= begin:
@@ -197,7 +196,6 @@ def _builder(
 
 
 def _moment(seconds: float) -> dt.datetime:
-    # An X.509 certificate stores times in whole seconds, so the function drops the fraction of a second.
     return dt.datetime.fromtimestamp(int(seconds), dt.timezone.utc)
 
 
@@ -216,8 +214,8 @@ def _key_usage(*, sign_certificates: bool) -> x509.KeyUsage:
 
 
 def _authority_identifier(certificate: x509.Certificate) -> x509.AuthorityKeyIdentifier:
-    # The authority key identifier of a certificate must equal the subject key identifier of its CA. Another tool may
-    # have computed that identifier by another method, so the driver copies it from the CA's certificate.
+    # The authority key identifier must equal the CA's subject key identifier. Another tool may have computed that
+    # identifier by another method.
     try:
         own = certificate.extensions.get_extension_for_class(x509.SubjectKeyIdentifier)
     except x509.ExtensionNotFound:
@@ -227,8 +225,7 @@ def _authority_identifier(certificate: x509.Certificate) -> x509.AuthorityKeyIde
 
 
 def _digest(key: _IssuerKey) -> hashes.SHA256 | None:
-    # Ed25519 and Ed448 define their own hash function, so the cryptography library requires None as the hash for keys
-    # of these types.
+    # The cryptography library requires None for Ed25519 and Ed448, which define their own hash function.
     return None if isinstance(key, (ed25519.Ed25519PrivateKey, ed448.Ed448PrivateKey)) else hashes.SHA256()
 
 
@@ -276,7 +273,7 @@ def _read_key(secret: Secret) -> _IssuerKey:
         happened = "its private key is encrypted with a passphrase"
         raise CertificateError(wanted, happened, "Store it unencrypted, readable by the controller only.") from error
     except (ValueError, UnsupportedAlgorithm):
-        # The new error does not contain the original error, whose message could quote the content of the key file.
+        # `from None` drops the original error, whose message could quote the private key.
         raise CertificateError(wanted, "its private key is no PEM private key", remedy) from None
     if not isinstance(key, _ISSUER_KEYS):
         raise CertificateError(wanted, "its private key is of a kind that cannot sign certificates", remedy)

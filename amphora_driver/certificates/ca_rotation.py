@@ -21,8 +21,8 @@ from amphora_driver.store.ca_records import AmphoraCertificate, CaKind, CaRecord
 
 DAY = 86400.0
 _DIGITS = 12
-# Each certificate is renewed at a slightly different time, so that certificates from the same day do not all become due
-# together. Maximum shift, as a fraction of the time from the issue to the renewal.
+# Each renewal is shifted by up to this fraction of the certificate's age at renewal. Otherwise, certificates of the
+# same day would all be renewed at once.
 _SPREAD = 0.1
 
 
@@ -104,8 +104,8 @@ def renewal_reason(one: AmphoraCertificate, desired: DesiredTrust, lifetime: Cer
 def trust_differs(text: str | None, desired: DesiredTrust) -> bool:
     """Return whether the trust list of an amphora differs from the desired one."""
     if text is None:
-        # The row of the amphora is older than the column for the trust list, so the column is empty. Such an amphora
-        # trusts the CAs of the configured files.
+        # The column is empty in a row that was written before the column existed. Such an amphora trusts the CAs of the
+        # configured files.
         return not desired.trusts.startswith("files-")
     named, _, signer = text.partition("/")
     to_name, _, to_sign = desired.trusts.partition("/")

@@ -35,15 +35,14 @@ if TYPE_CHECKING:
     from amphora_driver.reconcile.job import Job
 
 LOG = logging.getLogger(__name__)
-# Time-out in seconds of the renewal of one certificate. The time-out is short, because users may wait for other changes
-# of the same job.
+# Time-out in seconds of the renewal of one certificate. Changes by users wait for the renewal in the same job.
 _RENEWAL_TIMEOUT = 10.0
 # Seconds between a failed renewal and the next attempt.
 _RETRY_AFTER = 60.0
-# The keys are amphora ids. The values are the times of the last failed renewals, on the clock of `time.monotonic()`.
+# Times of the last failed renewals by amphora id, on the clock of `time.monotonic()`.
 _FAILED: dict[str, float] = {}
-# Maximum number of load balancers for which the controller schedules certificate renewals in one round. Without a
-# limit, all amphorae could renew their certificates at the same time.
+# Maximum number of load balancers with renewals in one round. Without a limit, the whole fleet could renew its
+# certificates at once.
 _MOST = 100
 # Maximum number of amphorae that a log message lists by name.
 _NAMED = 5
@@ -83,8 +82,8 @@ class CertificateRenewer:
         self._agents = agents
         self._trust = trust
         self._job = job
-        # CA and trust list that the amphorae should have; None if the controller cannot read the CAs. While the value
-        # is None, no certificate renewal is due.
+        # The CA and the trust list that each amphora should have. If the CAs are unreadable, the value is None and no
+        # certificate is renewed.
         self._desired: ca_rotation.DesiredTrust | None = None
         try:
             self._desired = None if trust is None else trust.credentials().desired
@@ -106,8 +105,8 @@ class CertificateRenewer:
         failed_at = _FAILED.get(one.id)
         if one.id in self.tried or (failed_at is not None and time.monotonic() - failed_at < _RETRY_AFTER):
             return False
-        # The controller also renews certificates of retiring amphorae. An exception is a retiring amphora that has
-        # never confirmed a configuration, because the amphora may have no machine.
+        # A retiring amphora still serves connections and needs a valid certificate. Without a confirmed configuration,
+        # it may have no machine.
         exists = one.state is AmphoraState.READY or (one.state is AmphoraState.RETIRING and one.confirmed > 0)
         return exists and one.management_address is not None and not one.dead
 
@@ -125,8 +124,8 @@ class CertificateRenewer:
         if amphora.certificate_issued_at is not None and exists():
             by = by if by == amphora.certificate_authority else None
             trusts = ca_rotation.common_trust(amphora.trusts, trusts)
-        # A record of a new certificate would normally count as progress of the job, and reset the number of its
-        # crashes. Here it does not, because the boot of the amphora may crash every controller.
+        # The record must not count as progress, which would reset the number of crashes of the job. The boot of this
+        # amphora may crash every controller.
         self._record(amphora.id, by, trusts, issued.expires_at, is_progress=False)
         return credentials, issued
 
@@ -156,8 +155,8 @@ class CertificateRenewer:
             self._agents.renew(amphora.id, address, issued.bundle(), **cas, deadline=deadline)
             self._agents.verify_certificate(amphora.id, address, fingerprint(issued.certificate), deadline=deadline)
         except (AgentError, CertificateError) as error:
-            # The job may have been interrupted by a more urgent request, which causes this error too. In this case,
-            # `ensure_may_act` raises an exception and ends the job.
+            # A more urgent request may have interrupted the job and thereby the renewal. `ensure_may_act` then ends the
+            # job.
             self._job.ensure_may_act()
             _FAILED[amphora.id] = time.monotonic()
             LOG.warning(
@@ -241,15 +240,16 @@ class CertificateMaintenance:
             return ca_rotation.rotation_phase(kind, recorded, held, now, self._settle)
 
         def write(connection: sa.Connection) -> ca_rotation.RotationPhase:
-            # Another controller may have changed the CAs since the last read, so the transaction reads them again.
+            # Another controller may have changed the CAs since the first read, so the write transaction reads the CAs
+            # again.
             found = read(connection)
             changed = found.moves and ca_records.change_ca_states(connection, found.moves, now)
             return found if changed else ca_rotation.RotationPhase()
 
         found = self._database.read(read)
         if found.moves:
-            # After a jump of the database clock, the computed duration of the current rotation step may be wrong. So
-            # the controller begins no new step until the minimum duration of a step has passed since the jump.
+            # A jump of the database clock makes the age of a rotation step unreliable. So no new step starts until one
+            # minimum duration of a step after the jump.
             reliable = self._database.seconds_since_clock_jump() >= self._settle
             found = self._database.write(write) if reliable else ca_rotation.RotationPhase()
         if found.moves:
@@ -287,8 +287,7 @@ class CertificateMaintenance:
         }
         if not outdated:
             return 0
-        # The controller chooses the load balancers at random. Otherwise, the same unreachable amphorae could block the
-        # renewals of all others in each round.
+        # With a fixed order, the same unreachable amphorae could occupy each round and block all other renewals.
         chosen = random.sample(sorted(outdated), min(_MOST, len(outdated)))
         return self._database.write(lambda c: ca_records.make_load_balancers_due(c, chosen, fleet.now))
 

@@ -35,14 +35,13 @@ if TYPE_CHECKING:
     from amphora_driver.database.vault import Vault
 
 LOG = logging.getLogger(__name__)
-# Maximum age in seconds of the CAs in memory.
+# Seconds for which a process uses its copy of the CAs before it reads them from the database again.
 _MAX_AGE = 5.0
-# The maximum age of the CAs in memory is at most this fraction of the minimum duration of a rotation step.
+# Limit of that age during a CA rotation, as a fraction of the minimum duration of a rotation step.
 _OF_A_STEP = 0.25
-# While one thread reads the CAs from the database, other threads use the CAs in memory up to this multiple of the
-# maximum age.
+# While one thread reads the CAs from the database, other threads may use a copy that is older by this factor.
 _MEANWHILE = 3
-# Longest plausible duration in seconds of a read of the CAs. After a longer read, the process was probably paused.
+# A read of the CAs that took longer than this number of seconds means that the process was paused.
 _LONGEST_READ = 40.0
 _LONGEST_HOST = 40
 
@@ -71,9 +70,9 @@ class TrustStore:
         self._lock = threading.Lock()
         self._reading = threading.Lock()
         self._recorded: tuple[CaRecord, ...] | None = None
-        # Time at which the CAs were read from the database, on the clock of `time.monotonic()`.
+        # Time of the last read of the CAs, on the clock of `time.monotonic()`.
         self._known_at = 0.0
-        # After a failed first read of the CAs, the pair contains the time of the next attempt and the error.
+        # If the first read of the CAs failed: the time of the next attempt, and the error.
         self._unavailable: tuple[float, StoreError] | None = None
         self._issuers: dict[int, Authority] = {}
         self._file_issuer: tuple[object, Authority] | None = None
@@ -142,9 +141,8 @@ class TrustStore:
                 if self._recorded is None:
                     self._unavailable = time.monotonic() + self._max_age, error
                     raise
-                # After a failed read, the CAs in memory remain valid, because a CA rotation cannot continue without the
-                # database. Their age counts from the end of the failed read. Otherwise, each thread would start another
-                # slow read of the unavailable database.
+                # After a failed read, the copy of the CAs counts as new from the end of the read. Otherwise, each
+                # thread would start another slow read of the unavailable database.
                 ended = time.monotonic()
                 self._known_at = ended if ended - begun < _LONGEST_READ else begun
             LOG.warning(
@@ -154,7 +152,7 @@ class TrustStore:
             )
             return
         with self._lock:
-            # The rows may change during the read, so the age of the CAs in memory counts from the start of the read.
+            # Rows may change during a read, so the age of the copy counts from the start of the read.
             self._recorded, self._known_at, self._unavailable = found, begun, None
             in_use = {one.id for one in found if one.state is not CaState.GONE}
             self._issuers = {number: issuer for number, issuer in self._issuers.items() if number in in_use}
@@ -182,8 +180,8 @@ class TrustStore:
             except CertificateError as error:
                 if self._file_issuer is None:
                     raise
-                # An operator may be writing the CA file at this moment, so that the file is incomplete. The next change
-                # of the file causes another attempt.
+                # The CA file may be incomplete, because an operator is writing it. The next change of the file causes
+                # another attempt.
                 LOG.warning(
                     "this process cannot read the file of the certificate authority and continues with "
                     "the present authority: %s",
@@ -234,7 +232,7 @@ def create_ca(kind: CaKind, vault: Vault, days: int) -> ca_records.NewCa:
     Raises:
         CertificateError: the number of days is invalid.
     """
-    # Each CA gets a unique name, because verification finds the issuer of a certificate by its name.
+    # The name of each CA is unique, because TLS libraries find the issuer of a certificate by its name.
     name = f"{kind.value} authority {time.strftime('%Y-%m-%d', time.gmtime())} {secrets.token_hex(4)}"
     certificate, key = create_authority(name, days)
     sealed = vault.seal(key, ca_records.key_location(kind, certificate))

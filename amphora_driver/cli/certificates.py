@@ -20,7 +20,7 @@ from amphora_driver.errors import CertificateError
 from amphora_driver.store import ca_records
 from amphora_driver.store.ca_records import AmphoraCertificate, CaKind, CaRecord, CaState
 
-# A table of amphoractl shows at most three amphora ids in one field.
+# Maximum number of amphora ids in one field of a table.
 _MAX_LISTED = 3
 _CERTIFICATES = (*("Amphora", "Load balancer", "Issued", "Expires", "Days left", "Authority", "Trusts", "State"), "Why")
 _AUTHORITIES = (
@@ -119,8 +119,8 @@ class ListCertificateAuthorities(Lister):
         try:
             found = trust_store.load_configured_ca(self.app.conf, kind)
         except CertificateError as error:
-            # The user of amphoractl may have access to the database, but not to the controllers' certificate files. So
-            # an unreadable file is shown as a problem and does not end the command.
+            # The user of amphoractl may have no access to the CA files. So an unreadable file is a line of the output,
+            # and not an error of the command.
             problem = str(error)
         end = found.expires_at if found else None
         about = (fingerprint(found.certificate) if found else "", Timestamp(None), Timestamp(end), _days_left(end, now))
@@ -148,8 +148,7 @@ class RotateCertificateAuthority(ShowOne):
     def values(self, parsed_args: argparse.Namespace) -> dict[str, Any]:
         conf, database, kind = self.app.conf, self.app.database, CaKind(parsed_args.kind)
         vault = Vault.load(conf.amp_database.encryption_key_file)
-        # The first rotation stores the CA in the database. So after the first rotation, the configured certificate
-        # files are not needed.
+        # A CA in the database replaces the configured CA files. So the files are read only before the first rotation.
         rotated = any(one.kind is kind for one in self.app.read(ca_records.list_cas))
         new = trust_store.create_ca(kind, vault, parsed_args.days)
         present = new if rotated else trust_store.load_configured_ca(conf, kind)
@@ -179,8 +178,8 @@ def _depends_on(one: AmphoraCertificate, authority: CaRecord) -> bool:
     if authority.kind is CaKind.AMPHORA:
         return one.authority == authority.id
     trusted = ca_rotation.parse_controller_ids(one.trusts)
-    # The first rotation imports the CA from the configured files into the database. An amphora without a list of
-    # trusted CAs trusts only this imported CA, which has no private key in the database.
+    # Before the first rotation, amphorae have no list of trusted CAs. They trust the CA of the configured files, whose
+    # private key is not in the database.
     return authority.id in trusted or (authority.sealed_key is None and not trusted)
 
 

@@ -11,11 +11,11 @@ from typing import Any
 
 from cliff import command, lister, show
 
-# `Argument` contains the names of a command-line argument, and the keyword parameters of `ArgumentParser.add_argument`.
+# The names of a command-line argument, and the keyword parameters of `ArgumentParser.add_argument`.
 Argument = tuple[tuple[str, ...], dict[str, Any]]
-# The output of a list command consists of the column names and the rows.
+# The column names and the rows of a list command.
 Table = tuple[tuple[str, ...], Iterable[tuple[Any, ...]]]
-# Maximum number of characters in the name of an operator, because the database columns for the name are not longer.
+# Length of the database columns for the name of an operator.
 _MAX_NAME_LENGTH = 128
 
 
@@ -32,7 +32,7 @@ class Command(command.Command):
     """A command with the arguments that its class declares."""
 
     arguments: tuple[Argument, ...] = ()
-    # Whether the command reads records only, so that the read-only mode of amphoractl has it.
+    # Whether the command is available in the read-only mode of amphoractl (`--status-url`).
     read_only_mode = False
 
     def get_parser(self, prog_name: str) -> argparse.ArgumentParser:

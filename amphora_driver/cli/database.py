@@ -80,8 +80,8 @@ class ReencryptSecrets(ShowOne):
         database = self.app.database
         done = reencryption.reencrypt(database, vault, lambda rows: self.app.stderr.write(f"{rows} done\n"))
         counts = reencryption.count_key_usage(database, vault)
-        # While the command runs, another process may still have an old copy of the key file and encrypt a secret with
-        # an old key. A second run of the command finds such a secret.
+        # A running process may still use an old key file and encrypt a secret with an old key. A second run of this
+        # command finds such a secret.
         return {
             "Key": vault.fingerprints[0],
             "Reencrypted": done,

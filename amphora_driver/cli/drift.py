@@ -41,14 +41,14 @@ from amphora_driver.store.requests import Op
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-# amphoractl waits at most 20 s for an agent to compare configurations, and at most 60 s for a diagnosis.
+# Time-outs in seconds for a comparison of configurations and for a diagnosis.
 _COMPARE_TIMEOUT, _DIAGNOSE_TIMEOUT = 20.0, 60.0
 _NOT_FOUND = 404
 DIFFERENT, UNREACHABLE = 1, 2
-# amphoractl masks the values after secret keywords of haproxy.cfg, because the agent masks the same values in `GET
-# /v2/diagnostics` (docs/reference/agent-api.md).
+# The agent masks the values after these keywords in `GET /v2/diagnostics`. A comparison needs the same masks on both
+# sides.
 _SECRET_WORDS = re.compile(r"\b(dynamic-cookie-key|password|insecure-password)([ \t]+)\S+")
-# In haproxy.cfg, this line separates the agent's part from the load balancer's part.
+# The line in haproxy.cfg between the agent's part and the load balancer's part.
 _END_OF_AGENT_PART = "# From here on: the load balancer's part.\n"
 _COMPARED = ("files", "interfaces", "limits", "allowed", "pings", "vrrp", "virtual_servers")
 
@@ -252,8 +252,7 @@ def _interface(desired: dict[str, Any], actual: Any, *, is_pair: bool) -> list[s
         lines.append(f"interface {name} has the name {found.get('name')}")
     if found.get("mtu") != desired["mtu"]:
         lines.append(f"interface {name} has an MTU of {found.get('mtu')}, not {desired['mtu']}")
-    # In a pair of amphorae, VRRP decides which amphora holds the VIPs, so a missing VIP on one amphora is no
-    # difference.
+    # VRRP decides which amphora of a pair holds the VIPs. So a missing VIP on one amphora is no difference.
     needed = [*desired["addresses"], *([] if is_pair else desired["vips"])]
     present = {_canonical_address(one) for one in found.get("addresses", [])}
     return lines + [f"interface {name} lacks {one}" for one in needed if _canonical_address(one) not in present]

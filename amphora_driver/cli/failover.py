@@ -78,7 +78,7 @@ class ListFailovers(Lister):
             query = query.where(failover.c.load_balancer_id == parsed_args.loadbalancer)
         if parsed_args.open:
             query = query.where(failover.c.ended_at.is_(None))
-        # The records of the whole fleet have the newest fail-overs only, those of one load balancer have all.
+        # Without a load balancer, the read-only mode returns only the newest fail-overs of the fleet.
         scope = Scope(load_balancer=parsed_args.loadbalancer) if parsed_args.loadbalancer else None
         return _LIST_HEAD, map(_list_row, self.app.read(lambda connection: connection.execute(query).all(), scope))
 
@@ -214,8 +214,8 @@ class _RequestFailover(Command):
 
     def take_action(self, parsed_args: argparse.Namespace) -> None:
         message = self.app.database.write(lambda connection: self.request(connection, parsed_args))
-        # The call wakes the controllers on this host. Controllers on other hosts find the requested fail-over when they
-        # poll the database.
+        # Controllers on this host start the fail-over at once. Controllers on other hosts find it at their next poll of
+        # the database.
         local_socket.wake_role(self.app.conf.amp_queue.socket_dir, local_socket.CONTROLLER)
         self.app.stdout.write(message + "\n")
 

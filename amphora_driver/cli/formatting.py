@@ -17,10 +17,10 @@ from typing import Any, TextIO, cast
 
 from cliff.columns import FormattableColumn
 
-# Tables of amphoractl show at most 100 characters of the outcome of a request. The JSON format contains the whole text.
+# Maximum number of characters of an outcome in a table. The JSON format has the whole text.
 _MAX_OUTCOME = 100
 _MINUTE, _HOUR, _DAYS = 60.0, 3600.0, 2 * 86400.0
-# amphoractl separates lines by newlines and columns by tabs. So the output stream does not escape these two characters.
+# The output stream does not escape newlines and tabs, which separate the lines and columns of a table.
 _LAYOUT = "\n\t"
 
 
@@ -118,7 +118,7 @@ class Age(Value):
         return self._never if self._value is None else f"{format_duration(self._data())} ago"
 
     def _data(self) -> float:
-        # The clocks of two hosts differ slightly, so a computed age may be negative. amphoractl then shows the age 0.
+        # The clocks of two hosts differ, so an age may be slightly negative.
         return round(max(0.0, time.time() - float(self._value)), 1)
 
 
@@ -179,8 +179,7 @@ class Rows(Value):
         return "\n".join(escape_unprintable(self.describe(row)) for row in self._value) or self.empty
 
     def _data(self) -> list[dict[str, Any]]:
-        # Column names from SQLAlchemy belong to a subclass of str that PyYAML cannot represent, so amphoractl converts
-        # the names to str.
+        # SQLAlchemy's column names belong to a subclass of str, which PyYAML cannot represent.
         return [{str(name): _iso_time(name, value) for name, value in row.items()} for row in self._value]
 
 
@@ -223,8 +222,7 @@ class Amphorae(Rows):
         if row["heard"] is not None and row["heard"] != row["confirmed"]:
             generation += f" (reports {row['heard']})"
         holds = ", had the VIPs" if row["silent"] else ", has the VIPs"
-        # The row of an amphora still contains the text of the last drift after the drift has been repaired. So
-        # amphoractl then shows the text as "last drift".
+        # The database keeps the text of a drift after its repair. The label "last drift" marks such a text.
         drift = "drift" if row["drifts"] else "last drift"
         more = {
             "silent: ": row["silent"],

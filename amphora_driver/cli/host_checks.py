@@ -34,11 +34,10 @@ if TYPE_CHECKING:
 
     from amphora_driver.database.engine import Database
 
-# Each check of amphoractl waits at most 5 s for an answer from the message broker, from a socket of Octavia, or for a
-# part of an answer of Octavia's API.
+# Time-out in seconds of one answer of RabbitMQ, of a socket of octavia-driver-agent, or of Octavia's API.
 _TIMEOUT = 5.0
-# A check of octavia-driver-agent sends a request that changes nothing. Without any request, a process of
-# octavia-driver-agent would read from the closed connection forever.
+# Requests that change nothing. octavia-driver-agent needs a request: it reads forever from a connection that closes
+# without one.
 _EMPTY_REQUESTS = {
     "status": b"{}",
     "stats": b'{"listeners": []}',
@@ -185,8 +184,7 @@ def _socket_error(path: str, document: bytes) -> str | None:
         with socket.socket(socket.AF_UNIX) as client:
             client.settimeout(_TIMEOUT)
             client.connect(path)
-            # A message to octavia-driver-agent consists of the document's length in decimal digits, a newline and the
-            # document.
+            # The protocol of octavia-driver-agent: the document's length in decimal digits, a newline, the document.
             client.sendall(b"%d\n%s" % (len(document), document))
             return None if client.recv(1) else f"{path} closed the connection without an answer"
     except OSError as error:

@@ -173,8 +173,7 @@ def _details(connection: sa.Connection, text: str, requests: int, now: float) ->
         node: LoadBalancer | None = desired_objects.load_object(connection, Kind.LOAD_BALANCER, load_balancer_id)
     except UnknownObject:
         node = None
-    # amphoractl omits the topology, the compute backend and the network backend from the load balancer's profile,
-    # because other lines of the output show them.
+    # Other lines of the output show the topology and the two backends.
     profile: dict[str, Any] = {} if node is None else msgspec.to_builtins(node.profile)
     profile = {name: value for name, value in profile.items() if name not in ("topology", "compute", "network")}
     return {
@@ -213,7 +212,7 @@ def find_status_reasons(statuses: Iterable[Any], work: Any, now: float) -> list[
             continue
         reasons = [row.reason] if row.reason else []
         if provisioning.startswith("PENDING"):
-            # An earlier reason does not explain a pending change, so the reason of the delay is first.
+            # The reason why a change waits comes first, because the other reasons may belong to earlier changes.
             reasons.insert(0, f"the change waits for {waits_for(work, now)}")
         if provisioning != Provisioning.ACTIVE.value and work.error and work.error not in reasons:
             reasons.append(f"last error of the job: {work.error}")

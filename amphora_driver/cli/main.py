@@ -56,8 +56,8 @@ class Amphoractl(App):
             deferred_help=True,
             **streams,
         )
-        # The library cliff also writes to the streams of amphoractl, with its own loggers and formatters. So the
-        # streams themselves escape unprintable characters.
+        # The library cliff writes untrusted text to these streams with its own loggers and formatters. So the streams
+        # escape unprintable characters.
         self.stdout: TextIO = escaping_stream(streams.get("stdout") or sys.stdout)
         self.stderr: TextIO = escaping_stream(streams.get("stderr") or sys.stderr)
         self._conf: ConfigOpts | None = None
@@ -93,8 +93,8 @@ class Amphoractl(App):
     def build_option_parser(
         self, description: str | None, version: str | None, argparse_kwargs: dict[str, Any] | None = None
     ) -> argparse.ArgumentParser:
-        # argparse accepts abbreviated options unless allow_abbrev is False. It would read the option `--status` of a
-        # command as an abbreviation of `--status-url`.
+        # By default, argparse accepts abbreviated options. It would read `--status` of a command as an abbreviation of
+        # `--status-url`.
         named = {"prog": self.NAME, "allow_abbrev": False, **(argparse_kwargs or {})}
         parser: argparse.ArgumentParser = super().build_option_parser(description, version, named)
         default = f"Default: ${config.FILE_VARIABLE} or {config.DEFAULT_FILE}."
@@ -125,8 +125,7 @@ class Amphoractl(App):
             found = parse_url(url)
             path = found.database if found.get_backend_name() == "sqlite" else None
             if path is not None and not Path(path).exists():
-                # SQLite would create a missing database file, but a command of amphoractl that only reads must create
-                # nothing.
+                # SQLite creates a missing database file. A command that only reads must not create a file.
                 raise ConfigurationError(
                     "open the database",
                     f"{path} does not exist",
@@ -185,7 +184,6 @@ READ_ONLY_OPTIONS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status; None for the arguments of this process."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    # Without a command, cliff would open an interactive session, so amphoractl prints the help instead.
     return int(Amphoractl().run(arguments or ["help"]))
 
 

@@ -28,14 +28,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 _UNKNOWN = "unknown"
-# The table `job` contains a row for each load balancer and for each pool of warm spares. The rows of the pools have the
-# operation `spares`.
+# A row of the table `job` with the operation `spares` belongs to a pool of warm spares, not to a load balancer.
 SPARES = "spares"
 IS_LOAD_BALANCER = job.c.op != SPARES
-# `IS_NO_SPARE` selects all amphorae except warm spares. If the load balancer of an amphora has no row in the table
-# `job`, the operation is NULL, and the amphora is no warm spare.
+# The operation is NULL if the load balancer of an amphora has no row in the table `job`. Such an amphora is no warm
+# spare.
 IS_NO_SPARE = sa.or_(job.c.op.is_(None), IS_LOAD_BALANCER)
-# The error about an ambiguous prefix of an id lists at most ten ids.
+# Maximum number of ids in the error about an ambiguous prefix.
 _MAX_LISTED = 10
 
 
@@ -190,7 +189,7 @@ def _find_unique(connection: sa.Connection, sources: list[sa.Select[Any]], noun:
     every = sa.union(*sources).subquery()
     query = sa.select(every.c.id).where(every.c.id.startswith(prefix, autoescape=True)).order_by(every.c.id)
     found = list(connection.execute(query.limit(_MAX_LISTED + 1)).scalars()) if prefix else []
-    # An id may be complete and also the beginning of longer ids. In this case, amphoractl selects the complete id.
+    # A complete id may also be the beginning of longer ids. The complete id has priority.
     if prefix in found:
         return prefix
     if not found:

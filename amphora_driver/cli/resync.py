@@ -24,7 +24,7 @@ from amphora_driver.queue import local_socket
 from amphora_driver.store import resyncs
 
 HEAD = ("Load balancer", "Asked", "Asked by", "Ended", "Outcome", "Detail")
-# Seconds between two reads of the database by the command `resync`, which waits for the result of the resync.
+# Seconds between two reads of the result from the database.
 _POLL_SECONDS = 0.2
 
 
@@ -84,8 +84,8 @@ def _find_id(connection: sa.Connection, prefix: str) -> str:
     try:
         return queries.find_load_balancer_id(connection, prefix)
     except UnknownObject:
-        # A load balancer may exist in Octavia but not in the driver's database. So the command accepts a complete id
-        # that the database does not contain.
+        # A resync also accepts a load balancer that exists only in Octavia. The database cannot complete a prefix of
+        # its id.
         with contextlib.suppress(ValueError):
             if str(uuid.UUID(prefix)) == prefix:
                 return prefix

@@ -142,8 +142,8 @@ def _read_rows(connection: sa.Connection, now: float, expiry_before: float) -> R
 
 def _check_rows(conf: Any, rows: Rows, now: float, *, host: bool) -> Iterator[Check]:
     """Yield the checks of rows, and with `host` those that also read files and sockets of this host."""
-    # A boot and an operation have time-outs, which together limit the duration of each change of a load balancer. So a
-    # change that is still open later shows a problem.
+    # The time-outs of a boot and of an operation limit the duration of a change. A change that is open for longer shows
+    # a problem.
     max_seconds = conf.amp_controller.boot_timeout + conf.amp_controller.operation_timeout
     known = {one.work.load_balancer_id for one in rows.load_balancers}
     yield from status_checks.check_processes(rows.processes, now, process_registry.installed_version())

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from amphora_driver.cli.queries import LoadBalancerSummary
     from amphora_driver.store.sealed_secrets import ExpiringSecret
 
-# The details of one check in `amphoractl status` list at most five ids.
+# Maximum number of ids in the details of one check.
 _MAX_LISTED = 5
 _DATE = re.compile(r"(?<![0-9])([0-9]{4})-([0-9]{2})-([0-9]{2})(?![0-9])", re.ASCII)
 _KINDS = {
@@ -317,7 +317,7 @@ def check_images(machines: Sequence[Any], now: float, days: int) -> Check:
 def _date_of_image(image: str | None) -> dt.date | None:
     """Return the first date in the name of an image."""
     for year, month, day in _DATE.findall(image or ""):
-        # Digits in the name of an image may form an invalid date, for example 2026-13-01, which the check ignores.
+        # Digits in the name of an image may look like an invalid date, for example 2026-13-01.
         with contextlib.suppress(ValueError):
             return dt.date(int(year), int(month), int(day))
     return None

@@ -20,8 +20,7 @@ _TIMEOUT = 20.0
 _WHERE = (
     "import importlib.util as u; print(*(u.find_spec('amphora_agent').submodule_search_locations or ()), sep='\\n')"
 )
-# Number of hexadecimal digits in the digest of the agent's package. The digits suffice to distinguish all versions on
-# one machine.
+# Number of hexadecimal digits of the digest that distinguishes versions of the agent on one host.
 _DIGITS = 16
 _SUFFIXES = {".py", ".j2", ".sh"}
 

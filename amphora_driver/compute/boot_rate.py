@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import threading
 
-# A reservation of a boot expires this number of seconds after the reserved time. The boot may never start, for example
-# because its load balancer is deleted.
+# Seconds after which a reservation expires. A reserved boot may never happen, for example because its load balancer was
+# deleted.
 _KEEP_SECONDS = 300.0
 
 
@@ -25,7 +25,7 @@ class BootRate:
         self._interval = 1.0 / rate if rate else 0.0
         self._burst = burst
         self._lock = threading.Lock()
-        # Time at which the next boot could start if the backend permitted no bursts.
+        # Time of the next boot at the average rate, without the burst.
         self._booked_until = 0.0
         self._reserved: dict[str, float] = {}
 

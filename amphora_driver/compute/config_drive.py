@@ -27,7 +27,7 @@ from amphora_driver.secret import Secret
 LABEL = "config-2"
 AGENT_DIRECTORY = "/etc/amphora-agent"
 USER_DATA_KEY = "amphora_files"
-# Nova accepts at most this number of characters of user data, counted after the encoding as base64.
+# Maximum number of characters of user data that Nova accepts, counted as base64.
 USER_DATA_LIMIT = 65535
 
 
@@ -164,8 +164,7 @@ def build_user_data(files: Mapping[str, bytes], wanted: str) -> Secret:
     try:
         texts = {name: content.decode() for name, content in sorted(files.items())}
     except UnicodeDecodeError:
-        # The new error does not contain the decoder's error, which would quote the file. The file may contain a private
-        # key.
+        # `from None` drops the decoder's error, which quotes the file. The file may contain a private key.
         raise ComputeError(wanted, "a boot file is not text in UTF-8", final=True) from None
     encoded = base64.b64encode(msgspec.json.encode({USER_DATA_KEY: texts}))
     if len(encoded) > USER_DATA_LIMIT:

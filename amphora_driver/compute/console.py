@@ -24,8 +24,7 @@ def copy_console(source: int, file: int, most: int = MOST) -> None:
     `file` is a regular file that is open for appending; its size never exceeds `most` bytes.
     """
     while data := os.read(source, min(_PIECE, most // 2)):
-        # The disk may be full. Then this block of the console output is lost, and the copy continues with the next
-        # block.
+        # On a full disk, this block of console output is lost. The copy must continue, or the guest would block.
         with suppress(OSError):
             size = os.fstat(file).st_size
             if size + len(data) > most:

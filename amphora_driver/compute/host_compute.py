@@ -76,11 +76,12 @@ class HostCompute(ABC):
         """Accept all values: the schema has checked them, and this machine has no list of flavors or zones."""
 
     def can_separate(self, partners: Sequence[BootPartner], zones: Sequence[str]) -> bool:  # noqa: ARG002
-        return True  # All machines run on this host, so no boot needs to wait for its partner's location.
+        # All machines run on this host. So no boot needs to wait for the location of its partner.
+        return True
 
     def locations(self) -> dict[str, Location]:
-        # All amphorae run on this machine, so a pair can never be separated. The backend reports unknown locations, so
-        # that the controller accepts every pair.
+        # All machines run on this host, so a pair cannot be separated. With unknown locations, the controller accepts
+        # every pair.
         return dict.fromkeys(self.machines(), Location())
 
     def host_names(self, name: str) -> frozenset[str]:
@@ -123,8 +124,8 @@ class HostCompute(ABC):
         """Start an existing machine with its ports; return False if it runs or its boot is incomplete."""
         with self._state_dirs.locked(amphora_id) as folder, compute_errors(f"power amphora {amphora_id} on"):
             machine = self._machine(amphora_id)
-            # If a boot is incomplete, the controller repeats the boot. The boot file is the last file that a boot
-            # writes, so `power_on` starts no machine without this file.
+            # A boot writes the boot file last. A machine without the file was booted incompletely, and the controller
+            # repeats the boot.
             if machine is None or machine.state is MachineState.RUNNING or not (folder / self.boot_file).exists():
                 return False
             self._power_on(amphora_id, folder)
@@ -189,7 +190,7 @@ class HostCompute(ABC):
         try:
             return msgspec.json.decode((folder / PROCESS_FILE).read_bytes(), type=Process)
         except FileNotFoundError:
-            # A boot in progress may not have written the file with the process id yet. So the backend searches for
-            # processes by their last argument. The oldest of them is the outermost process, which started the others.
+            # A boot in progress may not have written its file with the process id yet. Of all processes with the same
+            # last argument, the oldest one started the others.
             found = find_by_last_argument(str(folder / self.last_argument))
             return min(found, key=lambda process: process.started, default=None)

@@ -23,8 +23,7 @@ from amphora_driver.compute.qemu_command import INITRD, KERNEL
 from amphora_driver.errors import ComputeError
 
 BASE = "base.qcow2"
-# Default kernel arguments, for an image without a file of kernel arguments. The root file system is the whole disk
-# without partitions. The machine reboots ten seconds after a kernel panic.
+# Kernel arguments for an image without a file of kernel arguments. The root file system is a disk without partitions.
 DEFAULT_ARGUMENTS = "root=/dev/vda ro console=ttyS0 quiet panic=10"
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DIGITS = 16
@@ -105,7 +104,7 @@ def _link(source: Path, place: Path) -> None:
     except OSError as error:
         if error.errno not in {errno.EXDEV, errno.EPERM, errno.EMLINK}:
             raise
-        # The backend cannot create a hard link in some cases, for example across file systems. So it copies the file.
+        # A hard link is impossible in some cases, for example across file systems.
         temporary = place.with_name(f".{place.name}.new")
         shutil.copyfile(source, temporary)
         temporary.replace(place)

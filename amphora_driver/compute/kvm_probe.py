@@ -13,7 +13,7 @@ import tempfile
 from functools import lru_cache
 from pathlib import Path
 
-# This boot sector counts down from 2^26. It then writes to the port that ends QEMU, and halts (Intel SDM, volume 2).
+# This boot sector counts down from 2^26, writes to the port that ends QEMU, and halts (Intel SDM, volume 2).
 _PROGRAM = bytes.fromhex(
     "66b900000004"  # mov ecx, 0x04000000
     "6649"  # again: dec ecx
@@ -25,9 +25,9 @@ _PROGRAM = bytes.fromhex(
     "ebfd"  # jmp halt
 )
 _SECTOR = _PROGRAM.ljust(510, b"\0") + b"\x55\xaa"
-# With the device isa-debug-exit, the exit status of QEMU is twice the value that the boot sector writes, plus one.
+# QEMU's device isa-debug-exit doubles the value that the boot sector writes, and adds one.
 _COUNTED = 2 * 0x10 + 1
-# Time-out of the KVM probe in seconds. QEMU and its BIOS start in about one second. The loop then takes 0.1 s with KVM.
+# Time-out in seconds. QEMU and its BIOS start in one second, and the loop takes 0.1 s with KVM.
 _SECONDS = 5.0
 _HELP_SECONDS = 30.0
 

@@ -31,8 +31,8 @@ _SPEC_FILE = "spec.json"
 class NetnsCompute(HostCompute):
     """Runs amphorae in namespaces of this machine. The backend creates and deletes the management ports."""
 
-    # Compute flavors and zones have no effect on a single machine. The backend accepts them anyway, so that flavors of
-    # load balancers can be tested.
+    # The backend accepts compute flavors and zones without effect, so that flavors of load balancers can be tested on
+    # one host.
     supports: ClassVar[frozenset[str]] = frozenset({"compute_flavor", "compute_zone", "compute_zones"})
     group: ClassVar[str] = "amp_compute_netns"
     boot_file: ClassVar[str] = _SPEC_FILE
@@ -108,11 +108,10 @@ class NetnsCompute(HostCompute):
 
     def _remove_machine(self, amphora_id: str, wanted: str) -> None:
         process = self._process(amphora_id)
-        # If the first process of a PID namespace ends, the kernel ends all other processes of the namespace. So the
-        # backend kills only the outermost process and its children.
+        # The kernel ends all processes of a PID namespace when the first process of the namespace ends.
         known = [] if process is None else [*process.children(), process]
-        # If the outermost process has just started, its child may be missing, or may not end together with its parent.
-        # So the backend also kills all processes in the network namespace.
+        # A child of a process that has just started may be missing from `known`. So the backend also kills all
+        # processes in the network namespace.
         if not signal_and_wait(known, signal.SIGKILL, limit_wait(KILL_SECONDS)) or not signal_and_wait(
             namespaces.processes(self.namespace(amphora_id)), signal.SIGKILL, limit_wait(KILL_SECONDS)
         ):
@@ -131,8 +130,8 @@ class NetnsCompute(HostCompute):
         self._switch.connect(port, segment, amphora_id, namespaces.path(self.namespace(amphora_id)), None)
 
     def _has_interface(self, amphora_id: str, process: Process, mac: str) -> bool:
-        # The agent moves each interface from the outer network namespace of the amphora to the inner one. The backend
-        # searches the outer namespace first, so that it finds an interface that moves meanwhile.
+        # An agent moves each interface from the outer to the inner network namespace. A search of the outer namespace
+        # first finds an interface that moves meanwhile.
         if bridges.has_mac(namespaces.path(self.namespace(amphora_id)), mac):
             return True
         return any(bridges.has_mac(f"/proc/{child.pid}/root/{INNER_NAMESPACE}", mac) for child in process.children())

@@ -34,11 +34,10 @@ if TYPE_CHECKING:
     from oslo_config import cfg
 
 LOG = logging.getLogger(__name__)
-# First and longest pause in seconds between two queries about a change in Nova. Each pause is twice as long as the
-# previous one, up to the longest pause.
+# Shortest and longest pause in seconds between two queries about a change in Nova. Each pause is twice the previous
+# one.
 _FIRST_PAUSE, _MAX_PAUSE = 0.1, 1.0
-# Maximum number of seconds to wait until an attached port is active. Afterwards, the job continues without an active
-# port.
+# Seconds to wait until an attached port is active. Afterwards, the job continues with the inactive port.
 _ACTIVE_SECONDS = 5.0
 _USE = "use the compute backend nova"
 
@@ -68,8 +67,7 @@ class NovaCompute:
         {"compute_flavor", "amp_image_tag", "compute_zone", "compute_zones", "volume_zone", "management_network"}
     )
     wiring: ClassVar[str] = "nova"
-    # Nova refuses to attach a port to a server that is being built. So the controller attaches ports only after the
-    # boot.
+    # Nova refuses to attach a port to a server that is being built.
     plugs_while_booting: ClassVar[bool] = False
 
     def __init__(self, conf: cfg.ConfigOpts, network: CloudNetwork) -> None:
@@ -124,9 +122,8 @@ class NovaCompute:
                 self._delete_duplicates(request.amphora_id, kept, found)
                 return servers.to_machine(kept)
             if found:
-                # At the end of a deletion, Nova unbinds the ports of the server. It does not check whether another
-                # server uses the ports now. So the backend creates the new server, which gets the same ports, only
-                # after the deletion.
+                # At the end of a deletion, Nova unbinds the server's ports, even if another server uses them. The new
+                # server gets the same ports, so the deletion must end first.
                 self._remove(request.amphora_id, found, wanted)
             return self._create(request, found, wanted)
 
@@ -190,8 +187,7 @@ class NovaCompute:
             try:
                 interface = self._nova.attach_port(server["id"], port.id)
             except ApiError as error:
-                # Nova answers 409 if the port is already attached to this server or to another server. So the backend
-                # checks whether this server has the port.
+                # Nova answers 409 if the port is attached already, to this server or to another one.
                 interface = self._nova.interface(server["id"], port.id) if error.status == 409 else None
                 if interface is None:
                     raise
@@ -225,8 +221,7 @@ class NovaCompute:
 
     def _create(self, request: BootRequest, failed: Sequence[Json], wanted: str) -> Machine:
         options = self._options
-        # The backend looks up the flavor and the image before it creates ports. So a missing flavor or image leaves no
-        # unused ports.
+        # A missing flavor or image must be found before the creation of ports, which would stay unused.
         flavor_id = self._profiles.flavor_id(request.flavor or options.flavor)
         image_id = self._profiles.image_id(request.image_tag or options.image_tag)
         ports = [
@@ -259,8 +254,8 @@ class NovaCompute:
             state=MachineState.BUILDING,
             management_address=address,
             image=image_id,
-            # The location contains the requested zone, because the partner may boot before Nova reports the zone of
-            # this server.
+            # The partner may boot before Nova reports the zone of this server. So the location contains the requested
+            # zone.
             location=Location(zone=zone),
         )
 
@@ -291,18 +286,18 @@ class NovaCompute:
             group_id, members = group["id"], frozenset(group["members"])
         required = request.placement is Placement.REQUIRED and not request.spare
         if not required and any(map(servers.lacked_host, failed)):
-            # Nova's scheduler boots no server if it cannot fulfil the hint `different_host`. An earlier attempt found
-            # no hypervisor, so the backend now omits the hint.
+            # With the hint `different_host`, Nova's scheduler boots no server if only the hypervisors of partners are
+            # free. An earlier attempt failed, so this one has no hint.
             return group_id, ()
-        # A former warm spare is not a member of the server group, which therefore does not separate the spare from its
-        # partner. So the hint names all partners outside the group.
+        # A former warm spare is not a member of the server group. The hint keeps the new server apart from such
+        # partners.
         return group_id, tuple(one.compute_id for one in request.partners if one.compute_id not in members)
 
     def _ensure_group(self, load_balancer_id: str, placement: Placement) -> Json:
         name, policy = self._group_name(load_balancer_id), servers.group_policy(placement)
         found = self._nova.server_groups(name)
-        # An interrupted request may leave several groups with the same name. So that all processes use the same group,
-        # each process uses the group with the smallest id.
+        # An interrupted request may leave several groups with this name. All processes use the one with the smallest
+        # id.
         return min(found, key=lambda one: one["id"]) if found else self._nova.create_server_group(name, str(policy))
 
     def _group_name(self, load_balancer_id: str) -> str:
@@ -343,8 +338,8 @@ class NovaCompute:
         pauses = _Pauses(_ACTIVE_SECONDS, "attach a port")
         while interface is not None and interface["port_state"] != "ACTIVE":
             if not pauses.wait():
-                # Some mechanism drivers of Neutron never report that a port is active, for example for SR-IOV ports. So
-                # the backend stops waiting and continues.
+                # Some mechanism drivers of Neutron never report an active port, for example for SR-IOV. Waiting longer
+                # would block the job.
                 LOG.warning(
                     "port %s of amphora %s still has state %s instead of ACTIVE, but the compute backend stops "
                     "waiting and continues",

@@ -18,13 +18,12 @@ if TYPE_CHECKING:
     from amphora_driver.openstack.session import Service
 
 Json = dict[str, Any]
-# Minimum microversion of Nova's API. Tags of a new server need 2.52, and the type of a boot volume needs 2.67. Nova has
-# 2.67 since OpenStack Stein (2019).
+# Minimum microversion of Nova's API, which Nova has since OpenStack Stein (2019). The type of a boot volume needs 2.67.
 MICROVERSION = "2.67"
 _HEADERS = {"OpenStack-API-Version": f"compute {MICROVERSION}"}
 _DETAIL, _USER_DATA = "/servers/detail", "OS-EXT-SRV-ATTR:user_data"
-# Nova's error message quotes the refused request, which contains encoded user data with secrets. So the client hides
-# long runs of these characters.
+# Nova's error message quotes the refused request with its encoded secrets. The client hides all long runs of these
+# characters.
 _ENCODED = re.compile(r"[A-Za-z0-9+/=]{64,}")
 
 
@@ -121,8 +120,8 @@ class Nova:
             where = [*params, ("limit", str(self._page_size)), *last]
             answer = self._send("GET", path, params=where, secret=secret)
             found += answer[many]
-            # Nova has its own limit, so a page may be shorter than the requested limit although more objects follow.
-            # Nova then adds a link to the page, so the client reads on until a page has no link.
+            # A page may be shorter than the requested limit although more objects follow. Only the last page has no
+            # link to the next one.
             if not (answer[many] and answer.get(f"{many}_links")):
                 return found
 

@@ -37,9 +37,9 @@ from amphora_driver.network.local import LocalNetwork
 
 LOG = logging.getLogger(__name__)
 _HARDWARE_FILE = "hardware.json"
-# Maximum number of seconds for the creation of a disk overlay.
+# Time-out in seconds of the creation of a disk overlay.
 _OVERLAY_SECONDS = 60.0
-# Seconds for which the backend waits for the guest to release a network interface.
+# Seconds to wait until the guest releases a network interface.
 _RELEASE_SECONDS = 10.0
 
 
@@ -115,8 +115,7 @@ class QemuCompute(HostCompute):
             memory=options.memory,
             kernel_arguments=arguments,
             initrd=initrd,
-            # QEMU refuses to change to the user under which it already runs. In this case, the backend does not request
-            # a change of the user.
+            # QEMU refuses to change to the user under which it runs already.
             user=None if _uid_of(options.user, "start a machine") == os.geteuid() else options.user,
             runs_with=kvm_probe.supports_run_with_user(options.program),
         )
@@ -127,8 +126,7 @@ class QemuCompute(HostCompute):
         self._spawn(folder, qemu_command.build_command(hardware, folder, ports))
 
     def _spawn(self, folder: Path, argv: list[str]) -> None:
-        # The console file must contain only the output of the present boot. So the backend empties the file before QEMU
-        # starts.
+        # The console file shows the present boot only.
         write_private(folder / CONSOLE, b"")
         inside = ("nsenter", f"--net={namespaces.path(self._switch_name)}", f"--wd={folder}", "--")
         environment = {name: os.environ[name] for name in ("PATH",) if name in os.environ} | {"LANG": "C.UTF-8"}
@@ -174,8 +172,7 @@ def _add_interface(monitor: Monitor, port: Port, switch: str) -> None:
 def _remove_interface(monitor: Monitor, port: Port) -> None:
     """Remove the interface of a port. If the guest does not release it, remove its network backend only."""
     if device_id(port) in monitor.device_ids():
-        # QEMU refuses `device_del` only while an earlier `device_del` waits for the guest. So the backend ignores the
-        # refusal.
+        # QEMU refuses `device_del` only while an earlier `device_del` waits for the guest. The refusal is harmless.
         monitor.try_execute("device_del", id=device_id(port))
         if not monitor.wait_until_removed(device_id(port), _RELEASE_SECONDS):
             words = (port.id, _RELEASE_SECONDS)

@@ -23,10 +23,10 @@ from amphora_driver.network.bridges import peer_interface_name, switch_interface
 DISK, DRIVE, CONSOLE, KERNEL, INITRD, PID = "disk.qcow2", "config.iso", "console.log", "kernel", "initrd", "qemu.pid"
 # Size in MiB of QEMU's cache for translated code of the guest.
 _TCG_CACHE_MIB = 128
-# Address space in MiB that QEMU may use in addition to the memory of the guest. A measured QEMU used 0.7 GiB.
+# Address space in MiB that QEMU may use beside the memory of the guest. QEMU needed 700 MiB in a measurement.
 _QEMU_OVERHEAD_MIB = 2048
 _MIB = 2**20
-# The shell script replaces itself by QEMU (`exec`), and a child process copies the output of QEMU to the console file.
+# `exec` replaces the shell by QEMU. A child process copies QEMU's output to the console file.
 _BOUNDED_CONSOLE = 'python=$0 writer=$1; shift; exec "$@" > >(exec "$python" -I -S "$writer") 2>&1'
 
 

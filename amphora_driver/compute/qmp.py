@@ -32,7 +32,7 @@ class Monitor:
         self._connection = connection
         self._lines = connection.makefile("rb")
         self._wanted = wanted
-        # The first message of QEMU is a greeting, which the client skips.
+        # QEMU sends a greeting first.
         self._read_message()
         self.execute("qmp_capabilities")
 
@@ -61,8 +61,6 @@ class Monitor:
                 raise ComputeError(self._wanted, f"QEMU refuses {command}: {answer['error'].get('desc', 'no reason')}")
             if "return" in answer:
                 return answer["return"]
-            # All other messages are events of QEMU. The client ignores them, because its callers poll QEMU for its
-            # state.
 
     def device_ids(self) -> frozenset[str]:
         found = self.execute("qom-list", path="/machine/peripheral")

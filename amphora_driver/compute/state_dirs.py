@@ -22,17 +22,15 @@ from amphora_driver.deadline import limit_wait
 from amphora_driver.errors import ComputeError
 
 _ID = re.compile(r"[0-9a-f][0-9a-f-]{7,35}")
-# Maximum number of seconds for which the backend waits for the lock on an amphora's directory.
+# Seconds to wait for the lock of an amphora's directory.
 _LOCK_SECONDS = 60.0
-# Seconds between two attempts to lock an amphora's directory.
+# Seconds between two attempts to lock the directory.
 _LOCK_PAUSE = 0.02
-# Number of characters that the backend shows from the end of a console log.
+# Maximum number of characters of a console log in an error message.
 _LOG_TAIL = 400
-# Number of bytes that the backend reads from the end of a console log. The number exceeds `_LOG_TAIL`, because the log
-# may end with white space.
+# Number of bytes to read from the end of a console log, which may end with white space.
 _MOST_READ = 64 * 1024
-# Each deployment of the driver has its own prefix. This file contains the prefix of the deployment that booted the
-# amphora, so that no deployment changes the amphorae of another one.
+# The file with the id of the deployment that booted the amphora. No other deployment changes this amphora.
 _OWNER_FILE = "deployment"
 _IMAGE_FILE = "image"
 
@@ -98,8 +96,8 @@ def _lock(folder: Path, *, make: bool) -> int | None:
         except BaseException:
             os.close(descriptor)
             raise
-        # While this process waited for the lock, another process may have replaced the directory by a new one with the
-        # same name. So this process checks that it has locked the present directory.
+        # Another process may have replaced the directory while this process waited for the lock. The lock is valid only
+        # for the present directory.
         if folder.exists() and os.path.samestat(os.fstat(descriptor), folder.stat()):
             return descriptor
         os.close(descriptor)

@@ -45,8 +45,7 @@ class ControllerLiveness:
             LOG.warning("this controller could not write its heartbeat to the database and tries again: %s", error)
             return
         except Exception:
-            # The thread that writes heartbeats must survive any error. Otherwise, the controller would count as dead
-            # although it works.
+            # An error must not end this thread. Without heartbeats, a working controller would count as dead.
             LOG.exception(
                 "an unexpected error kept this controller from writing its heartbeat to the database; the "
                 "controller tries again"

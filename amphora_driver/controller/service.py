@@ -48,29 +48,27 @@ from amphora_driver.store import process_registry
 from amphora_driver.telemetry.http_server import Telemetry
 
 LOG = logging.getLogger(__name__)
-# Seconds for which a stopping controller waits for its running jobs.
+# Seconds to wait for running jobs when the controller stops.
 _STOP_TIMEOUT = 20.0
-# A hint is a message that the job of a load balancer is due. If no worker slot becomes free within five seconds, the
-# controller drops the hint and finds the job at a later poll.
+# Seconds to wait for a free worker slot after a hint (a message that a job is due). Without a free slot, the next poll
+# finds the job.
 _HINT_TIMEOUT = 5.0
-# A stopping controller lets the pending calls of its jobs continue for at most this number of seconds.
+# Seconds that pending calls may continue when the controller stops.
 _STOP_GRACE = 3.0
-# Seconds between two checks whether running jobs must end early, for example because of a newer request.
+# Seconds between two checks whether a running job must end early, for example because of a more urgent request.
 _CHECK_JOBS_EVERY = 0.25
 # Seconds between two searches for dead controllers on the same host.
 _REAP_EVERY = 1.0
-# A due time is the time at which a job may run again. If it is further ahead than this multiple of the longest retry
-# back-off, the database clock was set back.
+# A due time further ahead than this multiple of the longest retry back-off means that the database clock was set back.
 _PAUSE_FACTOR = 2
-# The controller never corrects a due time that is less than 30 seconds in the future.
+# Due times that are less than this number of seconds ahead are never corrected.
 _LEAST_PAUSE = 30.0
-# If many retries are running, the controller starts only jobs that have not failed yet. This is the minimum time in
-# seconds between two searches for such jobs.
+# Minimum seconds between two searches for jobs that have not failed yet. The controller starts only such jobs while
+# many retries run.
 _CLAIM_FRESH_EVERY = 0.1
-# Seconds for which a thread of the controller pauses after an unexpected error or a failed renewal of leases.
+# Seconds for which a thread pauses after an unexpected error.
 _ERROR_BACKOFF = 1.0
-# If the controller has not searched successfully for due jobs for this number of seconds, it reports itself as
-# unhealthy.
+# Seconds without a successful search for due jobs, after which the controller reports itself as unhealthy.
 _UNHEALTHY_AFTER = 15.0
 
 
@@ -86,8 +84,7 @@ class Controller:
         vault = Vault.load(conf.amp_database.encryption_key_file)
         trust = TrustStore(conf, self._database, vault)
         try:
-            # The controller reads the CAs at its start, so that wrong files or keys prevent the start. Otherwise, the
-            # controller would start and each job would fail.
+            # A controller with unusable CA files must not start, because each of its jobs would fail.
             trust.credentials()
         except StoreError as error:
             LOG.warning(
@@ -112,8 +109,7 @@ class Controller:
         self._reconciler = Reconciler(context, self._jobs, on_status, self._boot_wait)
         self._stopping = threading.Event()
         self._ended = threading.Event()
-        # A job hangs if its deadline passed longer ago than a lease lasts. The controller no longer renews the leases
-        # of these jobs.
+        # Jobs whose deadline passed longer ago than a lease lasts. The controller does not renew their leases.
         self._hung: set[Job] = set()
         self._slots = WorkerSlots(conf.amp_controller.threads)
         self._liveness = ControllerLiveness(self._database, name, lambda: len(self._slots.jobs()))
@@ -139,8 +135,8 @@ class Controller:
             threading.Thread(target=self._check_jobs, name="watch", daemon=True),
             *(threading.Thread(target=run, args=events, name=name) for name, run in self._duties.items()),
         ]
-        # The liveness thread blocks while the database does not answer. As a daemon thread, it does not delay the end
-        # of the process.
+        # The liveness thread may block while the database does not answer. A daemon thread does not delay the end of
+        # the process.
         liveness = threading.Thread(target=self._liveness.run, args=(self._stopping,), name="liveness", daemon=True)
         with ProcessLock(f"{conf.amp_queue.socket_dir}/alive", self._name) as process_lock:
             self._process_lock = process_lock
@@ -182,8 +178,7 @@ class Controller:
             pause = float(self._conf.amp_queue.poll_interval)
             LOG.warning("the controller cannot claim jobs and tries again in %g s: %s", pause, error)
         except Exception:
-            # An error must not end the thread that claims jobs. Otherwise, the controller would start no more jobs
-            # although its process still runs.
+            # An error must not end the thread that claims jobs. The controller would run without starting jobs.
             LOG.exception(
                 "the controller cannot claim jobs because of an unexpected error and tries again in %g s",
                 _ERROR_BACKOFF,
@@ -204,8 +199,7 @@ class Controller:
         if load_balancer_id is None:
             self._wakeup.wake()
             return
-        # While this thread waited for a free worker slot, the controller may have begun to stop or to drain. In both
-        # cases, the controller claims no job.
+        # The controller may have begun to stop or to drain while this thread waited for a worker slot.
         if self._stopping.is_set() or self._draining.is_set():
             return
         try:
@@ -227,8 +221,8 @@ class Controller:
         try:
             pool.submit(self._run_job, job)
         except RuntimeError as error:
-            # The thread pool is shutting down and will never run this job. The controller releases the worker slot of
-            # the job, because the shutdown waits until all slots are free.
+            # The thread pool is shutting down and never runs this job. The shutdown waits until all worker slots are
+            # free.
             self._slots.release(job)
             LOG.info(
                 "load balancer %s: the stopping controller returns the lease of a job that it has not started: %s",
@@ -259,14 +253,13 @@ class Controller:
                 break
             self._start_job(pool, lease)
         else:
-            # No worker slot is free. So the thread waits until a job ends and wakes it.
             return poll
         due = self._jobs.next_due()
         soonest = _CLAIM_FRESH_EVERY if fresh else 0.02
         return poll if due is None else min(max(due - self._database.now(), soonest), poll)
 
     def _run_job(self, job: Job) -> None:
-        # The job may have waited in the queue of the thread pool. The time of its first step counts only from now on.
+        # The job may have waited in the queue of the thread pool. The wait must not count as time of its first step.
         job.begin_step()
         try:
             self._boot_wait.remove_load_balancer(job.lease.load_balancer_id)
@@ -293,8 +286,8 @@ class Controller:
                 pause = min(_ERROR_BACKOFF, every)
                 LOG.warning("the controller could not %s and tries again in %g s: %s", task, pause, error)
             except Exception:
-                # The thread of a repeated task must survive any error. Otherwise, leases would expire, no job would be
-                # preempted, and dead controllers would keep their leases.
+                # An error must not end the thread of a repeated task. For example, leases would expire without their
+                # renewal.
                 pause = min(_ERROR_BACKOFF, every)
                 LOG.exception(
                     "the controller could not %s because of an unexpected error and tries again in %g s", task, pause
@@ -383,7 +376,8 @@ class ControllerService(cotyledon.Service):
 
     def terminate(self) -> None:
         self._controller.stop()
-        # The process ends when `terminate` returns. If jobs are still running then, another controller continues them.
+        # The process ends when `terminate` returns. Other controllers continue its running jobs after the leases
+        # expire.
         if not self._controller.wait(_STOP_TIMEOUT):
             LOG.warning(
                 "controller %s stops although some of its jobs still run; other controllers continue these jobs after "

@@ -14,10 +14,10 @@ import time
 
 from amphora_driver.reconcile.job import Job
 
-# If one step of a job takes longer than this number of seconds, the job no longer occupies a worker slot. Most steps
-# take 20 ms. Longer steps usually wait for another machine.
+# Duration in seconds of a step, after which its job frees the worker slot. Most steps take 20 ms, and longer ones
+# usually wait for another machine.
 STALL_SECONDS = 1.0
-# Maximum number of jobs per worker slot of a controller, including jobs that wait.
+# Maximum number of jobs for each worker slot, including jobs that wait for another machine.
 JOBS_PER_SLOT = 4
 
 
