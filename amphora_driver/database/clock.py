@@ -21,11 +21,10 @@ from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import GenericFunction
 
 LOG = logging.getLogger(__name__)
-# Each process measures the offset between the database clock and the local clock every 30 seconds, because the two
-# clocks drift slowly.
+# Seconds for which a measured offset of the database clock is used. The local clock drifts slowly against the database
+# clock.
 OFFSET_VALID_SECONDS = 30.0
-# A change of the database clock by more than two seconds counts as a jump. NTP changes a clock more slowly, by at most
-# 500 ppm.
+# A larger change of the database clock in seconds counts as a jump. NTP changes a clock by at most 500 ppm.
 _JUMP_SECONDS = 2.0
 
 
@@ -39,8 +38,8 @@ class server_time(GenericFunction[float]):  # noqa: N801 - SQL statements use th
 @compiles(server_time, "mysql")
 @compiles(server_time, "mariadb")
 def _mysql(_element: server_time, _compiler: SQLCompiler, **_: Any) -> str:
-    # The driver sets the time zone UTC for each MySQL or MariaDB connection. In a local time zone,
-    # UNIX_TIMESTAMP(NOW()) is ambiguous in the hour that repeats at the end of daylight saving time.
+    # The driver sets the time zone UTC for each connection. In a local time zone, UNIX_TIMESTAMP(NOW()) is ambiguous in
+    # the hour that daylight saving time repeats.
     return "(UNIX_TIMESTAMP(NOW(6)) + 0e0)"
 
 

@@ -39,42 +39,37 @@ from amphora_driver.errors import ConfigurationError, ContentRefused, StoreError
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# `Database` retries a transaction that fails because of a deadlock, a serialization conflict or a lock time-out. The
-# error codes are those of MariaDB (1213, 1205) and of PostgreSQL (40001, 40P01, 55P03).
+# Error codes of deadlocks, serialization conflicts and lock time-outs, after which a transaction is repeated: two of
+# MariaDB, then three of PostgreSQL.
 _RETRY_CODES = {1213, 1205, "40001", "40P01", "55P03"}
-# `Database` treats a server that returns one of these error codes as unavailable. MariaDB reports a node outside the
-# Galera cluster (1047, 1180), a shutdown (1053) or a killed connection (1927). PostgreSQL reports a shutdown (57P01), a
-# crash (57P02), a start (57P03) or an idle transaction time-out (25P03).
+# Error codes of an unavailable server. MariaDB: node outside the Galera cluster (1047, 1180), shutdown (1053), killed
+# connection (1927). PostgreSQL: shutdown (57P01), crash (57P02), start (57P03), idle transaction (25P03).
 _UNAVAILABLE_CODES = {1047, 1180, 1053, 1927, "57P01", "57P02", "57P03", "25P03"}
-# After a collision of transactions, `Database.write` retries a transaction for 20 seconds. MariaDB and PostgreSQL end
-# an idle transaction of another process earlier, and thereby release its locks. Even if four hosts write the same rows
-# through two Galera nodes, 20 seconds are enough.
+# Seconds for which `Database.write` repeats a transaction after collisions. The server ends idle transactions of other
+# processes earlier, which releases their locks.
 _RETRY_SECONDS = 20.0
-# If the database server seems unavailable, `Database` tries a transaction twice. The first attempt may have used an old
-# connection to a server that has restarted since.
+# Attempts while the server seems unavailable. The first attempt may use an old connection to a server that has
+# restarted since.
 _UNAVAILABLE_ATTEMPTS = 2
-# If the database server has not answered a COMMIT, `Database.write` tries for six seconds to find out whether the
-# COMMIT succeeded.
+# Seconds for which `Database.write` tries to find out whether an unanswered COMMIT succeeded.
 _UNCONFIRMED_SECONDS = 6.0
 _CONNECT_SECONDS = 3
-# The database server ends a wait for a lock after five seconds. MariaDB and PostgreSQL also end an idle transaction
-# after ten seconds. MySQL has no such time-out: a stopped client keeps its locks until the server closes the
-# connection.
+# Limits that the server enforces, in seconds: a wait for a lock, and an idle transaction (not on MySQL). A stopped
+# process must not hold locks for long.
 _LOCK_SECONDS = 5
 _IDLE_SECONDS = 10
-# A database client waits eight seconds for an answer. The server ends a wait for a lock after five seconds, so the
-# server's error arrives first.
+# Seconds that a client waits for an answer. The server's limit of five seconds for locks is shorter, so the server's
+# error arrives first.
 _ANSWER_SECONDS = 8.0
-# A writer waits up to 15 seconds for SQLite's write lock. Many other writers may get the lock first, and each of them
-# needs milliseconds.
+# Seconds that a writer waits for SQLite's write lock. Many other writers may get the lock first.
 _WRITE_LOCK_SECONDS = 15.0
-# A process can open up to 48 database connections, one for every thread that may write at the same time.
+# A process opens up to 48 connections, one for each thread that may write.
 _POOL_OPTIONS = {"pool_size": 5, "max_overflow": 43, "pool_timeout": 5}
 _SCHEMA_VALID_SECONDS = 10.0
 _WRITE, _READ = "write to the database", "read from the database"
 _POOL_EXHAUSTED = "every connection of the pool is in use"
 _COMMIT_MARKER = "amphora_commit_marker"
-# Value of MariaDB's flag SERVER_STATUS_IN_TRANS. MariaDB sets the flag in every answer while a transaction is open.
+# MariaDB's flag SERVER_STATUS_IN_TRANS: a transaction is open.
 _IN_TRANSACTION = 1
 
 
@@ -119,12 +114,11 @@ class Database:
         self._durable = durable
         self._answer_timeout = answer_timeout
         self._engine: sa.Engine | None = None
-        # Time of the last successful check of the database schema, on the clock of `time.monotonic()`.
+        # Time of the last successful check of the schema, on the clock of `time.monotonic()`.
         self._schema_checked_at: float | None = None
         self._pid = 0
         self._engine_lock = threading.Lock()
-        # The offset of the database clock from `time.monotonic()`, and the monotonic time at which the offset was
-        # measured.
+        # The offset of the database clock from `time.monotonic()`, and the time of its measurement.
         self._clock_offset: tuple[float, float] | None = None
         self._jump_monitor = clock.ClockJumpMonitor()
 
@@ -155,8 +149,8 @@ class Database:
             try:
                 now = self.read(lambda connection: connection.execute(sa.select(clock.now(connection))).scalar_one())
             except StoreError:
-                # While the database server is unavailable, the last measured offset gives the database time. The local
-                # wall clock would be less exact.
+                # While the server is unavailable, the last measured offset gives a more exact time than the local wall
+                # clock.
                 return time.time() if known is None else time.monotonic() + known[0]
             ended = time.monotonic()
             known = self._clock_offset = (float(now) - (begun + ended) / 2, ended)
@@ -187,8 +181,7 @@ class Database:
                 passed = time.monotonic() - begun
                 if _is_unavailable(error):
                     unavailable += 1
-                    # `Database.write` does not retry after an answer time-out, because a retry would double the
-                    # caller's waiting time.
+                    # An answer time-out is not retried, because a retry would double the caller's waiting time.
                     retry = unavailable < _UNAVAILABLE_ATTEMPTS and passed < self._answer_timeout
                 else:
                     retry = _is_retryable(error) and passed < _RETRY_SECONDS
@@ -236,20 +229,18 @@ class Database:
             try:
                 self._check_schema(connection)
                 result = work(connection)
-                # An earlier attempt may have been committed although the server did not answer its COMMIT. `Database`
-                # checks this after the function `work` has locked the rows. From now on, no earlier attempt can be
-                # committed.
+                # An earlier attempt may have been committed without an answer of the server. `work` has locked the
+                # rows, so no earlier attempt can be committed after this check.
                 _raise_if_committed(connection, unconfirmed)
             except BaseException as error:
                 transaction.rollback()
                 if unconfirmed and isinstance(error, DBAPIError) and not _is_unavailable(error):
-                    # If an earlier attempt of the transaction was committed, the current attempt may fail with an error
-                    # such as a duplicate key. So `Database` checks whether an earlier attempt was committed.
+                    # After a commit of an earlier attempt, this attempt may fail, for example with a duplicate key. In
+                    # that case the transaction has succeeded.
                     self._raise_if_any_committed(unconfirmed)
                 raise
-            # The commit marker is a value by which the driver later finds out whether a COMMIT succeeded. `Database`
-            # reads the marker before COMMIT. After a connection loss, SQLAlchemy no longer provides the `info` of the
-            # connection.
+            # The commit marker is a query that finds out later whether the COMMIT succeeded. After a connection loss,
+            # SQLAlchemy no longer provides `connection.info`.
             marker = connection.info.get(_COMMIT_MARKER)
             try:
                 transaction.commit()
@@ -296,8 +287,8 @@ class Database:
         if url.get_backend_name() != "sqlite":
             options: dict[str, Any] = {"isolation_level": "READ COMMITTED", "pool_pre_ping": True, "pool_recycle": 3600}
             limits, postgresql = _connect_arguments(url, self._answer_timeout), url.get_backend_name() == "postgresql"
-            # The connection pool sends ROLLBACK when a connection returns, and a ROLLBACK without an open transaction
-            # only costs time. psycopg skips it itself. For MariaDB, the function `_reset_mariadb` skips it.
+            # By default, the pool sends ROLLBACK with each returned connection. psycopg omits a needless one itself,
+            # and for MariaDB `_reset_mariadb` does.
             options["pool_reset_on_return"] = "rollback" if postgresql else None
             engine = sa.create_engine(url, **options, **_POOL_OPTIONS, connect_args=limits)
             if postgresql:
@@ -312,7 +303,7 @@ class Database:
         return engine
 
     def _connect_postgresql(self, _dialect: Any, _record: Any, arguments: Any, options: Any) -> Any:
-        # The import is inside the function, because only hosts that use PostgreSQL have psycopg installed.
+        # Only hosts with a PostgreSQL database have psycopg.
         from amphora_driver.database import postgresql  # noqa: PLC0415
 
         return postgresql.connect_with_timeout(self._answer_timeout, tuple(arguments), dict(options))
@@ -329,8 +320,8 @@ def parse_url(text: str, option: str = schema_check.DRIVER.option) -> sa.URL:
     except ImportError as error:
         raise ConfigurationError(attempt, f"its driver is not installed ({error})", remedy) from error
     if "@" in (url.host or ""):
-        # In a database URL with a second @, SQLAlchemy reads the end of the password as the host name. Error messages
-        # would then show that part of the password, so the driver refuses such a URL.
+        # SQLAlchemy would read the text after the first @ of such a URL as the host name. Error messages would show
+        # this part of the password.
         raise ConfigurationError(attempt, "its URL has more than one @", f"{remedy} Write %40 in a password.")
     return url
 
@@ -391,10 +382,11 @@ def _is_unavailable(error: DBAPIError) -> bool:
         return True
     original: Any = error.orig
     if hasattr(original, "sqlstate"):
-        # psycopg sets a SQLSTATE only on errors from the server, so an error without a SQLSTATE comes from the client.
+        # psycopg sets a SQLSTATE only in errors from the server. An error without SQLSTATE means that the server did
+        # not answer.
         return isinstance(error, sa.exc.OperationalError) and original.sqlstate is None
-    # An error code from 2000 to 2099 comes from the client library of MySQL or MariaDB. It means that the server did
-    # not answer.
+    # The client library of MySQL and MariaDB has the error codes 2000 to 2099. They mean that the server did not
+    # answer.
     return isinstance(code, int) and 2000 <= code < 2100
 
 

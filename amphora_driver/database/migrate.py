@@ -37,8 +37,7 @@ LOG = logging.getLogger(__name__)
 
 _ATTEMPT = "upgrade the database"
 _ATTEMPTS = 5
-# A database upgrade waits up to ten minutes for another upgrade, because adding a column to a large table may take
-# minutes.
+# Seconds to wait for another upgrade. Adding a column to a large table may take minutes.
 _LOCK_SECONDS = 600
 
 
@@ -68,8 +67,7 @@ def upgrade(url: str, schema: Schema = DRIVER) -> Upgrade:
                 if attempt == _ATTEMPTS:
                     raise StoreError(_ATTEMPT, text, "Remove the cause and run the upgrade again.") from error
                 LOG.info("attempt %d of the database upgrade failed, so the upgrade starts again: %s", attempt, text)
-                # Two upgrades on two nodes of a Galera cluster may collide. A random pause keeps the two upgrades from
-                # colliding again.
+                # Upgrades on two nodes of a Galera cluster may collide. Random pauses prevent a second collision.
                 time.sleep(random.uniform(0.5, 1.0) * 0.2 * 2**attempt)  # noqa: S311 - jitter, no secret
         raise AssertionError("unreachable")
     finally:
@@ -111,8 +109,7 @@ def alembic_config(connection: sa.Connection, schema: Schema = DRIVER) -> Config
 
 
 def _upgrade_engine(url: str, schema: Schema = DRIVER) -> sa.Engine:
-    # On MariaDB and PostgreSQL, an upgrade uses an engine without answer time-outs, because changing a large table may
-    # take minutes.
+    # Changing a large table may take minutes, so an upgrade has no time-out for answers.
     found = parse_url(url, schema.option)
     return Database(url, schema=schema).engine if found.get_backend_name() == "sqlite" else sa.create_engine(found)
 
@@ -126,8 +123,8 @@ def _run_migrations(engine: sa.Engine, schema: Schema) -> Upgrade:
             happened, remedy = schema_check.describe_mismatch(found, schema) or ("", "")
             raise SchemaMismatch(_ATTEMPT, happened, remedy)
         if len(found) > 1:
-            # Two rows in the version table show that two upgrades ran at the same time on two Galera nodes. The upgrade
-            # keeps only the row of the later revision.
+            # Two rows of the version table mean that two upgrades ran at the same time on two Galera nodes. The row of
+            # the later revision is right.
             behind = sa.text(f"DELETE FROM {schema.version_table} WHERE version_num <> :newest")  # noqa: S608 - a constant
             connection.execute(behind, {"newest": found[-1]})
         if found != (newest,):
@@ -143,8 +140,7 @@ def _upgrade_lock(engine: sa.Engine, schema: Schema) -> Iterator[None]:
     if name not in ("mysql", "mariadb", "postgresql"):
         yield
         return
-    # The upgrade holds the lock on a separate connection. So commits and errors of the migrations do not affect the
-    # lock.
+    # The lock is held on a connection of its own, so that commits of migrations do not release it.
     with engine.connect() as connection:
         if name == "postgresql":
             connection.execute(sa.select(sa.func.pg_advisory_lock(schema.lock_number)))
@@ -155,8 +151,7 @@ def _upgrade_lock(engine: sa.Engine, schema: Schema) -> Iterator[None]:
         try:
             yield
         finally:
-            # The database server releases the upgrade lock when the lock's connection closes, even after a crash of the
-            # upgrade process.
+            # Closing the connection releases the lock.
             connection.invalidate()
 
 

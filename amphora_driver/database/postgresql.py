@@ -39,8 +39,8 @@ class Connection(psycopg.Connection[Any]):
             while True:
                 ready = yield event
                 if not ready and time.monotonic() > deadline:
-                    # The driver closes the connection after a time-out. Otherwise psycopg would take a late answer for
-                    # the answer to the next statement.
+                    # After a time-out, psycopg would take a late answer for the answer to the next statement. So the
+                    # connection is closed.
                     self.pgconn.finish()
                     raise psycopg.OperationalError(f"no answer in {self.answer_timeout:.0f} s")
                 event = gen.send(ready)

@@ -11,7 +11,7 @@ import sqlalchemy as sa
 
 T = TypeVar("T")
 S = TypeVar("S", bound=msgspec.Struct)
-# Database servers limit the number of values in one IN (...) list, so each query contains at most 500 values.
+# Maximum number of values in one IN (...) list, which database servers limit.
 CHUNK = 500
 
 

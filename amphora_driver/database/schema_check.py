@@ -68,8 +68,7 @@ class Schema(msgspec.Struct, frozen=True, kw_only=True):
     users: str
 
 
-# A process of the control plane writes a heartbeat every two seconds. After seven seconds without a heartbeat, the
-# process counts as dead.
+# Seconds without a heartbeat after which a process of the control plane counts as dead.
 _PROCESS_ALIVE_SECONDS = 7.0
 DRIVER = Schema(
     migrations=Path(__file__).parent / "migrations",

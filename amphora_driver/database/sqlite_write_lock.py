@@ -40,13 +40,12 @@ class SqliteWriteLock:
         """Make every writing transaction of an engine take the lock."""
         event.listen(engine, "connect", self._connect)
         event.listen(engine, "begin", self._begin)
-        # SQLAlchemy returns a connection to the pool right after COMMIT or ROLLBACK. The pool then raises the event
-        # `checkin`, at which the driver releases the write lock.
+        # The pool raises the event `checkin` right after COMMIT or ROLLBACK, when SQLAlchemy returns the connection.
         event.listen(engine, "checkin", self._checkin)
 
     def _connect(self, dbapi_connection: Any, _record: Any) -> None:
-        # With the isolation level None, Python's SQLite driver does not begin transactions. `_begin` begins every
-        # transaction after taking the write lock.
+        # With the isolation level None, Python's SQLite module begins no transactions. `_begin` must take the write
+        # lock first.
         dbapi_connection.isolation_level = None
         cursor = dbapi_connection.cursor()
         cursor.execute("PRAGMA busy_timeout=30000")
@@ -60,8 +59,7 @@ class SqliteWriteLock:
             connection.exec_driver_sql("BEGIN DEFERRED")
             return
         if _LOCK_KEY not in connection.info:
-            # A connection keeps the write lock until its return to the pool. So consecutive transactions, for example
-            # several migrations, take the lock only once.
+            # A connection keeps the lock until it returns to the pool, so consecutive transactions take the lock once.
             connection.info[_LOCK_KEY] = self._lock_file.acquire(self._timeout)
         connection.exec_driver_sql("BEGIN IMMEDIATE")
 
@@ -77,8 +75,8 @@ class LockFile:
     def __init__(self, path: str) -> None:
         self._path = path
         self._mutex = threading.Lock()
-        # The driver cannot stop a thread that waits in flock(). If a caller gives up after its time-out, its thread
-        # stays in this list. The next caller uses one of these threads.
+        # Threads in flock(), which cannot be cancelled, of callers that reached their time-out. The next caller
+        # continues with one of these threads.
         self._abandoned: list[_Waiter] = []
 
     def acquire(self, timeout: float) -> int:
@@ -166,8 +164,8 @@ def _lock_holder(path: str) -> str | None:
     with suppress(OSError):
         inode = str(Path(path).stat().st_ino)
         for line in Path("/proc/locks").read_text(encoding="ascii").splitlines():
-            # A line of /proc/locks looks like "1: FLOCK  ADVISORY  WRITE 1234 00:1f:5678 0 EOF"; the kernel writes "->"
-            # after "1:" for a waiting process.
+            # Example of a line of /proc/locks: "1: FLOCK  ADVISORY  WRITE 1234 00:1f:5678 0 EOF". A line of a waiting
+            # process has "->" as its second field.
             fields = line.split()
             if fields[1] == "FLOCK" and fields[5].rpartition(":")[2] == inode:
                 name = Path("/proc", fields[4], "comm").read_text(encoding="utf-8", errors="replace").strip()

@@ -20,22 +20,20 @@ metadata = sa.MetaData(
 )
 
 Id = sa.String(36)
-# MySQL's TEXT holds at most 64 KiB, but the JSON of a load balancer with a thousand nested objects is longer. So the
-# type on MySQL and MariaDB is MEDIUMTEXT.
+# The JSON of a load balancer with a thousand objects exceeds the 64 KiB of MySQL's TEXT.
 Body = sa.Text().with_variant(mysql.MEDIUMTEXT(), "mysql", "mariadb")
-# MySQL's BLOB holds at most 64 KiB, but a certificate chain or a CA bundle may be longer. So the type on MySQL and
-# MariaDB is MEDIUMBLOB.
+# A chain of certificates may exceed the 64 KiB of MySQL's BLOB.
 Sealed = sa.LargeBinary().with_variant(mysql.MEDIUMBLOB(), "mysql", "mariadb")
-# SQLite assigns row numbers automatically only to a primary key of the type INTEGER, not to one of the type BIGINT.
+# SQLite numbers rows automatically only with a primary key of the type INTEGER, not BIGINT.
 Serial = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 
-# A `job` row with the `due_at` value URGENT is due immediately and before all other rows. Another transaction may write
-# URGENT while a controller works on the job. So a controller that returns the lease never overwrites URGENT.
+# Value of `job.due_at`: the job runs before all others. A controller that ends its work on the job keeps this value,
+# because another transaction may have written it meanwhile.
 URGENT = -1.0
 
-# The table `desired_object` has one row per object of a load balancer. The column `body` is the JSON of the object
-# without child objects. In the row of a listener or L7 policy, the column `refers_to` is the id of the pool. A row with
-# `removed` set stays until every amphora has confirmed the removal and Octavia knows of the removal.
+# One row for each object of a load balancer. `body` is the JSON of the object without its children. `refers_to` is the
+# pool of a listener or L7 policy. A removed object stays until every amphora has confirmed the removal and Octavia
+# knows it.
 desired_object = sa.Table(
     "desired_object",
     metadata,
@@ -50,18 +48,15 @@ desired_object = sa.Table(
     sa.Column("body", Body, nullable=False),
 )
 
-# The table `job` has one row per load balancer: the desired generation, the applied generation, and the lease of a
-# controller. A generation is the number of a version of the configuration. The columns `generation` and `applied` are
-# the desired and the applied generation. The column `committed` is the newest generation for which Octavia's own
-# transaction has ended. If `read_back` is set, the provider agent must read objects from Octavia. The column `reread`
-# then lists these objects as JSON; NULL means the complete load balancer.
+# One row for each load balancer. A generation is the number of a version of its configuration: desired (`generation`),
+# applied, and committed by Octavia. `read_back` requests a read of the objects in `reread` from Octavia; NULL means all
+# objects.
 job = sa.Table(
     "job",
     metadata,
     sa.Column("load_balancer_id", Id, primary_key=True),
     sa.Column("project_id", sa.String(64), nullable=True),
-    # The compute backend and the network backend of a load balancer never change after the creation. A resize changes
-    # the column `topology`, and also the load balancer's profile in the table `desired_object`.
+    # The backends of a load balancer never change. Only a resize changes `topology`.
     sa.Column("topology", sa.String(32), nullable=False, default="SINGLE"),
     sa.Column("compute", sa.String(64), nullable=True),
     sa.Column("network", sa.String(64), nullable=True),
@@ -71,45 +66,38 @@ job = sa.Table(
     sa.Column("applied", sa.BigInteger, nullable=False, default=0),
     sa.Column("read_back", sa.Boolean, nullable=False, default=False),
     sa.Column("reread", Body, nullable=True),
-    # The column `vip_applied` holds the last options that the controller applied to the VIP port as JSON. NULL means
-    # that no options were ever applied.
+    # Options that the controller applied to the VIP port last, as JSON.
     sa.Column("vip_applied", Body, nullable=True),
-    # The column `omitted` lists the objects that the controller omits from a generation. For each object id, the JSON
-    # contains the generation and the reason.
+    # Objects that the generation does not contain, as JSON: the generation and the reason for each object id.
     sa.Column("omitted", Body, nullable=True),
-    # The column `spare_pool` is the id of the pool from which a load balancer takes warm spares. A spare pool also has
-    # a row in this table, and the column `spares` of that row describes the pool as JSON.
+    # `spare_pool` is the pool from which the load balancer takes warm spares. A pool has a row in this table, too, and
+    # `spares` describes it as JSON.
     sa.Column("spare_pool", Id, nullable=True),
     sa.Column("spares", Body, nullable=True),
-    # The column `dirty` is set while a controller must run the job, now or at the time in `due_at`.
+    # Whether a controller must run the job, now or at the time `due_at`.
     sa.Column("dirty", sa.Boolean, nullable=False, default=True),
-    # The column `tickets` counts the rotations of the keys for TLS session tickets; NULL means that no keys exist. The
-    # column `tickets_due` is the time of the next rotation.
+    # Number of rotations of the keys for TLS session tickets (NULL: no keys), and the time of the next rotation.
     sa.Column("tickets", sa.BigInteger, nullable=True),
     sa.Column("tickets_due", sa.Double, nullable=True),
-    # The column `owner` is the process with the lease of the job, until the time in `leased_until`. The column `epoch`
-    # grows with every new lease. A write under an older lease therefore changes no row (fencing).
+    # `owner` has the lease of the job until `leased_until`. `epoch` grows with each lease, so that a write under an
+    # older lease changes no row (fencing).
     sa.Column("owner", sa.String(128), nullable=True),
     sa.Column("epoch", sa.BigInteger, nullable=False, default=0),
-    # Every write under a lease increments `writes`, so that the write always changes a value. MariaDB does not
-    # replicate an update that changes no value. Without the increment, Galera would not notice that another node has
-    # granted the lease to another controller.
+    # Each write under a lease increments `writes`. Galera replicates only changed rows, and otherwise would not detect
+    # a lease that another node has granted.
     sa.Column("writes", sa.BigInteger, nullable=False, default=0, server_default="0"),
     sa.Column("leased_until", sa.Double, nullable=True),
     sa.Column("due_at", sa.Double, nullable=False, default=0.0),
     sa.Column("attempts", sa.Integer, nullable=False, default=0),
-    # The column `crashes` counts the processes that crashed or lost the lease while they worked on the load balancer.
-    # Progress resets the column to zero.
+    # Number of processes that crashed or lost the lease during this job. Progress of the job sets it to zero.
     sa.Column("crashes", sa.Integer, nullable=False, default=0, server_default="0"),
     sa.Column("error", sa.Text, nullable=True),
     sa.Index("ix_job_dirty_due_at", "dirty", "due_at"),
 )
-# The expression DUE_NOW sets `due_at` so that a job is due immediately. Controllers claim jobs with a negative `due_at`
-# (URGENT) before all others, so the expression keeps that value.
+# Value of `due_at` for a job that is due now. An URGENT job stays URGENT.
 DUE_NOW = sa.case((job.c.due_at < 0.0, URGENT), else_=0.0)
 
-# The table `request` has one row per accepted call of Octavia, as the history of a load balancer. The row also proves
-# that the transaction of the call was committed.
+# One row for each accepted call of Octavia. A row proves that the transaction of the call was committed.
 request = sa.Table(
     "request",
     metadata,
@@ -124,10 +112,9 @@ request = sa.Table(
     sa.Index("ix_request_load_balancer_id", "load_balancer_id", "generation"),
 )
 
-# The table `secret` has one row per secret of an object, encrypted by the vault. Two objects with the same secret have
-# two rows. The driver deletes the row when the object no longer uses the secret. The column `purpose` is certificate,
-# ca, crl or tickets, and `ref` is the reference in Octavia's API. If `sealed` is NULL, Octavia did not deliver the
-# secret, or HAProxy cannot use the secret; `reason` says why.
+# One row for each secret of an object, encrypted by the vault. `purpose` is certificate, ca, crl or tickets; `ref` is
+# the reference in Octavia's API. Without `sealed`, Octavia did not deliver the secret or HAProxy cannot use it, for the
+# given `reason`.
 secret = sa.Table(
     "secret",
     metadata,
@@ -137,15 +124,13 @@ secret = sa.Table(
     sa.Column("load_balancer_id", Id, nullable=False, index=True),
     sa.Column("sealed", Sealed, nullable=True),
     sa.Column("reason", sa.Text, nullable=True),
-    # The column `expires_at` is the end of a certificate's validity. NULL means that housekeeping has not read the
-    # certificate yet, or that the secret is no certificate.
+    # End of a certificate's validity; NULL until housekeeping has read the certificate.
     sa.Column("expires_at", sa.Double, nullable=True, index=True),
 )
 
-# The table `object_status` has one row per object, with the newest provisioning and operating status. While `pending`
-# contains a generation, the object is PENDING in Octavia, until the amphorae confirm that generation. The column
-# `version` grows with every change of the row. The column `settled` is the version at the last change of the
-# provisioning status. The column `reported` is the version that Octavia has received.
+# The newest statuses of each object. The object is PENDING until the amphorae confirm the generation `pending`.
+# `version` counts changes of the row, `settled` is the version of the last provisioning status, and `reported` is the
+# version that Octavia has.
 object_status = sa.Table(
     "object_status",
     metadata,
@@ -162,9 +147,8 @@ object_status = sa.Table(
     sa.Column("reported", sa.BigInteger, nullable=False, default=0),
 )
 
-# The table `listener_statistics` has one row of absolute counters per listener and amphora; Octavia receives the sums
-# over all amphorae. Rows of deleted amphorae stay, so that the totals never decrease. The columns `version` and
-# `reported` have the same meaning as in the table `object_status`.
+# Absolute counters of each listener and amphora. Rows of deleted amphorae stay, because the sums for Octavia must not
+# decrease.
 listener_statistics = sa.Table(
     "listener_statistics",
     metadata,
@@ -180,9 +164,8 @@ listener_statistics = sa.Table(
     sa.Column("reported", sa.BigInteger, nullable=False, default=0),
 )
 
-# The table `notification` has one row per notification for other OpenStack services that no message bus has accepted
-# yet. The column `event` is create, update or delete, and `generation` belongs to the request. While `ready_at` is
-# NULL, the row waits until Octavia has accepted the result of the request. Then `payload` is the content as JSON.
+# Notifications to other OpenStack services that no message bus has accepted yet. `payload` and `ready_at` are NULL
+# until Octavia has accepted the result of the request.
 notification = sa.Table(
     "notification",
     metadata,
@@ -195,8 +178,7 @@ notification = sa.Table(
     sa.Column("payload", Body, nullable=True),
 )
 
-# In the table `amphora`, the column `confirmed` is the newest generation that the amphora serves according to the
-# agent. The vault encrypts the column `heartbeat_key`.
+# `confirmed` is the newest generation that the agent has confirmed. The vault encrypts `heartbeat_key`.
 amphora = sa.Table(
     "amphora",
     metadata,
@@ -207,49 +189,42 @@ amphora = sa.Table(
     sa.Column("compute_id", sa.String(128), nullable=True),
     sa.Column("management_address", sa.String(64), nullable=True),
     sa.Column("confirmed", sa.BigInteger, nullable=False, default=0),
-    # The column `confirmed_at` is the time when the agent confirmed the generation. In a pair, a new amphora takes over
-    # the VIPs some seconds after that time.
+    # Time of the first confirmation. In a pair, a new amphora takes over the VIPs some seconds later.
     sa.Column("confirmed_at", sa.Double, nullable=True),
     sa.Column("heartbeat_key", sa.LargeBinary, nullable=False),
-    # The column `plugged` lists, as JSON, the network ports that are attached to the amphora's machine, each with its
-    # subnets. The column `partners` lists, as JSON, the VRRP peers in the configuration that the agent confirmed last.
+    # Attached ports with their subnets, and the VRRP peers in the confirmed configuration, both as JSON.
     sa.Column("plugged", Body, nullable=True),
     sa.Column("partners", Body, nullable=True),
-    # The column `handed_over` says whether the controller has asked the amphora to hand the VIPs over to the partner
-    # amphora.
+    # Whether the controller has requested that this amphora hands its VIPs over to its partner.
     sa.Column("handed_over", sa.Boolean, nullable=False, default=False),
-    # The column `drains_until` is the end of the connection drain after the handover of the VIPs. NULL means that the
-    # amphora may still hold VIPs.
+    # End of the connection drain after the handover of the VIPs; NULL while the amphora may hold VIPs.
     sa.Column("drains_until", sa.Double, nullable=True),
     sa.Column("certificate_expires_at", sa.Double, nullable=True),
-    # The column `certificate_authority` is the CA that issued the amphora's certificate; NULL means the CA in the
-    # configured files. The column `trusts` is the trust list of the agent: the CAs whose client certificates the agent
-    # accepts, in the notation of `certificates/ca_rotation.py`.
+    # The CA that issued the amphora's certificate (NULL: the configured files), and the CAs whose client certificates
+    # the agent accepts, in the notation of `certificates/ca_rotation.py`.
     sa.Column("certificate_issued_at", sa.Double, nullable=True),
     sa.Column("certificate_authority", sa.BigInteger, nullable=True),
     sa.Column("trusts", sa.String(255), nullable=True),
-    # The column `image` names the image of the amphora's machine, in the notation of the compute backend.
+    # Image of the amphora's machine, in the notation of the compute backend.
     sa.Column("image", sa.String(255), nullable=True),
-    # The columns `host` and `zone` are the hypervisor and the availability zone when the agent first answered.
+    # Hypervisor and availability zone at the time of the agent's first answer.
     sa.Column("host", sa.String(255), nullable=True),
     sa.Column("zone", sa.String(255), nullable=True),
-    # The column `drift` describes the last configuration drift of the amphora, even after the repair. The column
-    # `drifts` says whether the drift still exists.
+    # `drift` describes the last configuration drift, also after its repair. `drifts` is true until the repair.
     sa.Column("audited_at", sa.Double, nullable=True),
     sa.Column("drift", sa.Text, nullable=True),
     sa.Column("drifts", sa.Boolean, nullable=True, default=False),
-    # The column `near_limit` lists the resources of which the amphora uses almost all, separated by commas.
+    # Resources of which the amphora uses almost all, separated by commas.
     sa.Column("near_limit", sa.String(128), nullable=True),
     sa.Column("created_at", sa.Double, nullable=False),
-    # The column `booted_at` is the time of the boot request. The boot time-out starts at that time.
+    # Time of the boot request, at which the boot time-out starts.
     sa.Column("booted_at", sa.Double, nullable=True),
     sa.Column("ready_at", sa.Double, nullable=True),
     sa.Column("reason", sa.Text, nullable=True),
 )
 
-# The table `amphora_heartbeat` is separate from `amphora`, because the health managers write its rows in bulk every few
-# seconds. The columns `epoch` and `sequence` identify the last accepted heartbeat of an amphora. With them, a health
-# manager refuses a repeated older heartbeat, even after a restart of the health manager.
+# Separate from `amphora`, because health managers write these rows in bulk every few seconds. `epoch` and `sequence` of
+# the last heartbeat let a restarted health manager refuse repeated heartbeats.
 amphora_heartbeat = sa.Table(
     "amphora_heartbeat",
     metadata,
@@ -262,8 +237,7 @@ amphora_heartbeat = sa.Table(
     sa.Column("agent_version", sa.String(64), nullable=True),
 )
 
-# A duty is a task that only one process of the control plane performs at a time, for example the status reports to
-# Octavia. The table `duty` has the lease of each duty, with the same columns as the lease of a job.
+# Leases of duties. A duty is a task that one process performs at a time, for example the status reports to Octavia.
 duty = sa.Table(
     "duty",
     metadata,
@@ -273,10 +247,8 @@ duty = sa.Table(
     sa.Column("leased_until", sa.Double, nullable=False),
 )
 
-# Octavia requests the VIP addresses of a load balancer before it requests the creation. The table `vip_claim` has one
-# row for each load balancer between these two requests. The second request may never come: Octavia may crash after
-# `create_vip_port`, or refuse the user's request. Housekeeping deletes the old claims of existing load balancers. The
-# deletion of a load balancer deletes a younger claim.
+# VIP addresses of load balancers that Octavia has not created yet. Octavia may never send the creation, for example
+# after a crash. Housekeeping then deletes the claim and releases the addresses.
 vip_claim = sa.Table(
     "vip_claim",
     metadata,
@@ -284,14 +256,13 @@ vip_claim = sa.Table(
     sa.Column("network", sa.String(64), nullable=True),
     sa.Column("claimed_at", sa.Double, nullable=False),
     sa.Column("project_id", sa.String(64), nullable=True),
-    # While a slow network backend has not answered, the column `wanted` holds the VIP request as JSON. The column
-    # `reason` says why the answer is delayed.
+    # The VIP request as JSON while a slow network backend has not answered, and the reason of the delay.
     sa.Column("wanted", Body, nullable=True),
     sa.Column("reason", sa.Text, nullable=True),
 )
 
-# An orphan is a machine or port that a backend lists and that no other table mentions. The table `orphan` has one row
-# per orphan. A young orphan may belong to a step in progress, which has not yet written to the database.
+# Machines and ports that a backend lists and that no other table mentions. A young orphan may belong to a step that has
+# not written to the database yet.
 orphan = sa.Table(
     "orphan",
     metadata,
@@ -327,17 +298,15 @@ local_port = sa.Table(
     metadata,
     sa.Column("id", Id, primary_key=True),
     sa.Column("network_id", Id, sa.ForeignKey("local_network.id"), nullable=False),
-    # The column `owner` of a local port is an amphora id, "lb-<load balancer id>" for VIPs, or the name of a sandbox
-    # host.
+    # An amphora id, "lb-<load balancer id>" for VIPs, or the name of a host of the sandbox.
     sa.Column("owner", sa.String(64), nullable=False),
     sa.Column("mac", sa.String(17), nullable=False, unique=True),
-    # The column `ours` is false for a port that a user created. The driver never deletes a port of a user.
+    # False for a port that a user created. The driver never deletes such a port.
     sa.Column("ours", sa.Boolean, nullable=False, default=True),
     sa.UniqueConstraint("owner", "network_id", name="uq_local_port_owner_network"),
 )
 
-# The tables `local_qos_policy` and `local_security_group` hold options of VIPs for the local network backend. Rates are
-# in kilobits (1000 bits) per second, and rules are JSON.
+# Options of VIPs for the local network backend: rates in kilobits per second, rules as JSON.
 local_qos_policy = sa.Table(
     "local_qos_policy",
     metadata,
@@ -355,8 +324,7 @@ local_security_group = sa.Table(
     sa.Column("rules", Body, nullable=False),
 )
 
-# The table `local_vip_option` has one row per load balancer: the applied VIP options, and the ids of the VIP ports as
-# JSON.
+# The applied VIP options of a load balancer, and the ids of its VIP ports as JSON.
 local_vip_option = sa.Table(
     "local_vip_option",
     metadata,

@@ -13,11 +13,9 @@ from amphora_driver.database.tables import Body, Id, Sealed, Serial, metadata
 
 __all__ = ["metadata"]
 
-# The table `failover` has one row per replacement of the amphora `amphora_id`; NULL means all amphorae of the load
-# balancer. The column `cause` is silent, never_spoke, mute, asked (requested through Octavia), operator, rotation,
-# drift or machine. The column `silent_since` is the time of the last heartbeat. The column `served_at` is the time when
-# the load balancer serves users with all amphorae again. The column `ended_at` is the end of all work. The column
-# `outcome` is done, gone (load balancer deleted), superseded or recovered.
+# One row for each replacement of `amphora_id`; NULL means all amphorae of the load balancer. `served_at` is the time
+# when all amphorae serve users again, and `ended_at` is the end of the work. `outcome` is done, gone (load balancer
+# deleted), superseded or recovered.
 failover = sa.Table(
     "failover",
     metadata,
@@ -35,7 +33,7 @@ failover = sa.Table(
     sa.Column("outcome", sa.String(16), nullable=True),
 )
 
-# The table `failover_event` has one row per event in the time line of a fail-over; the column `word` names the event.
+# Events in the time line of a fail-over; `word` names the event.
 failover_event = sa.Table(
     "failover_event",
     metadata,
@@ -47,9 +45,8 @@ failover_event = sa.Table(
     sa.Column("detail", sa.Text, nullable=True),
 )
 
-# The table `silent_amphora` lists the amphorae from which the health managers currently receive no heartbeats. The
-# column `kind` is silent, mute (the agent still answers the controller) or never_spoke. The column `verdict` is a text:
-# the next action of the failure detector, or the reason for no action.
+# Amphorae that send no heartbeats at present. `kind` is silent, never_spoke, or mute (the agent answers the
+# controller). `verdict` is the next action of the failure detector, or the reason for no action.
 silent_amphora = sa.Table(
     "silent_amphora",
     metadata,
@@ -60,8 +57,8 @@ silent_amphora = sa.Table(
     sa.Column("verdict", sa.Text, nullable=True),
 )
 
-# The table `unknown_amphora` has one row per unknown amphora id in received heartbeats. The driver has no key to verify
-# these heartbeats, so the rows are only hints for an operator.
+# Unknown amphora ids in received heartbeats. No key can verify these heartbeats, so the rows are only hints for an
+# operator.
 unknown_amphora = sa.Table(
     "unknown_amphora",
     metadata,
@@ -72,8 +69,8 @@ unknown_amphora = sa.Table(
     sa.Column("verdict", sa.Text, nullable=True),
 )
 
-# The table `circuit_breaker` holds the state of the circuit breaker that stops automatic fail-overs. The column `state`
-# of the breaker is closed, open (no fail-overs) or trial (one fail-over tests whether fail-overs succeed).
+# The circuit breaker stops automatic fail-overs. `state` is closed, open (no fail-overs) or trial (one fail-over shows
+# whether fail-overs succeed).
 circuit_breaker = sa.Table(
     "circuit_breaker",
     metadata,
@@ -86,8 +83,7 @@ circuit_breaker = sa.Table(
     sa.Column("reason", sa.Text, nullable=True),
 )
 
-# The table `rotation` has one row per image rotation over many load balancers. The column `wanted` is the operator's
-# selection as JSON, and `state` is running, paused, aborted or done.
+# Image rotations. `wanted` is the operator's selection as JSON; `state` is running, paused, aborted or done.
 rotation = sa.Table(
     "rotation",
     metadata,
@@ -102,10 +98,8 @@ rotation = sa.Table(
     sa.Column("reason", sa.Text, nullable=True),
 )
 
-# The table `rotation_item` lists the load balancers of an image rotation in the order of the column `place`. The column
-# `state` is waiting, running, done, failed or skipped. The column `amphorae` lists the amphorae to replace as JSON. The
-# driver selects the amphorae when the operator requests the rotation. The column `operating` is the operating status of
-# the load balancer at the start of the replacement.
+# Load balancers of an image rotation in the order of `place`. `state` is waiting, running, done, failed or skipped.
+# `amphorae` lists the amphorae to replace as JSON. `operating` is the operating status before the replacement.
 rotation_item = sa.Table(
     "rotation_item",
     metadata,
@@ -120,9 +114,7 @@ rotation_item = sa.Table(
     sa.Column("reason", sa.Text, nullable=True),
 )
 
-# Each process of the control plane updates one row of the table `process` every few seconds. The column `beat` grows
-# only while the process works. A health manager works while it receives its own test datagrams and writes to the
-# database. A process with `draining` set accepts no new jobs.
+# Processes of the control plane. `beat` grows only while the process works. A process with `draining` accepts no jobs.
 process = sa.Table(
     "process",
     metadata,
@@ -137,8 +129,7 @@ process = sa.Table(
     sa.Column("jobs", sa.Integer, nullable=False, default=0),
 )
 
-# The table `drained_host` lists hosts whose controllers accept no new jobs. The drain also applies to controllers that
-# start later on the host.
+# Hosts whose controllers accept no jobs, including controllers that start later.
 drained_host = sa.Table(
     "drained_host",
     metadata,
@@ -147,10 +138,9 @@ drained_host = sa.Table(
     sa.Column("asked_by", sa.String(128), nullable=True),
 )
 
-# The table `certificate_authority` lists CAs for amphorae (`kind` amphora) and for controllers (`kind` controller). A
-# kind has no row before the first CA rotation of the kind. Until then, the driver uses the configured CA files. The
-# column `state` is next (trusted, signs nothing), current (signs) or former (still trusted). The last states are
-# leaving (being removed from the trust stores of the amphorae) and gone.
+# CAs for amphorae and for controllers. Before the first CA rotation, the table is empty and the configured files apply.
+# `state` is next (trusted, signs nothing), current (signs), former (still trusted), leaving (being removed from
+# amphorae) or gone.
 certificate_authority = sa.Table(
     "certificate_authority",
     metadata,
@@ -164,9 +154,8 @@ certificate_authority = sa.Table(
     sa.Column("expires_at", sa.Double, nullable=False),
 )
 
-# The table `resync` records the last resynchronization of each load balancer: a complete read from Octavia and a report
-# of all statuses. The column `outcome` is NULL until the end. The column `detail` holds the differences, or the reason
-# for waiting. If `remove_unknown` is set, the provider agent removes a load balancer that Octavia does not know.
+# The last complete read of each load balancer from Octavia, with a report of all statuses. `outcome` is NULL until the
+# end. With `remove_unknown`, a load balancer that Octavia does not know is removed.
 resync = sa.Table(
     "resync",
     metadata,

@@ -34,18 +34,16 @@ _READ_KEYS = "read the encryption keys"
 _OPEN = "open a secret"
 _DOCS = "docs/explanation/secrets.md"
 _OPTION = "[amp_database] encryption_key_file"
-# The fingerprint of an encryption key is a hash of a prefix and the key. So the fingerprint differs from hashes that
-# other software computes from the key.
+# The prefix makes the fingerprint differ from hashes of the key that other software computes.
 _FINGERPRINT_PREFIX = b"amphora-driver encryption key "
 _FINGERPRINT_DIGITS = 12
-# An editor may remove a key from the key file for a moment while it rewrites the file. So the vault still decrypts with
-# a key for a minute after the key has disappeared.
+# Seconds for which the vault still decrypts with a key after the key has disappeared from the file. An editor may
+# remove the key for a moment while it writes the file.
 _REMOVED_KEY_SECONDS = 60.0
-# The vault detects a changed key file by four numbers: the inode, the modification time in nanoseconds, the size and
-# the mode.
+# Inode, modification time in nanoseconds, size and mode of the key file. A difference means that the file has changed.
 _FileVersion = tuple[int, int, int, int]
-# Before encryption, the vault puts this prefix in front of the secret, followed by a digest of the secret's table and
-# row. A secret itself, which is a PEM text, never begins with the prefix.
+# An encrypted secret begins with this prefix and a digest of its table and row. A stored secret is a PEM text, which
+# never begins with the prefix.
 _BOUND_PREFIX = b"amphora-sealed-1"
 _DIGEST_LENGTH = 32
 
@@ -81,8 +79,8 @@ class Vault:
         Raises:
             ConfigurationError: the file is missing, empty, readable by other users, or contains an invalid key.
         """
-        # The vault reads the version of the key file before the keys. So if the file changes between the two reads, the
-        # vault detects the change later and reads the keys again.
+        # The version is read before the keys. A change of the file between both reads is then found later, and the keys
+        # are read again.
         version = _file_version(Path(path))
         vault = cls(_read_keys(Path(path), option))
         vault._path, vault._version, vault._option = Path(path), version, option
@@ -112,8 +110,8 @@ class Vault:
         """Return the index of the sealing key, from 0; None if it is unknown."""
         for index, cipher in enumerate(self._current_ring().ciphers):
             with contextlib.suppress(InvalidToken):
-                # `Fernet.extract_timestamp` verifies the signature but does not decrypt the secret. So the vault
-                # quickly finds the key that encrypted a secret.
+                # `Fernet.extract_timestamp` verifies the signature without a decryption, so it finds the right key
+                # quickly.
                 cipher.extract_timestamp(sealed)
                 return index
         return None
@@ -138,8 +136,7 @@ class Vault:
         ring = self._key_ring
         if ring.removed and time.monotonic() > ring.removed_until:
             with self._reload_lock:
-                # While the current thread waited for the lock, another thread may have replaced the key ring. So the
-                # vault compares the key rings again.
+                # Another thread may have replaced the key ring while this thread waited for the lock.
                 if self._key_ring is ring:
                     self._key_ring = _KeyRing(ring.keys)
         return self._key_ring
@@ -148,7 +145,7 @@ class Vault:
         version = _file_version(path)
         if version == self._version:
             return
-        # The vault reads each version of the key file only once. So an unusable key file causes only one warning.
+        # Each version of the key file is read once, so an unusable file causes one warning only.
         self._version = version
         try:
             keys = _read_keys(path, self._option)
@@ -227,7 +224,6 @@ def _read_keys(path: Path, option: str) -> list[bytes]:
         try:
             Fernet(key)
         except ValueError:
-            # The raised error does not contain the original exception, because the traceback would contain a frame with
-            # the encryption key.
+            # `from None` drops the original exception, because its traceback has a frame with the encryption key.
             raise ConfigurationError(_READ_KEYS, f"line {line} of {path} is not a Fernet key", remedy) from None
     return keys

@@ -18,10 +18,9 @@ from pathlib import Path
 import msgspec
 
 _BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
-# During execve(2), the kernel shows a process without arguments for a moment. If a process still has no arguments after
-# half a second, the driver assumes that it really has none.
+# During execve(2), a process has no arguments in /proc for a moment. After half a second, the process really has none.
 _EXEC_SECONDS = 0.5
-# The kernel sets the bit PF_KTHREAD in the field `flags` of /proc/PID/stat if the process is a kernel thread.
+# PF_KTHREAD in the field `flags` of /proc/PID/stat: the process is a kernel thread.
 _KERNEL_THREAD = 0x00200000
 
 
@@ -41,7 +40,7 @@ class Process(msgspec.Struct, frozen=True):
     def children(self) -> list[Process]:
         """The child processes. The kernel has a list of children for each thread."""
         numbers: list[str] = []
-        # The process or one of its threads may end while the driver reads /proc, so the driver ignores missing files.
+        # The process or a thread may end during the read of /proc.
         with suppress(FileNotFoundError, ProcessLookupError):
             for thread in Path(f"/proc/{self.pid}/task").iterdir():
                 with suppress(FileNotFoundError, ProcessLookupError):
@@ -80,8 +79,8 @@ class Process(msgspec.Struct, frozen=True):
     def _open_pidfd(self) -> int | None:
         try:
             descriptor = os.pidfd_open(self.pid)
-        # If the process has ended, pidfd_open fails with ESRCH. If it ends during the call, some versions of Linux
-        # return ENOENT instead.
+        # pidfd_open fails with ESRCH after the end of the process. If the process ends during the call, some versions
+        # of Linux return ENOENT.
         except (ProcessLookupError, FileNotFoundError):
             return None
         if self.alive():
@@ -126,7 +125,7 @@ def find(matches: Callable[[Path], bool]) -> list[Process]:
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
-            # A process may end while the driver reads the process's files in /proc, so the driver ignores read errors.
+            # A process may end while the driver reads its files in /proc.
             with suppress(OSError):
                 if matches(entry):
                     found.append(identify(int(entry.name)))
@@ -152,8 +151,8 @@ def signal_and_wait(processes: Sequence[Process], number: signal.Signals, second
     deadline = time.monotonic() + seconds
     for process in processes:
         process.signal(number)
-    # The driver calls `wait` for every process, even if an earlier process did not end in time. The function `wait`
-    # also reaps child processes that have ended.
+    # The list is complete before `all`, because `wait` also reaps child processes, even after another process has
+    # missed the deadline.
     ended = [process.wait(max(0.0, deadline - time.monotonic())) for process in processes]
     return all(ended)
 
@@ -163,8 +162,7 @@ def _read_stat(pid: int) -> tuple[str, int] | None:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return None
-    # The name of a process in /proc/PID/stat may contain spaces and parentheses. So the driver reads the other fields
-    # after the last parenthesis.
+    # The name of a process may contain spaces and parentheses, so the other fields start after the last parenthesis.
     fields = text.rpartition(")")[2].split()
     return fields[0], int(fields[19])
 

@@ -72,8 +72,7 @@ def remove(name: str) -> None:
     place = path(name)
     while exists(name):
         _check_result(_LIBC.umount2(os.fsencode(place), _MNT_DETACH), f"unmount {place}")
-    # The mount namespaces of amphorae contain copies of the mount of a network namespace. The kernel detaches these
-    # copies when the driver removes the mount point.
+    # The kernel then also detaches the copies of this mount in the mount namespaces of amphorae.
     place.unlink(missing_ok=True)
 
 
@@ -95,7 +94,7 @@ def run_inside(place: str | Path, work: Callable[[], T]) -> T:
 
     def enter() -> T:
         if _LIBC.setns(descriptor, _CLONE_NEWNET) != 0:
-            # setns(2) fails with EINVAL if the file descriptor refers to something else than a network namespace.
+            # setns(2) fails with EINVAL if the descriptor is no network namespace.
             if ctypes.get_errno() == errno.EINVAL:
                 raise FileNotFoundError(errno.ENOENT, "no network namespace is mounted here", str(place))
             _check_result(-1, f"enter the network namespace {place}")
@@ -125,8 +124,7 @@ def write_sysctl(name: str, value: int) -> None:
 
 def _create_and_mount(place: Path) -> None:
     _check_result(_LIBC.unshare(_CLONE_NEWNET), "create a network namespace")
-    # The driver disables duplicate address detection in a new network namespace. The detection would delay the use of
-    # each IPv6 address by one or two seconds.
+    # Duplicate address detection would delay the use of each IPv6 address by one or two seconds.
     for scope in ("all", "default"):
         write_sysctl(f"net/ipv6/conf/{scope}/accept_dad", 0)
         write_sysctl(f"net/ipv6/conf/{scope}/accept_ra", 0)

@@ -34,7 +34,7 @@ from amphora_driver.secret import Secret
 S = TypeVar("S", bound=msgspec.Struct)
 F = TypeVar("F", bound=Callable[..., Any])
 
-# Each Octavia object contains its own id under a name that depends on the kind of the object, for example `pool_id`.
+# The name of the id in an Octavia object, which depends on the kind of object.
 ID_NAMES: dict[Kind, str] = {
     Kind.LOAD_BALANCER: "loadbalancer_id",
     Kind.LISTENER: "listener_id",
@@ -202,8 +202,8 @@ def _add_load_balancer_fields(fields: dict[str, Any], source: Any) -> None:
         {name: _text_or_empty(vip.get("ip_address" if name == "address" else name)) for name in _VIP_FIELDS}
         for vip in get_value(source, "additional_vips") or ()
     ]
-    # When Octavia calls the driver, the availability zone is a dictionary with details. `DriverLibrary.get_*` returns
-    # only the name of the zone, which the driver ignores.
+    # A call of Octavia contains the availability zone as a dictionary. `DriverLibrary.get_*` returns only the name of
+    # the zone, which the model does not need.
     if not isinstance(fields.get("availability_zone"), dict):
         fields.pop("availability_zone", None)
 
@@ -248,8 +248,7 @@ def _text_or_empty(value: Any) -> str:
 
 def _convert(model_class: type[S], fields: Mapping[str, Any]) -> S:
     try:
-        # The conversion accepts numbers as text, because Octavia sends some numbers as text, for example
-        # `redirect_http_code`.
+        # Octavia sends some numbers as text, for example `redirect_http_code`.
         return msgspec.convert(fields, model_class, strict=False)
     except msgspec.ValidationError as error:
         raise ModelError(

@@ -66,7 +66,7 @@ _POOL_FIELDS = (
     ("ca_tls_container_ref", Purpose.CA),
     ("crl_container_ref", Purpose.CRL),
 )
-# SECRET_FIELDS lists the fields in which listeners and pools refer to secrets, and the purpose of each secret.
+# Fields of listeners and pools that refer to secrets, and the purpose of each secret.
 SECRET_FIELDS: dict[type, tuple[tuple[str, Purpose], ...]] = {Listener: _LISTENER_FIELDS, Pool: _POOL_FIELDS}
 
 

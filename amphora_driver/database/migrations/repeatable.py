@@ -34,5 +34,5 @@ def add_column(table: str, column: sa.Column[Any]) -> None:
 
 
 def _inspector() -> sa.Inspector:
-    # Each migration step needs a new SQLAlchemy inspector, because an inspector caches its results.
+    # An inspector caches its results, so each step needs a new one.
     return sa.inspect(op.get_bind())

@@ -19,7 +19,7 @@ SERIAL = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 
 
 def upgrade() -> None:
-    # The initial migration repeats the columns of the table modules, and a test compares the migrated schema with these
+    # The columns repeat those of `tables.py` and `tables_fleet.py`. A test compares the migrated schema with these
     # modules.
     create_table(
         "amphora",
