@@ -167,8 +167,8 @@ class FailoverBackoff:
     def record(self, load_balancer_id: str, present: Iterable[str], now: float) -> None:
         """Record the start of a fail-over; `present` are the amphorae of the load balancer at this moment."""
         last = self._last.get(load_balancer_id)
-        # If the load balancer had no fail-over for twice the length of the last back-off, the count of its fail-overs
-        # starts again at one.
+        # After a calm period of twice the last back-off, the next fail-over of this load balancer counts as its first
+        # one.
         count = 1 if last is None or now - last.at > 2 * last.back_off else last.count + 1
         back_off = min(self._first * 2.0 ** min(count - 1, 60), self._most)
         self._last[load_balancer_id] = _LastFailover(count, now, back_off, frozenset(present))

@@ -21,17 +21,14 @@ from amphora_driver.store.silent_amphorae import SilentAmphora
 if TYPE_CHECKING:
     from amphora_driver.database.engine import Database
 
-# The failure detector counts the watched and the silent amphorae. It writes the two numbers to the database at this
-# interval in seconds, and all other changes immediately.
+# Seconds between two writes of the numbers of watched and silent amphorae. All other changes are written immediately.
 _NUMBERS_EVERY = 5.0
-# Seconds between two updates of the verdicts on unknown amphorae. A verdict explains to the operator what happens to an
-# unknown amphora.
+# Seconds between two updates of the texts that tell operators what happens to unknown amphorae.
 _UNKNOWN_EVERY = 10.0
-# Maximum number of rows of silent amphorae that the failure detector writes in one transaction. The transaction must be
-# short, because the failure detector reads no heartbeats during the transaction.
+# Maximum number of silent amphorae in one transaction. The failure detector reads no heartbeats during a transaction.
 _MOST_WRITTEN = 200
-# In each turn, the failure detector computes anew when each amphora became silent. If the result differs by less than
-# two seconds from the recorded time, the recorded time stays.
+# A new estimate of the start of silence replaces the recorded one only if it differs by more than this number of
+# seconds.
 _SAME = 2.0
 
 
@@ -45,8 +42,8 @@ class DetectorRecords:
         self._known: set[str] = set()
         self._rows: dict[str, BreakerRow] = {}
         self._numbers_at = self._unknown_at = float("-inf")
-        # The failure detector sets a load balancer to ERROR if its amphorae are silent. The keys are the ids of these
-        # load balancers. The values are the last heartbeats at that time (epoch and sequence), by amphora id.
+        # Load balancers that the failure detector has set to ERROR, each with the last heartbeat (epoch and sequence)
+        # of its amphorae at that time.
         self._reported: dict[str, dict[str, tuple[int, int] | None]] = {}
 
     def load(self, rows: dict[str, BreakerRow] | None) -> None:

@@ -46,18 +46,17 @@ if TYPE_CHECKING:
     from amphora_driver.database.engine import Database
 
 LOG = logging.getLogger(__name__)
-# Longest time in seconds between two reads of heartbeats. The failure detector reads at least eight times within
-# `silent_after`.
+# Longest time in seconds between two reads of heartbeats, which also happen at least eight times within `silent_after`.
 _READ_EVERY = 0.5
-# One controller at a time holds the lease of failure detection. Without a renewal, the lease expires after this number
-# of seconds.
+# Seconds after which the lease of failure detection expires without a renewal. One controller at a time holds this
+# lease.
 _DUTY_LEASE = 6.0
 # Seconds between two renewals of the lease of failure detection.
 _RENEW_EVERY = 1.5
-# Seconds for which the failure detector pauses after an unexpected error.
+# Pause in seconds after an unexpected error.
 _ERROR_BACKOFF = 1.0
-# Maximum number of load balancers that the failure detector sets to ERROR in one turn. Each load balancer needs a
-# transaction, during which the failure detector reads no heartbeats.
+# Maximum number of load balancers that are set to ERROR in one turn. Each needs a transaction, during which the failure
+# detector reads no heartbeats.
 _MOST_STATUSES = 20
 
 
@@ -94,17 +93,15 @@ class FailureDetector:
         self._records = DetectorRecords(database, conf.amp_controller.orphan_grace)
         self._renew_at = 0.0
         self._holds_duty = False
-        # Epoch of the lease of failure detection when this process last held the lease. The epoch changes when another
-        # process takes over the lease.
+        # Epoch of the lease when this process held it last. Another epoch means that another process has held the lease
+        # since.
         self._epoch: int | None = None
-        # Reason to suspect that the network has failed and not the probed amphora. The text is empty without a
-        # suspicion.
+        # Why the network, and not an amphora, may have failed; empty without a suspicion.
         self._suspicion = ""
-        # The keys are the ids of unfinished fail-overs. The values are the times at which this process first read these
-        # fail-overs from the database.
+        # Ids of unfinished fail-overs, and the times when this process first read them.
         self._in_progress: dict[int, float] = {}
-        # Load balancer of the circuit breaker's trial fail-over, and the time at which this process started or first
-        # read that fail-over.
+        # The load balancer of the circuit breaker's trial fail-over, and the time when this process started or first
+        # read the trial.
         self._trial: tuple[str, float] | None = None
 
     def run(self, stopping: threading.Event, draining: threading.Event) -> None:
@@ -125,8 +122,8 @@ class FailureDetector:
                     )
                 self._suspend("the database is not available")
             except Exception:
-                # The thread of the failure detector must survive any error. Otherwise, no controller would replace
-                # silent amphorae, and no component would report the failure.
+                # An error must not end this thread. No controller would replace silent amphorae, and no component would
+                # report that.
                 LOG.exception("the failure detector failed unexpectedly and tries again in %g s", _ERROR_BACKOFF)
                 self._suspend("failure detection failed")
                 pause = _ERROR_BACKOFF
@@ -203,8 +200,8 @@ class FailureDetector:
         state = BreakerState(row.state)
         self._breaker = breaker_rules.restore_breaker(state, row.reason or "", self._breaker_limits, now, remaining)
         if state is BreakerState.TRIAL and snapshot.unserved:
-            # The TRIAL state of the circuit breaker permits one fail-over at a time. The newest unfinished fail-over
-            # counts as the running one, and the next fail-over waits for its end.
+            # In the TRIAL state, the circuit breaker permits one fail-over at a time. The newest unfinished one is the
+            # trial.
             self._trial = max(snapshot.unserved, key=lambda one: one.id).load_balancer_id, now
 
     def _decide(self, snapshot: LivenessSnapshot, rows: dict[str, BreakerRow], now: float) -> None:
@@ -260,8 +257,8 @@ class FailureDetector:
         self, rows: dict[str, BreakerRow], watched: set[str], silent: set[str], found: list[JudgedAmphora], now: float
     ) -> None:
         if not self._observed_long_enough(now):
-            # The failure detector has not observed the amphorae for long enough to know which amphorae are silent. So
-            # the circuit breaker and the operator's acknowledgements stay unchanged.
+            # The failure detector has observed for too short a time to know which amphorae are silent. The state of the
+            # breaker and the operator's acknowledgements stay.
             return
         if self._records.closed_by_operator(rows):
             LOG.warning(
@@ -320,8 +317,7 @@ class FailureDetector:
         self, snapshot: LivenessSnapshot, rows: dict[str, BreakerRow], watched: int, overdue: int, now: float
     ) -> FailoverPermit:
         self._in_progress = {one.id: self._in_progress.get(one.id, now) for one in snapshot.unserved}
-        # A fail-over that never ends must not block other fail-overs forever. So a fail-over blocks other fail-overs at
-        # most for the boot time-out of an amphora.
+        # An unfinished fail-over delays others only for the boot time-out of an amphora, because it may never end.
         recent = {
             one.load_balancer_id for one in snapshot.unserved if now - self._in_progress[one.id] < self._boot_timeout
         }
@@ -349,13 +345,13 @@ class FailureDetector:
     ) -> list[SilentAmphora]:
         """Request every fail-over that may begin; return the rows of all silent amphorae that remain."""
         shown, reported = [], 0
-        # If many amphorae are silent, the network has probably failed, and the amphorae still run. In this case, the
-        # failure detector sets no load balancer to ERROR.
+        # If many amphorae are silent, the network has probably failed, and the load balancers still serve. So none of
+        # them is set to ERROR.
         plausible = self._breaker.state is BreakerState.CLOSED and not permit.late
         by_load_balancer: dict[str, list[JudgedAmphora]] = {}
         for one in found:
             by_load_balancer.setdefault(one.liveness.load_balancer_id, []).append(one)
-        # The failure detector begins with the load balancer whose amphora has been silent for the longest time.
+        # The load balancer with the longest silence is the first one.
         for load_balancer_id, mine in sorted(by_load_balancer.items(), key=lambda item: item[1][0].period.since):
             ready = [one for one in mine if one.liveness.state is AmphoraState.READY]
             refusals = {one.liveness.amphora_id: self._refusal(one, permit, now) for one in ready}
@@ -417,7 +413,8 @@ class FailureDetector:
         load_balancer_id, amphora_id = one.liveness.load_balancer_id, one.liveness.amphora_id
         detail = rules.finding(one, now)
         if self._backoff.is_replacement(load_balancer_id, amphora_id):
-            # The silent amphora is the replacement of an earlier fail-over, so that earlier fail-over has failed.
+            # If the silent amphora is the replacement of an earlier fail-over, this event marks that fail-over as
+            # failed.
             failovers.record_event(connection, load_balancer_id, Event.FAILED, at, amphora_id, detail)
         if not failovers.open_failovers(connection, load_balancer_id, [amphora_id], rules.failover_cause(one), at):
             return False

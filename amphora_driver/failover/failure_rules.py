@@ -21,28 +21,27 @@ import msgspec
 from amphora_driver.store.failovers import Cause, FailoverTrigger
 from amphora_driver.store.silent_amphorae import AmphoraLiveness, LivenessSnapshot, SilentAmphora
 
-# Epoch and sequence of the last recorded heartbeat of an amphora; None before its first heartbeat.
+# Epoch and sequence of an amphora's last heartbeat; None before its first heartbeat.
 Order = tuple[int, int] | None
 
-# Time without a heartbeat after which the controller probes an amphora, as a fraction of `silent_after`. The result of
-# the probe must arrive before `silent_after`.
+# Silence, as a fraction of `silent_after`, before the controller probes an amphora. The result must arrive before
+# `silent_after`.
 _LATE = 0.65
-# While the failure detector reads no heartbeats, it cannot know which amphorae are silent. If this takes longer than
-# this fraction of `silent_after`, the silent periods of all amphorae start again.
+# If the failure detector reads no heartbeats for longer than this fraction of `silent_after`, the silent periods of all
+# amphorae start again.
 _GAP = 0.25
-# A gap of at most this number of seconds between two reads is never a reason to start the silent periods again, because
-# a busy host also delays a process that much.
+# A busy host may delay the process by this number of seconds. Such a gap between two reads never restarts silent
+# periods.
 _LEAST_GAP = 1.0
-# The self-test of a health manager proves that it receives heartbeats. If all self-tests fail for this fraction of
-# `silent_after`, the silent periods of all amphorae start again.
+# If the self-tests of all health managers fail for this fraction of `silent_after`, the silent periods of all amphorae
+# start again. A self-test proves that heartbeats can arrive.
 _DEAF = 0.4
-# The self-tests may fail for this number of seconds in any case, even if `silent_after` is short.
+# Self-tests that fail for a shorter time than this number of seconds never restart silent periods.
 _LEAST_DEAF = 1.5
-# Seconds for which the result of a probe stays valid. With a long probe time-out, the result stays valid for twice the
-# time-out.
+# Seconds for which the result of a probe stays valid, or twice the probe time-out if that is longer.
 _FRESH = 8.0
-# Longest delay in seconds between the receipt of a heartbeat and its read by the failure detector. The flush interval
-# is not included. The health manager writes at most once a second, and the failure detector reads every half second.
+# Longest delay in seconds between the receipt of a heartbeat and its read by the failure detector, without the flush
+# interval of the health manager.
 _SEEN_LATE = 1.5
 # Longest normal time between two heartbeats, as a multiple of the heartbeat interval.
 _JITTER = 1.25
@@ -149,8 +148,8 @@ class HeartbeatWatch:
             self._reception_at = now
         self._beats = dict(beats)
         if self._reception_at is None or now - self._reception_at > self._limits.deaf_after:
-            # While no health manager proves that it receives heartbeats, a missing heartbeat does not mean that an
-            # amphora failed. So the silent periods of all amphorae start again, even of amphorae with new heartbeats.
+            # While no health manager proves that heartbeats can arrive, silence does not mean a failed amphora. So the
+            # silent periods of all amphorae start again.
             self._periods.clear()
             self._sees_since = None
             blind = "no health manager proves that it receives heartbeats" if beats else "there is no health manager"
@@ -249,9 +248,8 @@ def network_suspected(period: SilentPeriod, evidence: PathEvidence, now: float, 
     works = any(at is not None and at >= since for at in (evidence.heard_at, evidence.answered_at))
     if works or evidence.has_witnesses:
         return ""
-    # If the controller watches only one amphora, no other amphora shows whether the management network works. Then the
-    # controller waits for only twice `silent_after`. This is safe, because the silent amphora is deleted only after its
-    # replacement serves.
+    # With one watched amphora, no other amphora shows whether the management network works. A wait of twice
+    # `silent_after` is safe, because the amphora is deleted only after its replacement serves.
     wait = 2 * limits.silent_after
     if evidence.watched > 1:
         wait = max(limits.mute_after, wait)
@@ -286,12 +284,12 @@ def judge_silence(
         over = now - period.since >= limits.mute_after
         answers = f"its agent answers ({result.detail})" if result.detail else "its agent answers"
         text = f"{answers}; it is replaced after {limits.mute_after:g} s of silence"
-        # An amphora whose agent answers may still serve traffic. So it counts as mute and not as dead, even if it never
+        # An amphora whose agent answers may still serve traffic. It counts as mute and not as dead, even if it never
         # sent a heartbeat.
         return Verdict(kind=kind, text=text, cause=Cause.MUTE if over else None, stale=stale)
     if result.inconclusive_at is not None and now - result.inconclusive_at < limits.silent_after:
-        # A short time ago, the controller's host could not send a probe, so the network of this host may have failed.
-        # After the network's return, heartbeats and answers need some time to arrive again.
+        # The controller's host could not send a probe a moment ago. After its network returns, heartbeats need some
+        # time to arrive.
         return Verdict(kind=kind, text="no fail-over yet: a moment ago the controller could not probe its agent")
     if suspicion:
         return Verdict(kind=kind, text=f"no fail-over yet: its agent does not answer, but {suspicion}")

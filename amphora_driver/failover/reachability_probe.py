@@ -26,13 +26,13 @@ from amphora_driver.failover.failure_rules import ProbeOutcome, ProbeResult
 if TYPE_CHECKING:
     from amphora_driver.agent.client import AgentClient
 
-# Maximum number of probes at the same time. With the default time-out of two seconds, 16 probes at a time detect eight
-# dead amphorae per second.
+# Maximum number of probes at the same time. With a time-out of two seconds, 16 probes detect eight dead amphorae per
+# second.
 _MOST_AT_ONCE = 16
 # Seconds for which the result of a check of the management network stays valid.
 _NETWORK_FRESH = 1.0
-# With these error numbers, the kernel reports a fault of the controller's own host. EHOSTUNREACH is not in the set,
-# because the kernel also reports it for a probed machine that is switched off and answers no ARP request.
+# Kernel errors that show a fault of the controller's own host. EHOSTUNREACH is missing, because a probed machine that
+# is switched off causes it too.
 _LOCAL_ERRORS = frozenset(
     {
         *(errno.ENETUNREACH, errno.ENETDOWN, errno.EADDRNOTAVAIL, errno.EMFILE, errno.ENFILE, errno.ENOBUFS),
@@ -95,8 +95,7 @@ class ReachabilityProbe:
             self._results[amphora_id] = ProbeResult(outcome=outcome, at=at, detail=detail, inconclusive_at=inconclusive)
 
     def _probe(self, amphora_id: str, address: str) -> tuple[ProbeOutcome, str]:
-        # After a network failure, an old connection may hang although the agent answers. So the probe opens a new
-        # connection.
+        # After a network failure, an old connection may hang although the agent answers.
         self._agents.forget(amphora_id)
         begun = time.monotonic()
         try:
@@ -138,8 +137,7 @@ def local_fault(error: AmphoraDriverError) -> str:
     if not isinstance(error, (AgentUnreachable, AgentUntrusted)):
         return str(error).rstrip(".")
     for one in _causes(error):
-        # The `errno` of an SSLError is an error number of OpenSSL and not of the operating system. So the function
-        # ignores errors of this class.
+        # The `errno` of an SSLError is a number of OpenSSL, not of the operating system.
         if isinstance(one, OSError) and not isinstance(one, ssl.SSLError) and one.errno in _LOCAL_ERRORS:
             return (one.strerror or str(one)).lower()
     return ""
@@ -147,7 +145,7 @@ def local_fault(error: AmphoraDriverError) -> str:
 
 def is_tls_alert(error: AmphoraDriverError) -> bool:
     """Return whether the agent refused the connection with a TLS alert (RFC 8446, section 6.2)."""
-    # urllib3 hides the error of OpenSSL in the arguments of its own error, so the search includes the arguments.
+    # urllib3 keeps the SSLError in the arguments of its own exception.
     found = (one for seen in _causes(error) for one in (seen, *seen.args))
     return any(isinstance(one, ssl.SSLError) and "_ALERT_" in (one.reason or "") for one in found)
 
@@ -156,7 +154,7 @@ def _is_reachable(host: str, port: int, timeout: float) -> bool:
     try:
         socket.create_connection((host, port), timeout).close()
     except ConnectionRefusedError:
-        # A refused connection proves that a machine with this address is running and that the management network works.
+        # A refused connection proves that a machine runs at this address and that the management network works.
         return True
     except OSError:
         return False

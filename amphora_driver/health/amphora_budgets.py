@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import msgspec
 
-# The health manager accepts 20 heartbeat datagrams a second from one amphora, and bursts of 200 datagrams. A report of
-# ten thousand members needs about a dozen datagrams.
+# Heartbeat datagrams per second from one amphora, and in a burst. A report of ten thousand members needs twelve
+# datagrams.
 DATAGRAMS_PER_SECOND, DATAGRAM_BURST = 20.0, 200.0
-# The health manager accepts 1 MiB of decompressed data a second from one amphora, and bursts of 8 MiB. Parsing a
-# megabyte takes about ten milliseconds of CPU time.
+# Decompressed bytes per second from one amphora, and in a burst. Parsing a megabyte takes ten milliseconds of processor
+# time.
 BYTES_PER_SECOND, BYTE_BURST = float(1 << 20), float(8 << 20)
 
 

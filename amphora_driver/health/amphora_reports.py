@@ -18,11 +18,10 @@ import msgspec
 from amphora_driver.health.heartbeat_codec import Heartbeat
 from amphora_driver.health.status import LastDrift, ListenerReport, PoolReport, Report
 
-# The health manager keeps about this number of object ids in memory for one amphora. A faulty amphora may report ever
-# new ids. Above the limit, the health manager forgets the earlier reports of this amphora.
+# Limit of the object ids in memory for one amphora. A faulty amphora may report new ids for ever; above the limit, its
+# earlier reports are dropped.
 _MAX_NAMES = 50_000
-# The database stores the epoch and the sequence number of a heartbeat in signed columns of 64 bits, so larger numbers
-# are invalid.
+# The database columns for epoch and sequence have 64 bits with a sign.
 _MAX_INTEGER = 2**63 - 1
 
 Order = tuple[int, int]
@@ -164,13 +163,12 @@ class _AmphoraState:
 
     def __init__(self) -> None:
         self.last = LastReport(0.0, 0.0, 0, _BEFORE_ALL)
-        # `vip_claimed_at` is the time since which all heartbeats of the amphora report that it holds the VIPs.
+        # Time since which all heartbeats of the amphora report that it holds the VIPs.
         self.vip_claimed_at = -1.0
         self.generation: int | None = None
         self._listeners: dict[str, tuple[float, ListenerReport]] = {}
         self._pools: dict[str, _PoolState] = {}
-        # `_name_bound` is an upper bound for the number of reported object ids. An id in two heartbeats counts twice in
-        # the bound.
+        # Upper bound of the number of reported object ids. An id in two heartbeats counts twice.
         self._name_bound = 0
 
     def merge(self, report: Report, now: float) -> None:
@@ -202,9 +200,8 @@ class _AmphoraState:
         )
 
     def _has_too_many_names(self) -> bool:
-        # Counting the distinct object ids of an amphora is slow. So the health manager counts them only if the upper
-        # bound `_name_bound` exceeds the limit. A count of more than half of the limit is too many, because the next
-        # count would follow soon.
+        # Counting distinct ids is slow, so they are counted only if the bound exceeds the limit. A count above half of
+        # the limit is too high, because the next count would follow soon.
         if self._name_bound <= _MAX_NAMES:
             return False
         self._name_bound = len(self._listeners) + sum(pool.count_names() for pool in self._pools.values())
@@ -219,15 +216,13 @@ class _PoolState:
     def __init__(self) -> None:
         self.at = 0.0
         self.status = ""
-        # Each tuple in `parts` contains the arrival time of a heartbeat datagram, and the statuses of the pool's
-        # members in the datagram.
+        # Arrival time of each heartbeat datagram, and the statuses of the pool's members in it.
         self.parts: list[tuple[float, dict[str, str]]] = []
 
     def add(self, now: float, pool: PoolReport) -> None:
         """Add the values of a newer datagram, and drop the parts that it replaces completely."""
         self.at, self.status = now, pool.status
-        # All members in a heartbeat datagram share one arrival time. A separate time for each member would need more
-        # memory than the statuses.
+        # All members of a datagram share one arrival time, which saves memory.
         self.parts = [part for part in self.parts if not part[1].keys() <= pool.members.keys()]
         self.parts.append((now, pool.members))
 
@@ -237,5 +232,5 @@ class _PoolState:
         return PoolReport(status=self.status, members=members)
 
     def count_names(self) -> int:
-        # A datagram without members uses memory too, so the count of object ids includes one for each datagram.
+        # A datagram without members uses memory too, so each datagram counts as one id.
         return sum(len(members) + 1 for _, members in self.parts) + 1

@@ -18,12 +18,10 @@ from amphora_driver.health.amphora_reports import LastReport
 from amphora_driver.health.status import LastDrift
 
 _FIRST_BACKOFF, _MAX_BACKOFF = 30.0, 1800.0
-# Drift of the kind "interface" means a missing network interface, so the compute backend must attach the ports of the
-# amphora again.
+# Drift of this kind means a missing network interface. The compute backend must attach the amphora's ports again.
 _INTERFACE_KIND = "interface"
 _MAX_KINDS = 8
-# The recording of drift causes an UPDATE and a log line. So the health manager records drift of one amphora at most
-# every ten seconds.
+# Minimum seconds between two records of drift of one amphora. Each record causes an UPDATE and a log line.
 _NOTICE_INTERVAL = 10.0
 
 
@@ -64,11 +62,9 @@ class DriftReports:
     def __init__(self, interval: float) -> None:
         self._interval = interval
         self._periods: dict[str, _DriftPeriod] = {}
-        # For each amphora, `_noticed` describes the last recorded drift: when the agent found the drift, and when this
-        # process recorded the drift.
+        # By amphora: when the agent found the last recorded drift, and when this process recorded it.
         self._noticed: dict[str, tuple[float, float]] = {}
-        # `_reported` contains the amphorae that have reported drift to this process. Only for these amphorae, this
-        # process later records in the database that the drift has ended.
+        # Amphorae that have reported drift to this process. This process later records the end of their drift.
         self._reported: set[str] = set()
 
     def find_unrepaired(
@@ -80,8 +76,8 @@ class DriftReports:
             expected = confirmed.get(amphora_id, 0)
             period = self._periods.get(amphora_id)
             if not last.drift:
-                # If drift returns soon after a repair, it counts as the same drift. So the delay between two pushes of
-                # the configuration keeps growing.
+                # Drift that returns soon after a repair counts as the same drift, so the delay between two pushes keeps
+                # growing.
                 if period is not None and now > period.since + 2 * period.backoff:
                     del self._periods[amphora_id]
                 continue

@@ -19,15 +19,13 @@ from amphora_driver.health.status import Report
 from amphora_driver.secret import Secret
 
 MAGIC = b"AHB1"
-# The header of a heartbeat datagram contains magic bytes, amphora id, epoch and sequence number.
+# Magic bytes, amphora id, epoch and sequence number.
 _HEADER = struct.Struct("!4s16sQQ")
 _SIGNATURE_SIZE = 32
 _MIN_SIZE = _HEADER.size + _SIGNATURE_SIZE
-# An agent's heartbeat datagram expands to at most 0.6 million bytes. The health manager permits 2 MiB, which leaves a
-# margin.
+# Maximum size in bytes of a decompressed heartbeat. An agent's heartbeat has at most 600,000 bytes.
 _MAX_DOCUMENT = 2 << 20
-# The database stores the generation of a configuration in a signed column of 64 bits, so a larger generation is
-# invalid.
+# The database column for the generation has 64 bits with a sign.
 _MAX_GENERATION = 2**63 - 1
 _OPERATION = "read a heartbeat"
 _decode_report = msgspec.json.Decoder(Report).decode
@@ -105,8 +103,7 @@ def parse_document(verified: VerifiedDatagram, document: bytes) -> Heartbeat:
     generation = report.generation
     if generation is not None and not 0 <= generation <= _MAX_GENERATION:
         raise HeartbeatRefused(_OPERATION, f"amphora {amphora_id} sent an impossible generation", reason="document")
-    # The health manager takes the amphora id from the signed header, because the document of a heartbeat could name
-    # another amphora.
+    # The signature covers the id in the header. The document could name another amphora.
     identified = msgspec.structs.replace(report, amphora_id=amphora_id)
     return Heartbeat(amphora_id, verified.epoch, verified.sequence, identified)
 

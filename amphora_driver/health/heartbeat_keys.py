@@ -23,11 +23,11 @@ LOG = logging.getLogger(__name__)
 KeyReader = Callable[[AbstractSet[str]], Mapping[str, Secret]]
 """Reads the keys of all amphorae except the given ones, by amphora id."""
 
-# A deleted amphora still sends heartbeats for a while. For ten seconds, the cache refuses an unknown amphora id without
-# another database read. The cache remembers at most 10,000 unknown ids.
+# Seconds for which an unknown amphora id is refused without another read of the database, and maximum number of such
+# ids. A deleted amphora still sends heartbeats for a while.
 _UNKNOWN_TTL, _MAX_UNKNOWN = 10.0, 10_000
-# The heartbeat of a new amphora waits until the cache has read the amphora's key. At most 1000 heartbeats of at most
-# 4096 bytes wait. The first heartbeat of an amphora is shorter.
+# Maximum number and size in bytes of heartbeats that wait until the amphora's key has been read. The first heartbeat of
+# an amphora is shorter.
 _MAX_WAITING, _MAX_WAITING_SIZE = 1000, 4096
 
 
@@ -40,7 +40,7 @@ class KeyCache:
         self._interval = interval
         self._known: dict[str, Secret] = {}
         self._unknown: OrderedDict[str, float] = OrderedDict()
-        # For each amphora without a known key, the cache keeps only the latest heartbeat datagram.
+        # The latest heartbeat datagram of each amphora without a known key.
         self._waiting: dict[str, tuple[bytes, str]] = {}
         self._ready: deque[tuple[bytes, str]] = deque()
         self._lock = threading.Lock()
@@ -98,8 +98,8 @@ class KeyCache:
 
     def _read_new_keys(self) -> None:
         with self._lock:
-            # The row of an amphora exists before the amphora sends a heartbeat. So an amphora is unknown if the cache
-            # reads the keys after a heartbeat and finds no row.
+            # The row of an amphora exists before its first heartbeat. So an id without a row, in a read after the
+            # heartbeat, is unknown.
             requested, known = set(self._waiting), set(self._known)
         try:
             found = self._read_keys(known)
@@ -110,7 +110,7 @@ class KeyCache:
                 error,
             )
         except Exception:
-            # Only one thread reads heartbeat keys. So the thread must survive an unexpected error of a database client.
+            # An error must not end the only thread that reads heartbeat keys.
             LOG.exception(
                 "the health manager could not read the keys of new amphorae because of an unexpected error and "
                 "tries again at the next heartbeat of a new amphora"

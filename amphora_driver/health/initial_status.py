@@ -61,8 +61,7 @@ def initial_statuses(load_balancer: LoadBalancer, failed: Collection[str] = ()) 
     first: Statuses = {}
     for object_id in found.keys() - missing:
         one = found[object_id]
-        # Here, an object is OFFLINE only because its configuration disables it. So the status OFFLINE is certain before
-        # any amphora reports.
+        # An object is OFFLINE here only because its configuration disables it. No report of an amphora can change that.
         online = one.status is not Operating.OFFLINE
         reason = _REASON if online and object_id in named else one.reason
         target = first if online and object_id in measured else certain

@@ -29,8 +29,8 @@ class LostConfigDetector:
 
     def __init__(self, interval: float) -> None:
         self._interval = interval
-        # For each amphora that seems to have lost its configuration, `_suspected` contains the confirmed generation and
-        # the start of the suspicion.
+        # By amphora that seems to have lost its configuration: the confirmed generation, and the start of the
+        # suspicion.
         self._suspected: dict[str, tuple[int, float]] = {}
 
     def find_lost(

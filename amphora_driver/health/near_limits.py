@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from amphora_driver.health.amphora_reports import LastReport
 from amphora_driver.model.amphora import Resource
 
-# A mark appears or disappears after this number of heartbeat intervals.
+# Number of heartbeat intervals for which heartbeats must contradict a mark before it changes.
 _HOLD_INTERVALS = 10
-# A mark disappears when the usage is this number of percentage points below the limit.
+# A mark disappears only if the usage is this number of percentage points below the limit.
 _HYSTERESIS = 10
 _RESOURCES = tuple(one.value for one in Resource)
 
@@ -30,8 +30,8 @@ class NearLimits:
     def __init__(self, interval: float, limit: int = 85) -> None:
         self._hold = _HOLD_INTERVALS * interval
         self._limit = limit
-        # For each amphora and resource, `_changing` contains the mark that heartbeats contradict, and the times of the
-        # first and of the last of these heartbeats.
+        # By amphora and resource: the mark that heartbeats contradict, and the times of the first and the last of these
+        # heartbeats.
         self._changing: dict[tuple[str, str], tuple[bool, float, float]] = {}
 
     def find_changed(
@@ -60,7 +60,8 @@ class NearLimits:
 
     def _is_near(self, key: tuple[str, str], used: int | None, now: float, *, known: bool) -> bool:
         if used is None and not known:
-            # An agent cannot measure if HAProxy is too busy to answer. One such heartbeat ends no count.
+            # If HAProxy is too busy to answer, the agent reports no usage. Such a heartbeat neither starts nor ends a
+            # change of the mark.
             return False
         percent = used or 0
         contradicts = percent < self._limit - _HYSTERESIS if known else percent >= self._limit
@@ -69,7 +70,7 @@ class NearLimits:
             return known
         mark, first, last = self._changing.get(key, (known, now, now))
         if mark is not known or now - last > self._hold:
-            # The mark has changed since, or the amphora was silent.
+            # The count starts again after a change of the mark, and after a silence of the amphora.
             first = now
         self._changing[key] = known, first, now
         return known if now - first < self._hold else not known

@@ -33,18 +33,18 @@ from amphora_driver.secret import Secret
 LOG = logging.getLogger(__name__)
 
 _MAX_DATAGRAM = 65536
-# The socket buffer is large, because it must hold heartbeat datagrams while the kernel does not schedule the health
+# Size in bytes of the socket buffer. It holds the heartbeats that arrive while the kernel does not schedule the health
 # manager.
 _SOCKET_BUFFER = 32 << 20
-# Number of Linux's socket option SO_RCVBUFFORCE (socket(7)), for which Python's socket module has no name.
+# Linux's socket option SO_RCVBUFFORCE (socket(7)), for which Python has no name.
 _SO_RCVBUFFORCE = 33
-# The receive loop processes at most 256 datagrams in a row. Then the loop checks for a stop request and for new keys.
+# Maximum number of datagrams in a row, before the loop checks for a stop request and for new keys.
 _BURST = 256
-# The health manager logs refused heartbeats at most once a minute, and names at most five amphorae.
+# Minimum seconds between two log messages about refused heartbeats, and maximum number of amphorae in one.
 _LOG_INTERVAL, _MAX_NAMED = 60.0, 5
-# The health manager tests its heartbeat socket with a probe, which consists of magic bytes and a secret random number.
+# The self-test sends a datagram of these magic bytes and a secret random number to the heartbeat socket.
 _PROBE_MAGIC, _PROBE_SIZE = b"AHM1", 32
-# If the health manager listens on a wildcard address, the self-test sends the probe to the loopback address.
+# Targets of the self-test if the health manager listens on a wildcard address.
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
@@ -74,11 +74,11 @@ class Receiver:
         is_newer: Callable[[str, tuple[int, int]], bool] = lambda _amphora_id, _order: True,
     ) -> None:
         self.accepted = 0
-        # `refused` counts refused heartbeats by reason. The reasons "unknown", "busy" and "lookup" mean that the health
-        # manager has no key. The reason "handler" means an error in `on_heartbeat`.
+        # Refused heartbeats by reason. "unknown", "busy" and "lookup" mean that no key is known; "handler" means an
+        # error in `on_heartbeat`.
         self.refused: Counter[str] = Counter()
-        # `refused_by_amphora` counts only heartbeats with a valid signature, because any sender can write the id of an
-        # amphora into a datagram.
+        # Only heartbeats with a valid signature count here, because any sender can write the id of an amphora into a
+        # datagram.
         self.refused_by_amphora: Counter[str] = Counter()
         self._is_newer = is_newer
         self._budgets = AmphoraBudgets()
@@ -108,8 +108,7 @@ class Receiver:
                 self._receive_until_stopped(selector)
         finally:
             self._keys.stop()
-            # A read of keys from the database may hang. So the stopping health manager waits at most one second for the
-            # reading thread.
+            # A read of keys may hang, because the database may hang.
             lookups.join(timeout=1.0)
             self.close()
 
@@ -169,8 +168,8 @@ class Receiver:
         receive = self._socket.recvfrom_into
         while True:
             selector.select()
-            # `stop` sets the flag before it sends its wake-up message. So the loop reads the messages before the flag:
-            # otherwise it could remove the message of `stop` and then wait for ever.
+            # `stop` sets the flag before it sends a wake-up message. So the messages are read first: otherwise, the
+            # loop could remove that message, miss the flag and wait for ever.
             self._drain_wakeups()
             if self._stopping:
                 return
@@ -184,8 +183,7 @@ class Receiver:
             except BlockingIOError:
                 pass
             except OSError as error:
-                # A temporary socket error, for example an ICMP error after a probe, must not end the receive loop of
-                # the health manager.
+                # A temporary socket error must not end the receive loop, for example an ICMP error after a probe.
                 LOG.warning(
                     "the health manager could not read a datagram from its heartbeat socket and continues: %s", error
                 )
@@ -207,8 +205,7 @@ class Receiver:
         try:
             self._on_heartbeat(heartbeat)
         except Exception:
-            # An error in the processing of one amphora's report must not stop the reception of heartbeats from all
-            # other amphorae.
+            # An error in the report of one amphora must not stop the heartbeats of all others.
             self.refused["handler"] += 1
             LOG.exception(
                 "the health manager could not process a heartbeat of amphora %s and drops the heartbeat",
@@ -238,8 +235,7 @@ class Receiver:
     def _record_refusal(self, refusal: HeartbeatRefused) -> None:
         self.refused[refusal.reason] += 1
         now = time.monotonic()
-        # The health manager logs refused heartbeats at intervals, because a log line for each datagram of a flood would
-        # fill the disk.
+        # A log message for each datagram of a flood would fill the disk.
         if now - self._logged_at >= _LOG_INTERVAL:
             self._logged_at = now
             amphorae = dict(self.refused_by_amphora.most_common(_MAX_NAMED))
@@ -253,8 +249,8 @@ class Receiver:
         try:
             self._wakeup_writer.send(b"\0")
         except OSError:
-            # The wake-up message to the receive loop fails in two cases: earlier messages fill the socket buffer, or
-            # the loop has ended. In both cases, the loop needs no further message.
+            # The wake-up fails if earlier messages fill the socket buffer or the loop has ended. In both cases, it is
+            # not needed.
             return
 
     def _drain_wakeups(self) -> None:
@@ -272,8 +268,7 @@ def _bind(address: str, port: int) -> socket.socket:
         made.setblocking(False)
         made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SOCKET_BUFFER)
         try:
-            # The kernel limits a receive buffer to net.core.rmem_max. The socket option SO_RCVBUFFORCE exceeds this
-            # limit, but needs the capability CAP_NET_ADMIN.
+            # SO_RCVBUFFORCE exceeds the kernel's limit net.core.rmem_max, but needs the capability CAP_NET_ADMIN.
             made.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _SOCKET_BUFFER)
         except PermissionError:
             LOG.info(

@@ -18,7 +18,7 @@ from amphora_driver.errors import AmphoraDriverError
 from amphora_driver.store import process_registry
 
 LOG = logging.getLogger(__name__)
-# The self-test of the health manager fails if the heartbeat socket does not receive the probe within one second.
+# Seconds within which the heartbeat socket must receive the probe of the self-test.
 _PROBE_TIMEOUT = 1.0
 
 

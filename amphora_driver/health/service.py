@@ -37,15 +37,13 @@ from amphora_driver.telemetry.http_server import Telemetry
 
 LOG = logging.getLogger(__name__)
 
-# The health manager forgets a reported value that no heartbeat repeats within five heartbeat intervals.
+# Number of heartbeat intervals after which a reported value that no heartbeat repeats is forgotten.
 _EXPIRY_INTERVALS = 5
-# The health manager waits at most one second for new heartbeats before its next write to the database. So it soon
-# repeats a failed write, even without new heartbeats.
+# Maximum seconds without a write to the database. A failed write is thereby repeated soon, also without new heartbeats.
 _IDLE_FLUSH_INTERVAL = 1.0
-# A stopping health manager waits at most 20 s for the last write of reports to the database.
+# Seconds to wait for the last write of reports when the health manager stops.
 _STOP_TIMEOUT = 20.0
-# If the last successful write to the database is older than 15 s, the health manager answers `GET /healthz` with status
-# 503.
+# Age in seconds of the last successful write, above which `GET /healthz` returns 503.
 _MAX_FLUSH_AGE = 15.0
 
 
@@ -75,8 +73,7 @@ class HealthManager:
             conf.amp_health.near_limit,
         )
         name = process_name()
-        # The health manager repeats the self-test often. So the controllers learn of a failed self-test long before the
-        # controllers regard silent amphorae as dead.
+        # Controllers must learn of a failed self-test long before they regard silent amphorae as dead.
         interval = min(process_registry.HEARTBEAT_INTERVAL, conf.amp_failover.silent_after / 5)
         max_flush_age = _IDLE_FLUSH_INTERVAL + 2 * conf.amp_health.flush_interval
         self._self_test = ReceiverSelfTest(self._database, name, self._receiver.receives_probe, interval, max_flush_age)
@@ -130,9 +127,8 @@ class HealthManager:
             return keys, amphorae.last_heartbeats(connection, list(keys))
 
         keys, orders = self._database.read(read)
-        # Before the health manager uses new keys, it loads the epoch and sequence number of each amphora's last
-        # accepted heartbeat. So this health manager refuses heartbeats that another health manager has already
-        # accepted.
+        # The epochs and sequence numbers are loaded before the keys are used. So this health manager refuses heartbeats
+        # that another one has already accepted.
         self._reports.load_orders(orders)
         return keys
 
@@ -160,8 +156,7 @@ class HealthManager:
             self._updated.wait(_IDLE_FLUSH_INTERVAL)
             self._updated.clear()
             self._flush()
-            # During the pause between two flushes, the health manager collects changed statuses, and then writes them
-            # to the database in one batch.
+            # The pause collects changed statuses, which are then written to the database together.
             self._stopping.wait(self._conf.amp_health.flush_interval)
 
     def _flush(self, *, last: bool = False) -> None:
@@ -180,8 +175,7 @@ class HealthManager:
                 "the health manager could not write the reports of amphorae to the database and tries again: %s", error
             )
         except Exception:
-            # The flush thread must survive an unexpected error, because without the thread the health manager would
-            # silently lose all reports.
+            # An error must not end the flush thread, because all later reports would be lost.
             LOG.exception(
                 "the health manager could not write the reports of amphorae to the database because of an "
                 "unexpected error and tries again"
@@ -203,7 +197,7 @@ class HealthManagerService(cotyledon.Service):
 
     def terminate(self) -> None:
         self._manager.stop()
-        # Cotyledon ends the process when `terminate` returns, so `terminate` waits for the last write of the reports.
+        # Cotyledon ends the process when `terminate` returns.
         if not self._manager.wait(_STOP_TIMEOUT):
             LOG.warning(
                 "the health manager exits before writing all reports, because the last write takes longer than %d s",

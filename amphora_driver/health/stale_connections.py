@@ -16,8 +16,7 @@ import sqlalchemy as sa
 from amphora_driver.database.tables import amphora_heartbeat, listener_statistics
 from amphora_driver.health.statistics import Row
 
-# The health manager searches the database for silent amphorae whose rows still contain open connections. Minimum number
-# of seconds between two searches, except between the first and the second.
+# Minimum seconds between two searches for silent amphorae whose rows still have open connections.
 _SCAN_INTERVAL = 60.0
 
 _Order = tuple[int, int] | None

@@ -17,16 +17,16 @@ from sqlalchemy.exc import IntegrityError
 from amphora_driver.database.tables import listener_statistics
 from amphora_driver.health.status import ListenerReport, Report
 
-# The primary key of a row of the table `listener_statistics` consists of listener id and amphora id.
+# Listener id and amphora id: the primary key of `listener_statistics`.
 Key = tuple[str, str]
 
 _TABLE = listener_statistics
 _COUNTERS = ("bytes_in", "bytes_out", "request_errors", "total_connections")
 _VALUES = ("active_connections", *_COUNTERS)
-# The health manager ignores counters of 2**59 or more, so that the sum of several counters fits into a 64-bit column. A
-# byte counter reaches the limit after 1.5 years at 100 Gbit/s.
+# Limit of a valid counter, so that the sum of several counters fits into 64 bits. A byte counter needs 1.5 years at 100
+# Gbit/s to reach it.
 _MAX_COUNTER = 1 << 59
-# Databases limit the number of values in one `IN (...)`, so the health manager writes statistics rows in chunks of 500.
+# Maximum number of values in one `IN (...)`, which databases limit.
 _CHUNK = 500
 
 
@@ -85,16 +85,15 @@ def write_rows(connection: sa.Connection, rows: Sequence[Row]) -> None:
 
     A counter that is higher in the table keeps the higher value. `version` grows in each row that changes.
     """
-    # Two writers of statistics that lock the same rows in different orders could cause a deadlock. All writers
-    # therefore sort the rows by the primary key.
+    # All writers sort the rows by primary key. Locks in different orders could cause a deadlock.
     ordered = sorted(rows, key=lambda row: row.key)
     for begin in range(0, len(ordered), _CHUNK):
         _write_chunk(connection, ordered[begin : begin + _CHUNK])
 
 
 def _write_chunk(connection: sa.Connection, rows: Sequence[Row]) -> None:
-    # Some databases use no index for a query by pairs of columns. So the query selects only by listener id, the first
-    # column of the primary key.
+    # Some databases use no index for pairs of columns. So the query selects by listener id, the first column of the
+    # primary key.
     listener_ids = sorted({row.listener_id for row in rows})
     statement = sa.select(_TABLE.c.listener_id, _TABLE.c.amphora_id).where(_TABLE.c.listener_id.in_(listener_ids))
     known = {(one.listener_id, one.amphora_id) for one in connection.execute(statement)}
@@ -112,8 +111,8 @@ def _insert(connection: sa.Connection, rows: Sequence[Row]) -> None:
         with connection.begin_nested():
             connection.execute(statement, [msgspec.structs.asdict(row) for row in rows])
     except IntegrityError:
-        # Another health manager may have inserted a row for the same listener and amphora. So this health manager
-        # inserts the rows one by one, and updates a row that already exists.
+        # Another health manager may have inserted one of these rows. So the rows are inserted one by one, and an
+        # existing row is updated.
         if len(rows) == 1:
             connection.execute(_UPDATE, _bound(rows[0]))
             return
@@ -122,7 +121,7 @@ def _insert(connection: sa.Connection, rows: Sequence[Row]) -> None:
 
 
 def _new(name: str) -> sa.BindParameter[int]:
-    # The bind parameter has an explicit type, because some databases cannot infer the type of a parameter inside CASE.
+    # Some databases cannot infer the type of a parameter inside CASE.
     return sa.bindparam(f"new_{name}", type_=sa.BigInteger)
 
 

@@ -29,8 +29,7 @@ from msgspec import Meta
 from amphora_driver.model.enums import Kind, Operating
 from amphora_driver.model.loadbalancer import L7Policy, L7Rule, Listener, LoadBalancer, Member, Pool
 
-# An attacker may control an amphora, so the health manager limits the sizes in a report. The limits exceed the values
-# of any unmodified agent.
+# The limits apply to reports of an amphora under an attacker's control. No unmodified agent reaches them.
 Name = Annotated[str, Meta(max_length=80)]
 """An id, or two ids with a colon between them."""
 Word = Annotated[str, Meta(max_length=64)]
@@ -38,7 +37,7 @@ Words = Annotated[tuple[Word, ...], Meta(max_length=32)]
 Sentences = Annotated[tuple[Annotated[str, Meta(max_length=2048)], ...], Meta(max_length=16)]
 Usage = Annotated[dict[Word, Annotated[int, Meta(ge=0, le=100)]], Meta(max_length=16)]
 """Percentage in use of each limited resource, see `model.amphora.Resource`."""
-# The pattern limits the version in an amphora's report to printable ASCII characters, which every database can store.
+# Every database can store printable ASCII characters.
 Version = Annotated[str, Meta(max_length=64, pattern=r"^[\x20-\x7e]*\Z")]
 
 
@@ -120,8 +119,8 @@ class _View(msgspec.Struct, frozen=True):
         return f"{self.word} reported by amphora {self.amphora_id}" if self.amphora_id else f"{self.word} reported"
 
 
-# HAProxy's status of a server (management guide 9.1, field 17) begins with one of these words, for example `UP` in `UP
-# 1/3`. `NOLB` and `RESTARTING` are missing, because they say nothing about the health.
+# The first word of HAProxy's server status (management guide 9.1, field 17), for example `UP` in `UP 1/3`. `NOLB` and
+# `RESTARTING` are missing, because they do not describe the health.
 _MEMBER_WORDS = {
     "UP": Operating.ONLINE,
     "DOWN": Operating.ERROR,
@@ -166,7 +165,7 @@ def used_pools(listeners: Iterable[Listener]) -> set[str]:
     """Return the pools that an enabled listener may send requests to."""
     enabled = [listener for listener in listeners if listener.admin_state_up]
     policies = (policy for listener in enabled for policy in listener.l7policies if policy.admin_state_up)
-    # An L7 policy without an enabled rule never matches a request, so no request reaches a pool through the policy.
+    # An L7 policy without an enabled rule never matches, so it sends no request to its pool.
     matching = (policy for policy in policies if any(rule.admin_state_up for rule in policy.rules))
     named = [*(listener.default_pool_id for listener in enabled), *(policy.redirect_pool_id for policy in matching)]
     return {pool_id for pool_id in named if pool_id}
@@ -192,8 +191,8 @@ def _set_listener_status(listener: Listener, reports: Iterable[Report], result: 
     words = [(one.listeners[listener.id].status, one.amphora_id) for one in reports if listener.id in one.listeners]
     views = [_View(_LISTENER_WORDS[word], word, amphora_id) for word, amphora_id in words if word in _LISTENER_WORDS]
     if views:
-        # If two amphorae report different statuses of a listener, the worse status applies. For example, an amphora
-        # with traffic reports FULL, while its idle peer reports OPEN.
+        # Of two different reports about a listener, the worse one applies. For example, an amphora with traffic reports
+        # FULL and its idle peer OPEN.
         worst = max(views, key=lambda view: view.rank)
         result[listener.id] = ObjectStatus(Kind.LISTENER, worst.status, worst.describe())
 
@@ -243,7 +242,7 @@ def _member_status(
     if not (pool_up and member.admin_state_up):
         return _disabled(Kind.MEMBER, own=not member.admin_state_up)
     if not used:
-        # Octavia shows a member of a pool without a health monitor as NO_MONITOR, even if no listener uses the pool.
+        # Octavia shows NO_MONITOR for a member without a health monitor, even if no listener uses the pool.
         monitored = pool.healthmonitor is not None and pool.healthmonitor.admin_state_up
         status = Operating.OFFLINE if monitored else Operating.NO_MONITOR
         return ObjectStatus(Kind.MEMBER, status, "no enabled listener uses its pool")
@@ -258,8 +257,8 @@ def _member_status(
     if down is not None and best.status is not Operating.ERROR:
         return ObjectStatus(Kind.MEMBER, Operating.DEGRADED, f"{down.describe()}, {best.describe()}")
     if member.weight == 0 and best.status in (Operating.ONLINE, Operating.NO_MONITOR):
-        # HAProxy reports DRAIN only for servers with health checks. But every server with weight 0 gets no new
-        # connections, so its member counts as draining.
+        # HAProxy reports DRAIN only for servers with health checks. A server with weight 0 gets no new connections
+        # either.
         return ObjectStatus(Kind.MEMBER, Operating.DRAINING, f"weight 0, {best.describe()}")
     return ObjectStatus(Kind.MEMBER, best.status, best.describe())
 

@@ -35,10 +35,9 @@ from amphora_driver.untrusted_text import printable
 
 LOG = logging.getLogger(__name__)
 
-# In an idle system, only the times of the last heartbeats change. The health manager writes the times at most once a
-# second to save database writes.
+# Minimum seconds between two writes of the heartbeat times, which are the only changes in an idle system.
 _HEARTBEAT_WRITE_INTERVAL = 1.0
-# Once a minute, the health manager removes deleted amphorae and load balancers from its memory.
+# Seconds between two removals of deleted amphorae and load balancers from memory.
 _CLEANUP_INTERVAL = 60.0
 _MAX_REASON = 255
 
@@ -126,10 +125,9 @@ class StatusWriter:
         self._on_departed = on_departed
         self._batches = BatchWriter(database)
         self._states: dict[str, _LoadBalancerState] = {}
-        # `_updated` contains the amphorae that have sent heartbeats since the last flush to the database.
+        # Amphorae with heartbeats since the last flush to the database.
         self._updated: dict[str, LastReport] = {}
-        # `_heartbeats` contains the last heartbeat of each amphora until the health manager writes the heartbeat to the
-        # database.
+        # The last heartbeat of each amphora, until its write to the database.
         self._heartbeats: dict[str, LastHeartbeat] = {}
         self._heartbeats_written_at = 0.0
         self._cleaned_up_at = time.monotonic()
@@ -181,12 +179,12 @@ class StatusWriter:
             state = self._states.setdefault(load_balancer_id, _LoadBalancerState())
             self._log_silent(load_balancer_id, state, [each for each in trusted if each not in reports])
             newest = max((reports[each].generation or 0 for each in live), default=0)
-            # A faulty amphora may report a generation that does not exist yet. The health manager then uses the newest
-            # recorded generation. Otherwise, it would ignore every real generation below the reported number.
+            # A faulty amphora may report a generation that does not exist. Without the limit, all real generations
+            # below that number would be ignored.
             served = min(newest, one.generation)
             if served > state.served:
-                # A new configuration of a load balancer may contain objects without statuses in the database, so the
-                # health manager computes all statuses again.
+                # A new generation may contain objects without statuses in the database, so all statuses are computed
+                # again.
                 state.tree, state.served, state.statuses = _load_tree(connection, load_balancer_id), served, {}
                 state.retain(one.amphorae)
             state.invalidate_changed_status(load_balancer_id, one.operating)
@@ -314,7 +312,7 @@ class StatusWriter:
         try:
             return _compute_write(current)
         except (ValueError, ArithmeticError, LookupError) as error:
-            # An invalid report about one load balancer must not prevent writing the statuses of other load balancers.
+            # An invalid report about one load balancer must not prevent the statuses of others.
             self._record_refusal(current, error)
             return None
 
@@ -342,8 +340,8 @@ class StatusWriter:
         """Drop the memory of deleted amphorae and load balancers, at most once per cleanup interval."""
         if time.monotonic() - self._cleaned_up_at < _CLEANUP_INTERVAL:
             return
-        # The health manager first reads the known amphora ids, and then the database rows. An amphora has a row before
-        # it sends heartbeats. So an id without a row belongs to a deleted amphora.
+        # The known ids are read before the rows. An amphora has a row before it sends heartbeats, so an id without a
+        # row belongs to a deleted amphora.
         known = self._reports.known_ids()
         owners = self._database.read(amphorae.load_balancer_ids)
         self._reports.forget(known - owners.keys())
@@ -380,8 +378,7 @@ def _compute_write(current: _CurrentReports) -> _PendingWrite:
     ]
     listener_ids = {listener.id for listener in state.tree.listeners}
     changed = statistics.changed_rows(current.reports, current.load_balancer_id, listener_ids, state.rows)
-    # For an amphora that no longer sends heartbeats, the health manager sets the open connections to 0. The other
-    # counters of the amphora keep their values.
+    # The open connections of an amphora without heartbeats become 0. Its other counters keep their values.
     closed = statistics.closed_connections(state.rows, current.reports)
     return _PendingWrite(state, statuses, Entry(current.load_balancer_id, observations, (*changed, *closed)))
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from amphora_driver.store.orphans import MAX_UNKNOWN_AMPHORAE, MAX_UNKNOWN_PER_ADDRESS, UnknownAmphora
 
-# The health manager forgets an unknown amphora id that sends no heartbeat for two minutes.
+# Seconds without a datagram after which an unknown amphora id is forgotten.
 _SILENCE_TTL = 120.0
 
 
@@ -33,8 +33,7 @@ class UnknownAmphorae:
         self._write_interval = write_interval
         self._wall_clock = wall_clock
         self._lock = threading.Lock()
-        # For each unknown amphora id, `_senders` contains the monotonic times of the first and last datagram, and the
-        # address of the sender.
+        # By unknown amphora id: the monotonic times of the first and the last datagram, and the sender's address.
         self._senders: dict[str, tuple[float, float, str]] = {}
         self._recorded: dict[str, float] = {}
         self._recorded_at = float("-inf")

@@ -27,14 +27,12 @@ from amphora_driver.untrusted_text import printable
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# If the database refuses rows of a load balancer or an amphora, the health manager isolates these rows for five
-# minutes. Isolated rows get a transaction of their own.
+# Seconds for which rows that the database has refused get a transaction of their own.
 _ISOLATION_TIME = 300.0
-# The health manager logs refused rows of one load balancer at most once a minute.
+# Minimum seconds between two log messages about refused rows of one load balancer.
 _LOG_INTERVAL = 60.0
 _MAX_REASON = 500
-# For an invalid value, a database driver raises ValueError or OverflowError before it sends the statement. So both
-# errors count as refusals of the rows.
+# Database libraries raise ValueError or OverflowError for an invalid value, before they send the statement.
 _REFUSALS = (ContentRefused, ValueError, OverflowError)
 
 
@@ -78,8 +76,7 @@ class BatchWriter:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        # `refused` counts refused writes. The key is the load balancer id for statuses and statistics, and the amphora
-        # id for last heartbeats.
+        # Refused writes, by load balancer id for statuses and statistics, and by amphora id for heartbeats.
         self.refused: Counter[str] = Counter()
         self._refused_at: dict[str, float] = {}
         self._logged_at: dict[str, float] = {}

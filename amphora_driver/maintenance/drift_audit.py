@@ -48,36 +48,33 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 DUTY = "audit"
-# Longest and shortest time in seconds between two rounds of the drift audit.
+# Longest and shortest time in seconds between two rounds.
 _LONGEST_ROUND, _SHORTEST_ROUND = 5.0, 0.2
-# Number of rounds of the drift audit in one audit interval.
+# Number of rounds in one audit interval.
 _ROUNDS = 10
-# Maximum number of amphorae that a round of the drift audit queries, as a multiple of the number that the audit
-# interval requires. The reserve is for queries that failed before.
+# Maximum number of queried amphorae in a round, as a multiple of the number that the audit interval requires. The rest
+# repeats failed queries.
 _RESERVE = 1.5
-# Time-out in seconds of a query from the drift audit to an agent.
+# Time-out in seconds of a query to an agent.
 _AGENT_TIMEOUT = 5.0
-# Maximum number of seconds until the drift audit repeats a failed or postponed audit of an amphora.
+# Maximum seconds until a failed or postponed audit of an amphora is repeated.
 _RETRY_AFTER = 60.0
 _MOST_REMEMBERED = 10_000
-# Longest pause in seconds between two rounds that compare the settings of agents with the configuration.
+# Longest pause in seconds between two comparisons of the agents' settings with the configuration.
 _SETTINGS_PAUSE = 10.0
-# Maximum duration of a round of the drift audit in seconds.
+# Maximum duration of a round in seconds.
 _ROUND_TIMEOUT = 20.0
-# Maximum duration in seconds of one wait for answers. After each wait, the round checks whether it must end.
+# Seconds between two checks whether the round must end.
 _CHECK_EVERY = 0.2
-# One controller at a time holds the lease of the drift audit. Without a renewal, the lease expires after this number of
-# seconds.
+# Seconds after which the lease of the drift audit expires without a renewal. One controller at a time holds this lease.
 _DUTY_LEASE = 60.0
-# Seconds between two renewals of the lease of the drift audit.
+# Seconds between two renewals of the lease.
 _RENEW_EVERY = 10.0
-# Maximum number of unanswered queries per thread of the drift audit. One query runs, and the other one waits for the
-# thread.
+# Maximum number of unanswered queries for each thread: one runs, and one waits for the thread.
 _QUEUED = 2
-# If the generation that an amphora reports exceeds the recorded generation by more than this number, the drift audit
-# regards the reported generation as impossible.
+# A reported generation that exceeds the recorded one by more than this number is impossible.
 _IMPLAUSIBLE = 2**31
-# The round gets this value from the function `next` if no amphora is due for an audit any more.
+# Result of `next` if no amphora is due.
 _END = object()
 
 
@@ -154,8 +151,7 @@ class _Target(msgspec.Struct, frozen=True):
     digest: str
 
 
-# Answer to one query: the state that the agent reports, and the reason why the agent's settings differ from the
-# configured ones. The reason is empty if the settings are equal.
+# The state that an agent reports, and how its settings differ from the configured ones (empty if they are equal).
 _Answer: TypeAlias = "tuple[BundleState, str]"
 
 
@@ -177,16 +173,14 @@ class DriftAuditor:
         self._most: int = audit.most_at_once
         self._pause: float = audit.renderer_pause
         self._round = min(max(self._interval / _ROUNDS, _SHORTEST_ROUND), _LONGEST_ROUND)
-        # The keys are ids of amphorae whose audit failed or was postponed. The values are the times of the next
-        # attempts, on the clock of `time.monotonic()`.
+        # Amphorae whose audit failed or was postponed, and the times of the next attempts (`time.monotonic()`).
         self._retry_at: dict[str, float] = {}
-        # The keys are ids of load balancers whose amphorae have a configuration from another version of the renderer
-        # (the drift kind RENDERER), in the order of detection.
+        # Load balancers whose amphorae have the configuration of another version of the renderer, in the order of
+        # detection.
         self._outdated: dict[str, None] = {}
         self._pushed_at = time.monotonic()
-        # A newer version of the driver may render other content for the same load balancer, and pushes this content
-        # once. The keys are load balancer ids. The values are fingerprints of the pushed content, which prevent a
-        # second push.
+        # Fingerprints of content that this version rendered differently and pushed, by load balancer. They prevent a
+        # second push of equal content.
         self._pushed: dict[str, str] = {}
         self._renewed_at = 0.0
 
@@ -224,8 +218,8 @@ class DriftAuditor:
         return True
 
     def _update_settings(self, pool: ThreadPoolExecutor, goes_on: Callable[[], bool]) -> None:
-        # Each comparison of settings reads the addresses of all amphorae from the database. So it runs only after a
-        # pause.
+        # A comparison of settings reads the addresses of all amphorae from the database, so it does not run in each
+        # round.
         if time.monotonic() >= self._settings_at:
             self._settings.run_round(pool, goes_on)
             self._settings_at = time.monotonic() + min(_SETTINGS_PAUSE, self._interval)
@@ -270,8 +264,8 @@ class DriftAuditor:
                     done += self._handle_answer(asked.pop(answer), answer)
         finally:
             for answer, target in asked.items():
-                # The method `cancel` returns False if the query still runs, and such a query may never end. So the
-                # drift audit postpones this amphora and audits the others first.
+                # `cancel` returns False for a running query, which may never end. The amphora is postponed, so that it
+                # does not delay others.
                 if answer.done():
                     done += self._handle_answer(target, answer)
                 elif not answer.cancel():
@@ -292,8 +286,7 @@ class DriftAuditor:
         load_balancer_id, ids = due[0].load_balancer_id, {one.amphora_id for one in due}
         recorded = self._database.read(lambda c: load_record(c, load_balancer_id, self._context.catalogue))
         if recorded is None or recorded.generation != due[0].generation:
-            # The audit is postponed in two cases: the load balancer has changed since its amphorae were selected, or
-            # `load_record` cannot load a complete load balancer.
+            # The load balancer has changed since the selection of its amphorae, or is incomplete in the database.
             self._put_off(ids)
             return
         expected = self._expected_digests(recorded)
@@ -379,14 +372,12 @@ class DriftAuditor:
         recorded = self._database.read(lambda c: load_record(c, of, self._context.catalogue))
         if recorded is None:
             return
-        # A push may have repaired the drift after the audit. The controller therefore queries the agents again before
-        # it requests another push.
+        # A push may have repaired the drift since the audit, so the agents are queried again before another push.
         expected = self._expected_digests(recorded)
         ready = [one for one in recorded.amphorae if one.confirmed == recorded.generation]
         different = []
         for one, answer in [(one, pool.submit(self._get_state, one)) for one in ready]:
-            # An amphora that does not answer causes no push. A later round of the drift audit queries the amphora
-            # again.
+            # An amphora that does not answer causes no push. A later round queries it again.
             if not isinstance(answer.exception(), AmphoraDriverError):
                 drift = classify_drift(recorded.generation, expected[one.id], answer.result())
                 if drift is Drift.RENDERER:
@@ -397,8 +388,8 @@ class DriftAuditor:
         if len(self._pushed) >= _MOST_REMEMBERED:
             self._pushed.clear()
         self._pushed[of] = _fingerprint(recorded)
-        # To request a push, the controller deletes the confirmation of the generation in the database. One amphora
-        # without a confirmation is enough, because the push sends a new generation to all amphorae.
+        # A load balancer with an unconfirmed amphora is pushed again, to all its amphorae. So one revoked confirmation
+        # suffices.
         first = different[0]
         why = "renderer: this version renders the load balancer in another way"
         if self._database.write(lambda c: config_drift.revoke_confirmation(c, first.id, recorded.generation, why)):

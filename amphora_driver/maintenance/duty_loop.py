@@ -30,8 +30,7 @@ def run_duty(
                 "the controller could not perform its duty %s and tries again in the next round: %s", duty, error
             )
         except Exception:
-            # An error must not end the thread of a duty. Without the thread, this controller would never perform the
-            # duty again, and no component would report the failure.
+            # An error must not end the thread of a duty. No component would report that the duty is not performed.
             LOG.exception("the controller failed unexpectedly in its duty %s and tries again in %g s", duty, every)
     try:
         release()

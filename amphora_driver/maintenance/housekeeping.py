@@ -31,11 +31,9 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 _DUTY = "housekeeping"
-# Maximum number of load balancers that get new TLS ticket keys in one round of housekeeping. Each of these load
-# balancers needs a push.
+# Maximum number of load balancers with new TLS ticket keys in one round. Each needs a push.
 _MOST_ROTATED = 200
-# Maximum number of transactions in which one round purges old fail-overs from the database. The next round purges the
-# rest.
+# Maximum number of transactions that purge old fail-overs in one round. The next round purges the rest.
 _MOST_CHUNKS = 100
 
 
@@ -66,8 +64,7 @@ class Housekeeping:
             if not acquire_duty(self._database, _DUTY, self._owner, 2 * every):
                 return
             if self._certificates is not None:
-                # Housekeeping renews certificates first, because a failing backend could end the round in one of the
-                # other tasks.
+                # Certificates come first, because a failing backend could end the round in one of the other tasks.
                 renew_certificates(self._certificates)
             self.release_unused_vips()
             self._orphans.clean_up()
@@ -84,8 +81,8 @@ class Housekeeping:
         """Release VIPs of load balancers that were not created within [amp_controller] forget_vip_after."""
         grace: float = self._conf.amp_controller.forget_vip_after
         before = self._database.now() - grace
-        # After a jump of the database clock, the ages of VIP claims may be wrong. So housekeeping releases no VIPs
-        # until `grace` seconds have passed since the jump.
+        # A jump of the database clock makes the ages of VIP claims unreliable. No VIP is released until `grace` seconds
+        # after the jump.
         if self._database.seconds_since_clock_jump() < grace:
             return
         orphans, served = self._database.read(lambda c: vip_claims.list_settled_claims(c, before))

@@ -38,20 +38,20 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 DUTY = "rotation"
-# Seconds between two rounds of the image rotation.
+# Seconds between two rounds.
 _EVERY = 1.0
-# One controller at a time holds the lease of the image rotation. Without a renewal, the lease expires after this number
-# of seconds.
+# Seconds after which the lease of the image rotation expires without a renewal. One controller at a time holds this
+# lease.
 _DUTY_SECONDS = 10.0
-# The image rotation measures durations as sums of the times between its rounds. A longer time than this number of
-# seconds means that the process or the database was paused, and counts only as this number.
+# Longest time in seconds that one round adds to a measured duration. A longer time means that the process or the
+# database was paused.
 _LONGEST_GAP = 3.0
-# Maximum number of waiting load balancers that one round of the image rotation considers. The round needs several
-# candidates, because some of the load balancers may be busy.
+# Maximum number of waiting load balancers that a round considers. Some of them may be busy, so a round needs several
+# candidates.
 _CANDIDATES = 100
 # Number of missed heartbeats after which an amphora counts as silent.
 _MISSED = 3
-# Maximum number of seconds between the arrival of a heartbeat and its write to the database.
+# Maximum seconds between the arrival of a heartbeat and its write to the database.
 _WRITING = 2.0
 
 
@@ -72,13 +72,13 @@ class RotationWatch:
 
     def __init__(self, silence: float) -> None:
         self._silence = silence
-        # The keys are amphora ids. A value contains the position of the newest heartbeat, whether it arrived during the
-        # observation, and the seconds without a newer heartbeat.
+        # By amphora: the position of its newest heartbeat, whether it arrived during the observation, and the seconds
+        # without a newer one.
         self._heartbeats: dict[str, tuple[tuple[int, int], bool, float]] = {}
         self._watched: dict[str, float] = {}
         self._well: dict[str, float] = {}
-        # The keys are ids of load balancers whose amphorae are being replaced. A value contains the number of attempts
-        # of the job, and whether the status was ERROR. Both are from the first observation.
+        # By load balancer in replacement: the job's number of failed attempts and whether the status was ERROR, both at
+        # the first observation.
         self._first: dict[str, tuple[int, bool]] = {}
 
     def reset(self) -> None:
@@ -109,9 +109,8 @@ class RotationWatch:
             if item.state is ItemState.RUNNING:
                 watched[of] = self._watched.get(of, 0.0) + gap
                 before = self._first.get(of, (facts.attempts, facts.provisioning == "ERROR"))
-                # `first` has the number of failed attempts at the first observation. The rotation compares it with the
-                # present number. A successful job sets the present number to zero, so the number in `first` must not be
-                # larger.
+                # The rotation compares the present number of failed attempts with the first observed one. A successful
+                # job sets the present number to zero, so the minimum applies.
                 first[of] = (min(before[0], facts.attempts), before[1] and facts.provisioning == "ERROR")
                 if plan.missing_condition(snapshot.rotation, item, facts) is None:
                     well[of] = self._well[of] + gap if of in self._well else 0.0
@@ -151,8 +150,7 @@ class ImageRotator:
         self._owner = owner
         self._on_due = on_due
         self._watch = RotationWatch(_MISSED * conf.amp_health.interval + _WRITING)
-        # Time of the last round of the image rotation; None while another controller holds the lease of the image
-        # rotation.
+        # Time of the last round; None while another controller holds the lease.
         self._last_round_at: float | None = None
 
     def run(self, stopping: threading.Event, draining: threading.Event) -> None:
@@ -206,8 +204,8 @@ class ImageRotator:
         rotations.lock_work(connection, locked)
         snapshot = self._watch.add_durations(self._add_heard(self._read(connection, found)))
         now = connection.execute(sa.select(clock.now(connection))).scalar_one()
-        # A load balancer may have become ready after this transaction chose the rows to lock. Its row is then not
-        # locked, so the replacement of its amphorae starts only in the next round.
+        # A load balancer may have become ready after the locks were taken. Its row is not locked, so its replacement
+        # starts in the next round.
         moves = []
         for move in self._next_moves(snapshot):
             if not isinstance(move, StartItem) or move.item.load_balancer_id in locked:
@@ -256,8 +254,7 @@ class ImageRotator:
     def _read_facts(self, connection: sa.Connection, load_balancer_ids: Sequence[str]) -> dict[str, LoadBalancerFacts]:
         works = connection.execute(sa.select(job).where(job.c.load_balancer_id.in_(load_balancer_ids))).all()
         live: defaultdict[str, list[plan.AmphoraFacts]] = defaultdict(list)
-        # The outer keys are load balancer ids, and the inner keys are ids of retiring amphorae. A value tells whether
-        # the amphora drains.
+        # By load balancer and retiring amphora: whether the amphora drains.
         retiring: defaultdict[str, dict[str, bool]] = defaultdict(dict)
         query = sa.select(amphora).where(amphora.c.load_balancer_id.in_(load_balancer_ids))
         for row in connection.execute(query.order_by(amphora.c.created_at, amphora.c.id)):

@@ -15,8 +15,7 @@ import msgspec
 
 from amphora_driver.store.rotations import ItemState, Rotation, RotationItem, RotationState
 
-# Severity of the operating statuses of a load balancer. OFFLINE has no severity, because an administrator sets this
-# status on purpose.
+# OFFLINE has no severity, because an administrator sets this status on purpose.
 _SEVERITY = {"DRAINING": 1, "DEGRADED": 2, "ERROR": 3}
 
 
@@ -139,8 +138,8 @@ def next_moves(
     if rotation.state is RotationState.RUNNING:
         moves += _start_items(rotation, waiting, facts, limits, rotation.max_unavailable - busy, breaker)
     if not items:
-        # `items` may contain only a part of the waiting load balancers. So the image rotation has ended only if `items`
-        # is empty.
+        # `items` may contain only some of the waiting load balancers. So the rotation has ended only if `items` is
+        # empty.
         aborted = rotation.state is RotationState.ABORTED
         moves.append(FinishRotation(state=RotationState.ABORTED if aborted else RotationState.DONE))
     return moves

@@ -26,13 +26,13 @@ from amphora_driver.queue.jobs import acquire_duty, release_duty
 
 LOG = logging.getLogger(__name__)
 _DUTY, _DUTY_SECONDS = "notifications", 30.0
-# Seconds between two attempts of a controller to acquire the duty.
+# Seconds between two attempts of a controller to acquire the duty of sending notifications.
 _ACQUIRE_INTERVAL = 5.0
-# Maximum number of notifications that are sent before the next write to the database. A crash repeats at most so many.
+# Maximum number of notifications before the next write to the database. A crash repeats at most this number.
 _MOST_AT_ONCE = 50
-# The sender stops after this number of seconds and writes its results, so that its lease does not expire meanwhile.
+# Seconds of sending before the results are written. The lease of the duty must not expire meanwhile.
 _BATCH_SECONDS = 5.0
-# Shortest and longest pause in seconds after an error of the message bus. The pause doubles with each error.
+# Shortest and longest pause in seconds after an error of the message bus. Each error doubles the pause.
 _FIRST_BACKOFF, _LONGEST_BACKOFF = 1.0, 60.0
 # Seconds between two searches for notifications that are too old.
 _PURGE_INTERVAL = 60.0
@@ -97,7 +97,6 @@ class NotificationSender:
             return False
         self._acquire_at = now + _ACQUIRE_INTERVAL
         held = acquire_duty(self._database, _DUTY, self._owner, _DUTY_SECONDS)
-        # The controller renews its lease after half of the time.
         self._held_until = now + _DUTY_SECONDS / 2 if held else 0.0
         return held
 
@@ -122,7 +121,7 @@ class NotificationSender:
         metrics.count_notifications("failed")
         self._bus.discard()
         self._retry_at = time.monotonic() + self._backoff
-        # The text of an error can contain the URL with the password, so the log has the type only.
+        # The text of the error may contain the password of the message bus.
         LOG.warning(
             "the message bus did not accept a notification (%s); the controller tries again in %g s",
             type(error).__name__,
@@ -134,7 +133,7 @@ class NotificationSender:
         """Drop notifications that are too old, and those that nothing can make due."""
         self._database.write(outbox.delete_ownerless)
         max_age = float(self._conf.amp_notifications.max_age)
-        # After a jump of the database clock, the ages of notifications are not reliable.
+        # A jump of the database clock makes the ages of notifications unreliable.
         if self._database.seconds_since_clock_jump() < max_age:
             return
         if dropped := self._database.write(lambda connection: outbox.delete_old(connection, max_age)):
@@ -161,7 +160,7 @@ def create_duties(
     if not options.url:
         raise ConfigurationError(attempt, "[amp_notifications] url is not set", "Set the URL of the message bus.")
     try:
-        # Only this function needs kombu, which is part of the extra [distributed].
+        # kombu is part of the extra [distributed], and only a message bus needs it.
         from amphora_driver.notifications.publisher import Publisher  # noqa: PLC0415
     except ImportError as error:
         raise ConfigurationError(attempt, str(error), "Install octavia-amphora-driver[distributed].") from error

@@ -28,9 +28,8 @@ if TYPE_CHECKING:
     from amphora_driver.plugins import Catalogue
 
 LOG = logging.getLogger(__name__)
-# Crashes leave only a few orphans; more orphans indicate lost rows in the database. The cleanup removes up to this
-# number of orphans of one kind, or up to a tenth of all objects of the kind. It never removes all objects of a kind,
-# unless there is only one.
+# Crashes leave few orphans, and many orphans mean lost rows of the database. So a round removes at most this number of
+# one kind, or a tenth of all objects of the kind.
 _MOST = 2
 _FAILED = "the orphan cleanup of backend %s failed, and the controller repeats it in the next round: %s"
 
@@ -122,8 +121,7 @@ class OrphanCleaner:
             )
         )
         if not (found or noted):
-            # Usually there are no orphans. In this case, the cleanup starts no write transaction, because a write
-            # transaction locks rows.
+            # Without orphans, which is usual, no write transaction locks rows.
             return []
         for one in sorted(found - noted.keys()):
             LOG.warning(
@@ -139,8 +137,8 @@ class OrphanCleaner:
             lambda connection: orphans.update_orphans(connection, kind, backend, found, now, self._grace)
         )
         if self._database.seconds_since_clock_jump() < self._grace:
-            # After a jump of the database clock, the ages of orphans may be wrong. So the cleanup removes no orphan
-            # until the grace period has passed since the jump.
+            # A jump of the database clock makes the ages of orphans unreliable. No orphan is removed until the grace
+            # period after the jump has passed.
             return []
         if _is_plausible(len(due), len(existing)):
             return due

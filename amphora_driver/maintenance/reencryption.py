@@ -25,9 +25,8 @@ from amphora_driver.model.secret_refs import Purpose, SecretName
 from amphora_driver.store import amphorae, ca_records, sealed_secrets
 
 LOG = logging.getLogger(__name__)
-# The vault binds each encrypted value to its location: the table, the row, and sometimes further columns. The keys are
-# the columns with encrypted values. A value has the further columns, and the function that computes the location from a
-# row.
+# For each encrypted column: further columns, and the function that computes the location of the value from its row. The
+# vault binds each encrypted value to this location.
 _LOCATIONS: dict[sa.Column[Any], tuple[tuple[sa.Column[Any], ...], Callable[[sa.Row[Any]], SecretLocation]]] = {
     secret.c.sealed: (
         (),
@@ -39,9 +38,9 @@ _LOCATIONS: dict[sa.Column[Any], tuple[tuple[sa.Column[Any], ...], Callable[[sa.
         lambda row: ca_records.key_location(ca_records.CaKind(row.kind), row.certificate.encode()),
     ),
 }
-# All database columns with sealed values. A unit test searches the tables for sealed columns that are missing here.
+# A unit test searches the tables for encrypted columns that are missing here.
 SEALED: tuple[sa.Column[Any], ...] = tuple(_LOCATIONS)
-# Maximum number of rows that one transaction re-encrypts. Other writers of the database wait for the transaction.
+# Maximum number of rows in one transaction, for which other writers wait.
 _BATCH = 100
 
 

@@ -33,16 +33,16 @@ if TYPE_CHECKING:
     from amphora_driver.reconcile.context import ReconcileContext
 
 LOG = logging.getLogger(__name__)
-# Time-out in seconds of one request to an agent. The request reads or changes the settings.
+# Time-out in seconds of one request to an agent.
 _AGENT_TIMEOUT = 5.0
-# Maximum number of amphorae in one round, as a multiple of the number of amphorae that are queried at the same time.
+# Maximum number of amphorae in one round, as a multiple of the number of parallel queries.
 _ROUND_FACTOR = 8
-# Maximum number of seconds until the controller repeats a failed query or a failed change of settings.
+# Maximum seconds until a failed query or change of settings is repeated.
 _RETRY_AFTER = 60.0
-# After this number of audit intervals, the controller asks an agent again whether it has the configured settings. The
-# drift audit compares the settings too, and each of its comparisons restarts the interval.
+# Number of audit intervals between two queries for the settings of an agent. A drift audit, which also compares the
+# settings, restarts the count.
 _INTERVALS = 2
-# Maximum duration in seconds of one wait for answers. After each wait, the round checks whether it must end.
+# Seconds between two checks whether the round must end.
 _CHECK_EVERY = 0.2
 _NOT_FOUND = 404
 
@@ -65,10 +65,10 @@ class SettingsUpdate:
         self._logs = log_defaults(context.conf)
         self._interval: float = context.conf.amp_drift.interval
         self._most: int = _ROUND_FACTOR * context.conf.amp_drift.most_at_once
-        # The keys are amphora ids. The values are the times of the next queries, on the clock of `time.monotonic()`.
+        # Times of the next queries by amphora (`time.monotonic()`).
         self._due_at: dict[str, float] = {}
-        # The keys are amphora ids, and the values are ids of load balancers or spare pools. A changed owner means that
-        # a spare amphora now serves a load balancer and needs other settings at once.
+        # Load balancer or spare pool of each amphora. A spare amphora that begins to serve a load balancer needs other
+        # settings at once.
         self._owners: dict[str, str] = {}
         self._log_lines: dict[str, LogLines] = {}
 
@@ -77,8 +77,7 @@ class SettingsUpdate:
         ready = self._database.read(amphorae.list_reachable)
         moment = time.monotonic()
         known = {one.id for one in ready}
-        # A thread of a former round may add its result at this moment, and a dictionary must not change during a loop.
-        # So the loops use copies.
+        # The loops use copies, because a thread of an earlier round may add a result meanwhile.
         self._due_at = {one: at for one, at in self._due_at.copy().items() if one in known}
         self._log_lines = {one: lines for one, lines in self._log_lines.copy().items() if one in known}
         owners = {one.id: one.load_balancer_id for one in ready}
@@ -90,8 +89,7 @@ class SettingsUpdate:
         roots = self._database.read(
             lambda connection: desired_objects.load_roots(connection, [one.load_balancer_id for one in chosen])
         )
-        # A query can hang. So the controller sets the time of the next query before it sends this one. Otherwise, every
-        # round would send another query.
+        # A query may hang. Without the time of the next query, each round would send another one.
         for one in chosen:
             self._put_off(one.id)
         asked = {pool.submit(self._query, one, roots.get(one.load_balancer_id)): one for one in chosen}
@@ -143,8 +141,8 @@ class SettingsUpdate:
         for result in metrics.LOG_RESULTS:
             present = getattr(lines, result)
             before = present if former is None else getattr(former, result)
-            # The log forwarder counts from zero after a restart. So a counter that is lower than before counts only the
-            # lines since the restart.
+            # A counter that is lower than before belongs to a restarted log forwarder and counts the lines since the
+            # restart.
             metrics.count_log_lines(result, present - before if present >= before else present)
 
     def _query(self, one: ReachableAmphora, root: LoadBalancer | None) -> str:
@@ -158,8 +156,7 @@ class SettingsUpdate:
             actual = self._agents.put_settings(amphora_id, address, wanted.encode(), deadline=deadline).digest
         except AgentError as error:
             if isinstance(error, AgentRefused) and error.status == _NOT_FOUND:
-                # An agent of an earlier version does not know this request. Such an agent has replaced the queried
-                # agent since the last query.
+                # A 404 comes from an agent of an earlier version, which has replaced the queried agent meanwhile.
                 return ""
             return f"settings: it has other heartbeat settings or log targets than configured: {error.happened}"
         if actual != wanted.digest:

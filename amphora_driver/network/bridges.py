@@ -25,11 +25,11 @@ from amphora_driver.host import namespaces
 from amphora_driver.model.network import Port
 from amphora_driver.network.ip_allocation import AddressRange, Segment, derive_mac
 
-# Value of the flag IFA_F_NODAD: the kernel uses a new address immediately, without duplicate address detection. The
-# database guarantees that the address is unique.
+# IFA_F_NODAD: the kernel uses the address without duplicate address detection. The database guarantees unique
+# addresses.
 _NO_DAD = 0x02
-# The kernel confirms the removal of an interface some milliseconds before the name is free again. Maximum number of
-# seconds to wait until the name is free.
+# Seconds to wait until the name of a removed interface is free. The kernel frees the name some milliseconds after it
+# confirms the removal.
 _NAME_FREE_AFTER = 2.0
 
 
@@ -95,9 +95,8 @@ class Switch:
 
     def _ensure_bridge(self, kernel: Any, segment: Segment, subnets: tuple[AddressRange, ...]) -> None:
         with _ignoring(errno.EEXIST):
-            # Without a fixed MAC address, a bridge uses the lowest MAC address of its ports. If this port were removed,
-            # neighbours would keep a wrong ARP entry of the gateway. Multicast snooping is off, because it drops VRRP
-            # and neighbour discovery in a network without a multicast querier.
+            # Without a fixed MAC address, a bridge changes its address when ports are removed, and neighbours keep a
+            # wrong ARP entry. Multicast snooping would drop VRRP and neighbour discovery.
             mac = derive_mac(segment.id, "bridge")
             kernel.link("add", kind="bridge", ifname=segment.bridge, address=mac, br_mcast_snooping=0)
         index = kernel.link_lookup(ifname=segment.bridge)[0]

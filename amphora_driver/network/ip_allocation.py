@@ -16,8 +16,7 @@ from netaddr import EUI, IPRange, IPSet, mac_unix_expanded
 from amphora_driver.errors import Conflict, NetworkError, UnsupportedOption
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
-# The backend uses MAC addresses with OpenStack's prefix (fa:16:3e). The value has the prefix as the highest three bytes
-# of a number.
+# OpenStack's MAC prefix (fa:16:3e) as the highest three bytes of a number.
 _OUI = 0xFA163E << 24
 
 

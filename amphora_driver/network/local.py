@@ -50,8 +50,8 @@ class LocalNetwork:
 
     supports: ClassVar[frozenset[str]] = frozenset({"vip_qos_policy_id", "vip_sg_ids", "client_address"})
     wiring: ClassVar[str] = "bridge"
-    # A bridge passes all traffic, so listeners need no rules in this backend. `listing_interval` is zero, because a
-    # call of `owners` takes only a millisecond.
+    # A bridge passes all traffic, so listeners need no rules. A call of `owners` takes a millisecond, so it may run at
+    # any time.
     listener_rules = False
     listing_interval = 0.0
 
@@ -90,8 +90,8 @@ class LocalNetwork:
             else:
                 local_db.set_owner(connection, row.id, local_db.user_owner(row.id))
 
-        # The packet rules of the VIPs are removed before their addresses are released. Otherwise, the next owner of an
-        # address would inherit the rules.
+        # The packet rules are removed before the addresses are released. Otherwise, the next owner of an address would
+        # inherit the rules.
         self.port_security.remove_options(load_balancer_id)
         self._database.write(work)
 
@@ -134,7 +134,7 @@ class LocalNetwork:
             local_db.add_addresses(connection, port.id, fixed, len(have))
             return find(connection) or port
 
-        # The port usually exists already. So the backend first searches for the port without a write transaction.
+        # The port usually exists, and a read needs no write lock.
         port = self._database.read(find)
         if port is not None and set(subnet_ids) <= {fixed.subnet_id for fixed in port.addresses}:
             return port
@@ -154,8 +154,8 @@ class LocalNetwork:
     def owners(self) -> Owners:
         query = sa.select(local_port.c.owner, local_port.c.ours).distinct()
         found = self._database.read(lambda c: c.execute(query).all())
-        # Only owners with the form of an amphora id are amphorae, because hosts of the sandbox also own ports. A VIP
-        # may use a port that a user created, which the backend releases but never deletes.
+        # Hosts of the sandbox own ports too, so only owners in the form of an amphora id count. The driver releases a
+        # user's port and never deletes it.
         return Owners(
             amphorae=frozenset(row.owner for row in found if row.ours and _AMPHORA.fullmatch(row.owner)),
             load_balancers=frozenset(
@@ -294,8 +294,7 @@ class LocalNetwork:
             try:
                 fixed.append(local_db.choose_address(connection, subnet, request.address, attempt, mine))
             except NetworkError as error:
-                # The user can solve the problem by choosing another address, but the operator cannot. So the error
-                # becomes a `Conflict`, which Octavia shows to the user.
+                # Only the user can choose another address. Octavia shows a `Conflict` to the user.
                 raise Conflict(error.wanted, error.happened, error.remedy) from error
         return local_db.to_vips(local_db.make_port(connection, segment, vip_owner(load_balancer_id), fixed))
 

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 Json = dict[str, Any]
-# The keys are kinds of objects. A value contains the path in the Neutron API, and the singular and the plural name in
-# JSON.
+# For each kind of object: the path in Neutron's API, and the singular and plural name in JSON.
 _NAMES = {
     "ports": ("/ports", "port", "ports"),
     "networks": ("/networks", "network", "networks"),
@@ -69,8 +68,8 @@ class Neutron:
             answer = self._service.request("GET", path, params=(*query(fields, filters), *size, *last))
             page = answer[many]
             found += page
-            # A page may be shorter than the requested limit, because Neutron has a limit of its own. Neutron adds a
-            # link to the page if more objects follow.
+            # Neutron may return fewer objects than requested although more follow. Only a missing link "next" shows the
+            # end.
             links = answer.get(f"{many}_links") or ()
             if not page or not any(one["rel"] == "next" for one in links):
                 return found
@@ -98,8 +97,7 @@ class Neutron:
         try:
             self._service.request("PUT", f"{_NAMES[kind][0]}/{made['id']}/tags", json={"tags": list(tags)})
         except ApiError as error:
-            # The tags only help operators to find objects, and the driver never reads them. So a failure needs no
-            # further action.
+            # Tags only help operators to find objects, and the driver does not need them.
             LOG.warning(
                 "the network backend could not add tags to %s %s, and leaves the object without tags: %s",
                 _NAMES[kind][1],

@@ -35,10 +35,9 @@ from amphora_driver.network.neutron_rules import (
 from amphora_driver.openstack.errors import ApiError, translate
 
 LOG = logging.getLogger(__name__)
-# Maximum number of attempts to create or complete a security group. An attempt fails if another process changes the
-# group at the same time.
+# Maximum number of attempts to create or complete a group. Changes by other processes make an attempt fail.
 _ATTEMPTS = 5
-# Maximum number of seconds for which a thread waits until another thread of the process has read a group.
+# Maximum seconds to wait until another thread has read a group.
 _MAX_WAIT = 5.0
 # Minimum age in seconds of a group that is deleted. A process may still use a newer group: for as long as its cache
 # keeps the group, and for one request. If Neutron deletes a group during the creation of a port, the port loses it.
@@ -118,8 +117,8 @@ class Groups:
             return found
 
         def read_alone() -> str:
-            # Otherwise, each thread of a new process would create a group. The lock only saves requests, so a thread
-            # that does not get it in time continues.
+            # Without the lock, each thread of a new process would create a group, which is harmless. So a thread
+            # without the lock continues after a time-out.
             is_locked = self._reading.acquire(timeout=limit_wait(_MAX_WAIT))
             try:
                 return self._neutron.cached(key, read)
@@ -152,8 +151,8 @@ class Groups:
         guarded = [one for one in ports if one.get("port_security_enabled", True)]
         ids = sorted({group for one in guarded for group in one["security_groups"]})
         if not ids or not all(one["security_groups"] for one in guarded):
-            # Neutron blocks all traffic of a port that has port security but no security group. So without groups, only
-            # ports without port security pass the answers.
+            # Neutron blocks a port with port security and without a group. So without groups, only a port without port
+            # security passes the answers.
             return not guarded
         found = self._neutron.find("groups", fields=("id", "stateful"), id=ids)
         return len(found) == len(ids) and not any(one.get("stateful", True) for one in found)
@@ -169,8 +168,7 @@ class Groups:
         self, name: str, rules: frozenset[Rule], load_balancer_id: str | None = None, *, stateful: bool = True
     ) -> Json:
         """Return the group with this name; created and completed if necessary."""
-        # Operators may add rules to the security groups of the deployment. But the group of a load balancer must have
-        # exactly the rules of the driver.
+        # Operators may add rules to the groups of the deployment, but not to the group of a load balancer.
         exact = load_balancer_id is not None
         for _ in range(_ATTEMPTS):
             found = self._find(name)
@@ -178,7 +176,7 @@ class Groups:
                 if not found:
                     made = self._create(name, load_balancer_id, stateful=stateful)
                     self._complete(made, rules, exact=exact)
-                    # Another process may have created the group too. The next list contains both groups.
+                    # Another process may have created the group too, so the list is read again.
                     found = self._find(name)
                 kept = objects.oldest(found)
                 if kept is None:
@@ -187,7 +185,7 @@ class Groups:
             except ApiError as error:
                 if error.status not in (404, 409) or "overquota" in error.kind.lower():
                     raise
-                # Another process has changed the rules or deleted the security group. So the driver tries again.
+                # Another process has changed the rules or deleted the group.
                 continue
             self._delete_others(found, kept)
             return kept
@@ -216,7 +214,7 @@ class Groups:
             try:
                 self._neutron.delete("groups", one["id"])
             except ApiError as error:
-                # The status 409 means that a port uses the group.
+                # Neutron answers 409 if a port uses the group, which is usual.
                 level = logging.DEBUG if error.status == 409 else logging.WARNING
                 LOG.log(
                     level,

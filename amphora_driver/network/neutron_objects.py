@@ -104,8 +104,7 @@ def amphora_port_body(
         "binding:vnic_type": request.vnic_type,
     }
     if request.subnet_ids:
-        # The request always contains `fixed_ips`. If the list is empty, Neutron creates a port without any address. If
-        # it were missing, Neutron would choose the addresses.
+        # Without `fixed_ips`, Neutron chooses addresses. With an empty list, the port gets no address.
         body["fixed_ips"] = [{"subnet_id": subnet_id} for subnet_id in request.subnet_ids]
     if request.vnic_type == DIRECT:
         body |= {"port_security_enabled": False, "security_groups": []}
@@ -211,8 +210,8 @@ def to_vips(port: Json, wanted: Sequence[VipRequest]) -> tuple[Vip, ...] | None:
     """Return the VIPs in the order of the request; None if the port has no address for one of them."""
     left = [(one["subnet_id"], one["ip_address"]) for one in port["fixed_ips"]]
     chosen: dict[int, tuple[str, str]] = {}
-    # A VIP request may contain an address, a subnet, both or neither. The most specific requests get their addresses
-    # first. Otherwise, a request without an address could get the address that another request names.
+    # The most specific requests get their addresses first. Otherwise, a request without an address could get an address
+    # that another request names.
     for exact in (3, 2, 1, 0):
         for number, request in enumerate(wanted):
             score = 2 * bool(request.address) + bool(request.subnet_id)

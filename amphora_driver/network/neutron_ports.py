@@ -20,8 +20,7 @@ from amphora_driver.network.neutron_groups import Groups, families
 from amphora_driver.network.neutron_references import References
 from amphora_driver.openstack.errors import ApiError, translated
 
-# Maximum number of attempts to create or complete the port of an amphora. An attempt fails if another process changes
-# the port at the same time.
+# Maximum number of attempts to create or complete a port. Changes by other processes make an attempt fail.
 _ATTEMPTS = 3
 
 
@@ -91,8 +90,7 @@ class AmphoraPorts:
         except ApiError as error:
             if error.kind != "SecurityGroupNotFound":
                 raise
-            # An operator, or a process that found an older group of the same name, has deleted the group since it was
-            # read.
+            # The cached group was deleted since its read, so the groups are read again.
             self._groups.forget()
             self._apply_options(load_balancer_id, project_id, options, port_ids, wanted)
 
@@ -126,8 +124,7 @@ class AmphoraPorts:
 
     def _find(self, request: PortRequest) -> Json | None:
         found = self._list(request.amphora_id, network_id=request.network_id)
-        # Neutron refuses to change the type of a port that is bound to a hypervisor. So only a port of the wanted type
-        # is usable.
+        # Neutron refuses to change the type (`vnic_type`) of a port that is bound to a hypervisor.
         return objects.oldest([one for one in found if one["binding:vnic_type"] == request.vnic_type])
 
     def _list(self, amphora_id: str, **more: str) -> list[Json]:

@@ -17,14 +17,13 @@ from amphora_driver.errors import UnsupportedOption
 from amphora_driver.network.neutron_client import Json, Neutron
 from amphora_driver.network.neutron_objects import choose_subnet
 
-# The keys are kinds of objects. Each value has two names of the kind: one for error messages, and the object type in
-# Neutron's RBAC policies.
+# For each kind of object: its name in error messages, and its type in Neutron's RBAC policies.
 _TYPES = {
     "networks": ("network", "network"),
     "policies": ("QoS policy", "qos_policy"),
     "groups": ("security group", "security_group"),
 }
-# The actions of the RBAC policies that permit the use of an object. The second one exists for networks only.
+# Actions of RBAC policies that permit the use of an object. The second one exists for networks only.
 _ACTIONS = ("access_as_shared", "access_as_external")
 
 

@@ -17,13 +17,12 @@ import msgspec
 from amphora_driver.model.network import ListenerRule
 
 FAMILIES = ("IPv4", "IPv6")
-# IP protocol number of VRRP. The two amphorae of a load balancer send VRRP advertisements to each other.
+# IP protocol number of VRRP, between the two amphorae of a load balancer.
 _VRRP = "112"
-# Two amphorae of a load balancer send traffic to each other at these ports. HAProxy synchronizes stick tables over the
-# TCP port. The UDP port is for the tunnel of a planned handover.
+# Ports between the two amphorae of a load balancer: synchronization of HAProxy's stick tables (TCP), and the tunnel of
+# a planned handover (UDP).
 _PEER_PORTS = (("tcp", 1025), ("udp", 4789))
-# Neutron may return the same protocol under several names and numbers. The keys are these names and numbers, and the
-# values are the names or numbers that the driver uses.
+# Names and numbers of protocols that Neutron may return, and the ones that the driver uses.
 _NUMBERS = {"vrrp": _VRRP, "6": "tcp", "17": "udp", "132": "sctp", "ipv6-icmp": "icmpv6", "58": "icmpv6", "1": "icmp"}
 
 

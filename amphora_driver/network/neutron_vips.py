@@ -68,16 +68,16 @@ class VipPorts:
                 return self._create(load_balancer_id, project_id, requests, wanted)
             except ApiError as error:
                 if error.kind == "SecurityGroupNotFound":
-                    # An operator, or a process that found an older security group of the same name, has deleted the
-                    # group since the driver read it.
+                    # The cached group was deleted since its read, so the groups are read again.
                     self._groups.forget()
                     continue
-                # HTTP status 409 means that the port already exists: another process created it, or the answer to an
-                # earlier request was lost.
+                # Neutron answers 409 if the port exists: another process created it, or the answer to an earlier
+                # request was lost.
                 port = self._find(load_balancer_id, project_id) if error.status == 409 else None
                 if port is not None:
                     return port
-                # The port of another process may have been removed since Neutron refused the same MAC address.
+                # Neutron refused the MAC address because of another process's port, which may be gone now. So the
+                # creation is tried again.
                 if error.kind != "MacAddressInUse":
                     raise
         raise NetworkError(wanted, f"other processes changed it {_ATTEMPTS} times")
@@ -123,8 +123,7 @@ class VipPorts:
         mac = objects.derive_mac(self._deployment_id, load_balancer_id, network_id)
         body = objects.vip_port_body(load_balancer_id, project_id, self._mark, mac, network_id, fixed)
         if self._neutron.has_extension("port-security"):
-            # Some networks disable port security for new ports. Neutron refuses a security group on such a port, so the
-            # driver enables port security.
+            # Some networks disable port security for new ports, and Neutron refuses a security group on such a port.
             body["port_security_enabled"] = True
         tags = objects.tags(self._deployment_id, load_balancer_id)
         return self._neutron.create_tagged("ports", {**body, **self._evidence()}, tags)

@@ -18,15 +18,13 @@ from amphora_driver.errors import NetworkError
 FAMILY, TABLE = "bridge", "amphora_vips"
 PROTOCOLS = ("tcp", "udp", "sctp", "icmp", "icmpv6")
 _WITH_PORTS = ("tcp", "udp", "sctp")
-# A QoS policy states rates in kilobits. This is the number of bytes in a kilobit.
+# Bytes in a kilobit, the unit of rates in a QoS policy.
 _BYTES = 125
-# Duration in seconds of a burst that is permitted at the full rate. Neutron's documentation recommends this value for
-# TCP.
+# Duration in seconds of a burst at the full rate, as Neutron's documentation recommends for TCP.
 _BURST = 0.8
-# Minimum size in bytes of the permitted burst. It is four times the size of the kernel's largest frames (64 KiB).
+# Minimum burst in bytes: four of the kernel's largest frames (64 KiB).
 _LEAST_BURST = 256 * 1024
-# ICMP messages that always pass the packet rules of a VIP. Without neighbour discovery, no host finds the VIP. The
-# other types serve path MTU discovery (RFC 1191, RFC 8201).
+# ICMP messages that always pass, for neighbour discovery and path MTU discovery (RFC 1191, RFC 8201).
 _ALWAYS = {
     4: ("icmp type destination-unreachable accept",),
     6: ("icmpv6 type { destination-unreachable, packet-too-big, nd-neighbor-solicit, nd-neighbor-advert } accept",),
@@ -106,8 +104,8 @@ def render_ruleset(protected: Sequence[ProtectedVips]) -> str:
     for number, one in enumerate(protected):
         if one.groups is not None:
             lines += [f"  chain vip{number} {{", *(f"    {line}" for line in _admission_rules(one, one.groups)), "  }"]
-    # The hook `forward` sees frames between two ports of a bridge, and the hook `output` sees packets that the kernel
-    # routes to a bridge. The rules must apply to both.
+    # The hook `forward` sees frames between ports of a bridge, and `output` sees packets that the kernel routes to a
+    # bridge.
     for hook in ("forward", "output"):
         lines += [f"  chain {hook} {{", f"    type filter hook {hook} priority 0; policy accept;"]
         for number, one in enumerate(protected):
@@ -149,7 +147,7 @@ def _rate_limits(one: ProtectedVips, direction: str, attribute: str) -> Iterator
         return
     burst = max(int(rate * _BYTES * _BURST), _LEAST_BURST)
     for interface in one.interfaces:
-        # All packets that match one rule share its rate limit. Each interface therefore gets its own rule.
+        # All packets that match a rule share its rate limit, so each interface needs its own rule.
         yield f'{direction} "{interface}" limit rate over {rate * _BYTES} bytes/second burst {burst} bytes drop'
 
 
