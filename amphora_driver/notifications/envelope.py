@@ -21,7 +21,7 @@ def build_message(one: Notification, publisher_id: str | None = None) -> dict[st
         "event_type": f"octavia.loadbalancer.{one.event.value}.end",
         "priority": PRIORITY.upper(),
         "payload": payload,
-        # A time in UTC without a time zone, as oslo.messaging sends it.
+        # oslo.messaging sends times in UTC without a time zone.
         "timestamp": f"{dt.datetime.fromtimestamp(one.ready_at, dt.timezone.utc):%Y-%m-%d %H:%M:%S.%f}",
         # Consumers of oslo.messaging recognize a repeated message by this id.
         "_unique_id": one.message_id.replace("-", ""),

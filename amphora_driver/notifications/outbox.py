@@ -68,11 +68,11 @@ def announce_nothing(_connection: sa.Connection, _load_balancer_id: str, _genera
 def announce(connection: sa.Connection, load_balancer_id: str, generation: int, event: Event) -> None:
     """Record the notification of a request, which waits for the result; see `Announce`."""
     if event is Event.DELETE:
-        # Octavia accepts a deletion only after it has accepted the result of the previous request. The provider agent
-        # may have died before it recorded this.
+        # Octavia accepts a deletion only after the result of the previous request. The provider agent may have died
+        # before it recorded that result.
         applied = connection.execute(sa.select(job.c.applied).where(job.c.load_balancer_id == load_balancer_id))
         release(connection, {load_balancer_id: int(applied.scalar_one())})
-        # The user repeats a deletion that has failed.
+        # After a failed deletion, the user deletes again. Only the newest deletion is reported.
         repeated = _ROW.load_balancer_id == load_balancer_id, _ROW.event == event.value, _ROW.ready_at.is_(None)
         connection.execute(notification.delete().where(*repeated))
     row = {"load_balancer_id": load_balancer_id, "generation": generation, "event": event.value}
@@ -117,7 +117,7 @@ def delete_old(connection: sa.Connection, max_age: float) -> int:
 def delete_ownerless(connection: sa.Connection) -> None:
     """Delete waiting notifications of load balancers that were deleted while notifications were off."""
     known = sa.exists().where(job.c.load_balancer_id == _ROW.load_balancer_id)
-    # Two statements, because a DELETE that reads `job` would lock rows of `job` on MariaDB.
+    # On MariaDB, a DELETE that reads `job` would lock rows of `job`.
     found = connection.execute(sa.select(_ROW.id).where(_ROW.ready_at.is_(None), ~known))
     for some in chunks(list(found.scalars())):
         connection.execute(_DELETE, {"ids": some})
@@ -139,7 +139,7 @@ def _make_due(connection: sa.Connection, waiting: Sequence[Any]) -> None:
     for some in chunks(sorted({one.load_balancer_id for one in waiting})):
         for row in connection.execute(_BODIES, {"ids": some}):
             payloads[row.id] = msgspec.json.encode(build_payload(_DECODER.decode(row.body))).decode()
-    # Every writer updates rows in the order of the row ids, so that no deadlock occurs.
+    # All writers update rows in the order of their ids, so that no deadlock occurs.
     for one in sorted(waiting, key=lambda row: int(row.id)):
         if payload := payloads.get(one.load_balancer_id):
             changed = notification.update().where(_ROW.id == one.id, _ROW.ready_at.is_(None))

@@ -81,7 +81,8 @@ class Publisher:
     def _connect(self) -> None:
         limits = {"read_timeout": _ANSWER_SECONDS, "write_timeout": _ANSWER_SECONDS, "confirm_publish": True}
         url = self._urls[0]
-        # The server name None means the host of the URL. Without this key, the library does not compare names.
+        # With the server name None, kombu compares the certificate with the host of the URL. Without this key, it
+        # compares no name.
         tls: Any = {"server_hostname": None, "cert_reqs": ssl.CERT_REQUIRED, "ca_certs": self._ca_certificate}
         self._connection = kombu.Connection(
             url,
@@ -89,7 +90,7 @@ class Publisher:
             transport_options=limits,
             ssl=tls if url.startswith("amqps:") else False,
         )
-        # The sender has its own back-off, so the library makes one attempt.
+        # One attempt suffices, because the notification sender has its own back-off.
         self._connection.ensure_connection(max_retries=0, reraise_as_library_errors=False)
         self._declare(lambda channel, passive: self._exchange(channel).declare(passive=passive))
         for queue in self._queues:
@@ -101,7 +102,8 @@ class Publisher:
 
     def _declare(self, declare: Any) -> None:
         """Declare an exchange or queue if it does not exist."""
-        # RabbitMQ closes the channel after a search without a result, so each declaration has its own channel.
+        # RabbitMQ closes the channel if the searched exchange or queue does not exist. So each declaration has its own
+        # channel.
         try:
             with self._connection.channel() as channel:
                 declare(channel, True)

@@ -41,8 +41,7 @@ class TimedCache:
         now = time.monotonic()
         value = read()
         with self._lock:
-            # The method also removes the expired values of all other keys. Otherwise, the values of deleted objects
-            # would stay in memory, because no call asks for them again.
+            # The values of deleted objects would stay in memory, because no call asks for them again.
             self._values = {one: kept for one, kept in self._values.items() if now < kept[0]}
             self._values[key] = (now + self._seconds, value)
         return value

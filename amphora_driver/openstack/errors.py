@@ -61,7 +61,7 @@ def read_message(body: str) -> tuple[str, str]:
     except (ValueError, StopIteration):
         name, found = "", None
     if isinstance(found, dict):
-        # In an error of Nova, the name of the error is a key: {"forbidden": {"code": 403, "message": ...}}.
+        # Nova names its errors by a key, for example {"forbidden": {"code": 403, "message": ...}}.
         kind = str(found.get("type") or found.get("title") or (name if "code" in found else ""))
         message = str(found.get("message") or "")
     else:
@@ -151,8 +151,7 @@ def transport_error(error: Exception, wanted: str) -> AmphoraDriverError:
     if isinstance(error, exceptions.ConnectTimeout):
         return TimedOut(wanted, reason)
     if isinstance(error, exceptions.Unauthorized | exceptions.Forbidden):
-        # A rejected service account must not become a `NetworkError`, because Octavia shows the text of a final
-        # `NetworkError` to the user.
+        # Octavia shows the text of a final `NetworkError` to the user, who must not read about the service account.
         return ConfigurationError(wanted, reason, "Check the service account in [amp_openstack].")
     if isinstance(error, exceptions.MissingRequiredOptions | exceptions.NoMatchingPlugin):
         return ConfigurationError(wanted, reason, "Correct the options of keystoneauth in [amp_openstack].")

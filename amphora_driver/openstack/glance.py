@@ -44,10 +44,8 @@ class Images:
         return read((tag,), lambda: self._read(tag))
 
     def _read(self, tag: str) -> str | None:
-        # Glance stores creation times in whole seconds. If several images have the same creation time, the sort by id
-        # always puts the same image first.
+        # Glance stores creation times in whole seconds. With the sort by id, the result is the same for equal times.
         params = [("tag", tag), ("owner", self._owner), ("status", "active"), ("sort", "created_at:desc,id:desc")]
         found = self._service.request("GET", "/images", params=[*params, ("limit", "1")])["images"]
-        # Glance filters the images by owner. The driver also checks the owner in the answer, because the security of
-        # all amphorae depends on it.
+        # The security of all amphorae depends on the owner of the image, so the answer is checked too.
         return next((str(one["id"]) for one in found if one.get("owner") == self._owner), None)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 GROUP = "amp_openstack"
 _WANTED = "connect to OpenStack"
-# The last part of the address of a service with one version of its API.
+# Last part of the address of a service with one version of its API.
 _VERSIONS = {"network": "v2.0", "load_balancer": "v2"}
 
 
@@ -117,8 +117,7 @@ class Service:
             return self._adapter
 
     def _connect(self) -> Any:
-        # octavia-api loads this module but may never connect to OpenStack. The imports take a second, so they run only
-        # at the first connection.
+        # The imports take a second, and octavia-api may never connect to OpenStack.
         from keystoneauth1 import exceptions, loading  # noqa: PLC0415
         from openstack.connection import Connection  # noqa: PLC0415
 
@@ -142,9 +141,8 @@ class Service:
         adapter = getattr(Connection(session=session, **self._endpoint(conf, groups[0])), self._kind)
         version = _VERSIONS.get(self._kind)
         if version and adapter.endpoint_override:
-            # If the configured address has no version, openstacksdk asks the service for the version. If the service
-            # does not answer, openstacksdk never adds the version, and each request fails with status 404. So the
-            # driver adds the version itself.
+            # openstacksdk asks a service without a version in its address for the version. If the service does not
+            # answer, all later requests fail with status 404.
             adapter.endpoint_override = f"{_without_version(adapter.endpoint_override)}/{version}"
         return adapter
 
@@ -175,7 +173,7 @@ class Service:
             interface = interface or next(iter(theirs.valid_interfaces or ()), None)
             address = address or theirs.endpoint_override
         if address and self._kind == "load_balancer":
-            # Octavia has the document with its versions at the address without a version only.
+            # Octavia lists its versions only at the address without a version.
             address = _without_version(address)
         values = {"region_name": region, "interface": interface, f"{self._kind}_endpoint_override": address}
         return {name: value for name, value in values.items() if value}

@@ -32,22 +32,20 @@ from amphora_driver.queue import local_socket, notifier
 from amphora_driver.store import desired_objects
 
 LOG = logging.getLogger(__name__)
-# At its start, the reporter compares all load balancers with Octavia that changed within this number of seconds. The
-# reporter before it may have ended before it finished these comparisons.
+# Seconds before the start of a reporter, from which it compares changed load balancers again. The previous reporter may
+# not have finished these comparisons.
 _LOOK_BACK = 600.0
-# Shortest and longest delay in seconds after a failed comparison with Octavia. The delay grows with each failure,
-# because a read without an answer blocks Octavia for half a minute.
+# Shortest and longest delay in seconds after a failed comparison. A read without an answer blocks Octavia for half a
+# minute.
 _FIRST_BACKOFF, _MAX_BACKOFF = 15.0, 600.0
-# The provider agent compares objects without their child objects. Before a comparison, it therefore sets these fields,
-# which contain the children, to empty values.
+# Fields with child objects, which a comparison of two objects ignores.
 _CHILDREN: dict[type, dict[str, Any]] = {
     LoadBalancer: {"listeners": (), "pools": ()},
     Listener: {"l7policies": ()},
     L7Policy: {"rules": ()},
     Pool: {"members": (), "healthmonitor": None},
 }
-# The comparison with Octavia ignores these fields of a load balancer. Octavia does not know the fields, or sends the
-# fields only when the load balancer is created.
+# Fields of a load balancer that Octavia does not know, or sends only at the creation. A comparison ignores them.
 _LOCAL_FIELDS = ("profile", "flavor", "availability_zone", "vip", "additional_vips")
 
 
@@ -68,8 +66,7 @@ class OctaviaAuditor:
         self._reader = reader
         self._executor = executor
         self._lock = threading.Lock()
-        # The keys of both dictionaries are load balancer ids. `_due` contains the monotonic times of the next
-        # comparisons, and `_backoffs` contains the delays in seconds after failed comparisons.
+        # By load balancer: the monotonic time of the next comparison, and the delay in seconds after a failed one.
         self._due: dict[str, float] = {}
         self._backoffs: dict[str, float] = {}
         self._next = 0.0
@@ -142,8 +139,8 @@ class OctaviaAuditor:
             return True
         dropped = "Octavia rolled back member removals of load balancer %s; the provider agent restores members %s"
         LOG.warning(dropped, load_balancer_id, ", ".join(lost))
-        # If Octavia rolled back a batch of member changes, the provider agent restores only the members that the batch
-        # removed. A later comparison with Octavia corrects the members that the batch created or changed.
+        # Only removed members are restored here. A later comparison corrects the members that the batch created or
+        # changed.
         if self._database.write(lambda connection: sync_transactions.restore_members(connection, row, lost)):
             self.schedule([load_balancer_id])
             notifier.notify(self._conf, local_socket.CONTROLLER, load_balancer_id)
@@ -155,8 +152,7 @@ class OctaviaAuditor:
         if before is None:
             if self._database.read(lambda connection: sync_transactions.is_present(connection, load_balancer_id)):
                 self.schedule([load_balancer_id])
-                # This comparison sent no request, so it caused no load in Octavia. The next comparison therefore starts
-                # without a delay.
+                # The load balancer needed no request to Octavia, so the next comparison may follow without a delay.
                 self._next = 0.0
             return False
         row, recorded, removed = before
@@ -168,8 +164,7 @@ class OctaviaAuditor:
             )
             LOG.warning(unknown, load_balancer_id)
             return False
-        # Octavia shows a removed object until Octavia receives the status DELETED. So the provider agent excludes
-        # removed objects from the comparison.
+        # Octavia shows a removed object until it receives the status DELETED.
         tree = without_objects(from_octavia.load_balancer(found), removed)
         differences = describe_differences(recorded, tree)
         if not differences:
@@ -242,8 +237,7 @@ def nodes_by_id(tree: LoadBalancer) -> Mapping[str, Node]:
 
 
 def _comparable_nodes(tree: LoadBalancer) -> Mapping[str, Node]:
-    # The comparison ignores different position numbers of L7 policies if the order is the same. The function
-    # `without_objects` therefore renumbers the policies.
+    # Position numbers of L7 policies may differ while the order is the same. `without_objects` renumbers the policies.
     return nodes_by_id(without_objects(tree, ()))
 
 

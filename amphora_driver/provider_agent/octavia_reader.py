@@ -39,8 +39,8 @@ LOG = logging.getLogger(__name__)
 GIVE_UP_BACKOFF = 2.0
 """At this back-off in seconds the reader continues with the readable parts of a tree."""
 _FIRST_BACKOFF, _MAX_BACKOFF = 0.5, 60.0
-# At the first read, the creation of a load balancer is often not yet committed in Octavia. The reader repeats the read
-# after 50 ms, because the commit follows soon.
+# Seconds until the repetition of a read of a load balancer that Octavia does not know yet. Its commit usually follows
+# soon.
 _UNKNOWN_DELAY = 0.05
 UNREADABLE = "Octavia could not hand it over. Check that every secret it refers to can be read"
 """The reason after a time-out of Octavia, which users see."""
@@ -63,13 +63,11 @@ class OctaviaReader:
         self._executor = executor
         self._vault: Vault | None = None
         self._lock = threading.Lock()
-        # `_busy` contains the ids of the load balancers that the reader is currently reading from Octavia.
+        # Load balancers that are being read from Octavia.
         self._busy: set[str] = set()
-        # The keys are load balancer ids. A value contains the monotonic time of the next read, and the back-off in
-        # seconds after a failed read.
+        # By load balancer: the monotonic time of the next read, and the back-off in seconds after a failed read.
         self.retries: dict[str, tuple[float, float]] = {}
-        # For each load balancer that Octavia does not know, `_unknown` contains the time of Octavia's first negative
-        # answer.
+        # Times of Octavia's first negative answer about each unknown load balancer.
         self._unknown: dict[str, float] = {}
 
     def can_read(self, load_balancer_id: str) -> bool:
@@ -107,8 +105,7 @@ class OctaviaReader:
 
         def work_and_wake() -> None:
             if work():
-                # The read of a load balancer may have added statuses to the outbox. So the reader wakes up the
-                # reporter, which reports the statuses to Octavia.
+                # The read may have added statuses to the outbox, which the reporter sends to Octavia.
                 local_socket.wake_role(self._conf.amp_queue.socket_dir, local_socket.REPORTER)
 
         if self._executor is None:
@@ -200,8 +197,8 @@ class OctaviaReader:
         enough to serve, the load balancer becomes ERROR, so that its user can change it, and the reads continue.
         """
         if not row.read_back:
-            # If Octavia does not know a load balancer, Octavia answers immediately. So a time-out proves that Octavia
-            # knows the load balancer.
+            # Octavia answers at once about a load balancer that it does not know. So a time-out proves that the load
+            # balancer is committed.
             timed_out = isinstance(error, octavia_errors.DriverAgentTimeout)
             if timed_out:
                 self._database.write(lambda connection: sync_transactions.mark_committed(connection, [row]))
@@ -221,11 +218,11 @@ class OctaviaReader:
         """Read each listener and pool separately, and return whether the result is enough to serve."""
         tree = self._database.read(lambda connection: desired_objects.load_tree(connection, row.load_balancer_id))
         contents: dict[SecretName, SealedSecret] = {}
-        # A listener with the mark `unread` shows that an earlier call has already read each listener separately. A
-        # listener without the mark was readable then, so this call keeps it after a time-out.
+        # With the mark `unread` on any listener, an earlier call has already read each listener separately. The
+        # listeners without the mark were readable then.
         repeated = any(one.unread for one in tree.listeners)
-        # Octavia returns a listener only together with its pools, so an unreadable secret of a pool makes the listener
-        # unreadable too.
+        # Octavia returns a listener together with its pools, so an unreadable secret of a pool makes its listener
+        # unreadable.
         pool_unreadable = False
 
         def read_part(kind: Kind, recorded: Any) -> Any:
@@ -235,13 +232,12 @@ class OctaviaReader:
             except octavia_errors.DriverAgentTimeout:
                 if isinstance(recorded, Pool):
                     pool_unreadable = pool_unreadable or bool(secrets_of_object(recorded))
-                    # The renderer omits a pool whose secrets are not readable. So the reader keeps the recorded pool,
-                    # and reads the other objects.
+                    # A pool with unreadable secrets is omitted from the configuration. The other objects must still be
+                    # read, so the recorded pool stays.
                     return recorded if secrets_of_object(recorded) else None
                 if repeated and not recorded.unread:
                     return recorded
-                # The reader does not know the L7 policies of an `unread` listener. The policies may restrict access, so
-                # the renderer omits the listener.
+                # An unread listener must not be served, because its unknown L7 policies may restrict access.
                 explained = secrets_of_object(recorded) or (pool_unreadable and not recorded.uses_l4)
                 return msgspec.structs.replace(recorded, unread=True) if explained else None
             contents.update(sealed)

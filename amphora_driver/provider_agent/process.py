@@ -28,16 +28,14 @@ from amphora_driver.queue import jobs
 from amphora_driver.store.process_registry import ProcessKind
 
 LOG = logging.getLogger(__name__)
-# The supervisor waits 0.2 s before it restarts a child process. Without a delay, a child that always fails would use a
-# whole processor.
+# Seconds before a restart of a child process. A child that always fails would otherwise use a whole processor.
 _RESTART_DELAY = 0.2
-# Seconds between two checks whether the provider agent must stop. The processes do not wait for octavia-driver-agent's
-# exit event. If a process died during the wait, octavia-driver-agent would block forever when it sets the event.
+# Seconds between two checks for a stop. A wait for the event of octavia-driver-agent is not possible: if a waiting
+# process dies, the setter of the event blocks for ever.
 _POLL_INTERVAL = 0.5
-# The supervisor of the provider agent kills a child process that does not stop within 3 s.
+# Seconds after which a child process that does not stop is killed.
 _STOP_TIMEOUT = 3.0
-# A read that Octavia cannot answer blocks a thread for half a minute. So the provider agent has several threads for
-# reads.
+# A read that Octavia cannot answer blocks its thread for half a minute.
 _READER_THREADS = 4
 
 
@@ -52,8 +50,8 @@ class _DriverAgent:
     def __init__(self) -> None:
         self._poll = select.poll()
         try:
-            # The system call pidfd_open detects the death of octavia-driver-agent. It needs Linux 5.3, and some
-            # containers forbid it. If the call fails, the provider agent works without this detection.
+            # pidfd_open needs Linux 5.3, and some containers forbid it. Without it, a crash of octavia-driver-agent is
+            # not detected.
             self._poll.register(os.pidfd_open(os.getppid()), select.POLLIN)
         except OSError as error:
             LOG.info(
@@ -85,7 +83,7 @@ def run(exit_event: Event, driver_agent: _DriverAgent | None = None) -> None:
     parent = driver_agent or _DriverAgent()
     processes, own_pid, name = multiprocessing.get_context("fork"), os.getpid(), jobs.process_name()
     stopping = processes.RawValue(ctypes.c_bool, False)
-    # The standby process starts before the reporter process, so a standby exists even if the supervisor dies early.
+    # The standby is first, so that it exists even if the supervisor dies during the start.
     targets: dict[str, Callable[[], None]] = {
         "standby": lambda: _run_standby(own_pid, stopping, exit_event, parent),
         "reporter": lambda: _run_reporter(name, own_pid, stopping),
@@ -109,8 +107,7 @@ def run(exit_event: Event, driver_agent: _DriverAgent | None = None) -> None:
     for child in running.values():
         child.join(_STOP_TIMEOUT)
         if child.is_alive():
-            # A child process that does not stop still waits for an answer from Octavia. The supervisor may kill the
-            # child, because the next reporter repeats the work.
+            # The child waits for an answer of Octavia. It may be killed, because the next reporter repeats its work.
             child.kill()
             child.join()
 
@@ -141,8 +138,7 @@ def _run_reporter(name: str, supervisor: int, stopping: ctypes.c_bool) -> None:
 def _start_telemetry(conf: ConfigOpts, name: str, reporter: Reporter) -> AbstractContextManager[object]:
     if not conf.amp_status_page.provider_agent_port:
         return nullcontext()
-    # The provider agent runs inside octavia-driver-agent, which must not load modules without need. So the import of
-    # telemetry depends on the configuration.
+    # octavia-driver-agent, in which this code runs, must not load modules that the configuration does not need.
     from amphora_driver.telemetry.http_server import Telemetry  # noqa: PLC0415
 
     return Telemetry(conf, ProcessKind.PROVIDER_AGENT, name, reporter.is_working)

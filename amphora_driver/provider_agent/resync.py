@@ -42,16 +42,13 @@ from amphora_driver.store.resyncs import ResyncOutcome
 from amphora_driver.store.sealed_secrets import SealedSecret
 
 LOG = logging.getLogger(__name__)
-# The provider agent repeats a resync after one second if the load balancer has unfinished changes, and after 15 seconds
-# if an error occurred.
+# Seconds until the next attempt: if the load balancer has unfinished changes, and after an error.
 _BUSY_DELAY, _RETRY_DELAY = 1.0, 15.0
 _BUSY = "waits until all requests of its users are served and reported to Octavia"
 _CREATING = "waits until Octavia has committed its creation"
-# Maximum number of deletions in one call to Octavia. On a busy machine, Octavia needs up to 0.5 s for a deletion. So
-# the call takes at most 7.5 s, well below Octavia's time-out of 30 s.
+# Maximum number of deletions in one call. Octavia needs up to 0.5 s for a deletion, and its time-out is 30 s.
 _MAX_DELETED = 15
-# Maximum number of characters of the recorded differences, because they must fit into the database column for the
-# result of a resync.
+# Maximum number of characters in the database column for the result.
 _MAX_DETAIL = 2000
 
 
@@ -83,7 +80,7 @@ class Resyncer:
         self._executor = executor
         self._lock = threading.Lock()
         self._running = False
-        # The keys are load balancer ids. The values are the monotonic times of the next attempts of a resync.
+        # Monotonic times of the next attempts, by load balancer.
         self._not_before: dict[str, float] = {}
 
     def run_due(self) -> None:
@@ -146,8 +143,7 @@ class Resyncer:
         if found is None and unread is None:
             self._finish_unknown(request)
             return None
-        # A load balancer in PENDING_UPDATE refuses the requests of users. So a resync finishes all its checks before it
-        # sets PENDING_UPDATE in Octavia.
+        # A load balancer in PENDING_UPDATE refuses requests of users. So all checks precede this status.
         before = self._database.read(lambda connection: sync_transactions.load_settled(connection, load_balancer_id))
         if before is None:
             return _BUSY
@@ -170,8 +166,8 @@ class Resyncer:
         try:
             return self._library().get_loadbalancer(load_balancer_id), None
         except octavia_errors.DriverAgentTimeout:
-            # If Octavia does not know a load balancer, Octavia answers immediately. So a time-out proves that Octavia
-            # knows the load balancer.
+            # Octavia answers at once about a load balancer that it does not know. So a time-out proves that Octavia
+            # knows it.
             return None, octavia_reader.UNREADABLE
 
     def _convert(
@@ -209,8 +205,8 @@ class Resyncer:
             if differences:
                 if not sync_transactions.adopt_octavia_tree(connection, row, tree, contents, gone):
                     return False
-                # The load balancer and its changed objects become ACTIVE in Octavia only after the amphorae serve the
-                # new configuration.
+                # The load balancer and its changed objects must not become ACTIVE before the amphorae serve the new
+                # configuration.
                 waiting = [(Kind.LOAD_BALANCER, tree.id), *((kind, one) for one, kind in changed.items())]
                 status_outbox.expect_confirmation(connection, tree.id, row.generation + 1, waiting)
             elif not sync_transactions.is_unchanged(connection, row):
@@ -278,8 +274,7 @@ class Resyncer:
                 "the resync deletes load balancer %s from Octavia as requested, because the driver has no record of it",
                 load_balancer_id,
             )
-            # Octavia refuses to delete an object that has children, so the resync deletes children before their
-            # parents.
+            # Octavia refuses to delete an object with children, so the children are first.
             gone = list(reversed([*octavia_audit.nodes_by_id(from_octavia.load_balancer(found)).values()]))
             for start in range(0, len(gone), _MAX_DELETED):
                 self._library().update_loadbalancer_status(_deleted(gone[start : start + _MAX_DELETED]))

@@ -41,12 +41,11 @@ from amphora_driver.store import listener_stats, process_registry, status_outbox
 
 LOG = logging.getLogger(__name__)
 
-# Maximum numbers of objects in one call to Octavia, so that the call takes at most a quarter of its time-out (30 s).
-# For the status DELETED, Octavia removes the object, which takes up to 0.5 s on a busy machine. Another status takes
-# about 2 ms.
+# Maximum numbers of deleted and of other objects in one call, for a quarter of the call's time-out (30 s). Octavia
+# needs up to 0.5 s to remove an object, and 2 ms for another status.
 _MAX_DELETED, _MAX_ROWS = 15, 300
-# octavia_lib raises UpdateStatusError if octavia-driver-agent is unreachable, and also if Octavia refuses a status.
-# Only the error about a refused status contains an object id.
+# octavia_lib raises UpdateStatusError for an unreachable octavia-driver-agent and for a refused status. Only a refusal
+# has an object id.
 _UNREACHABLE = (
     AmphoraDriverError,
     octavia_errors.DriverAgentNotFound,
@@ -56,14 +55,14 @@ _UNREACHABLE = (
     octavia_errors.UpdateStatisticsError,
     OSError,
 )
-# If Octavia refuses the status of a child object, the reporter retries with a growing back-off. It also holds back the
-# status of the load balancer, until the back-off exceeds this number of seconds.
+# If Octavia refuses the status of a child object, the load balancer's status waits too, until the back-off of the child
+# exceeds this number of seconds.
 _MAX_CHILD_BACKOFF = 2.0
-# A call to Octavia lasts at most 30 s. So a reporter whose last round began more than 45 s ago counts as not working.
+# Age in seconds of the last round, above which the reporter counts as not working. A call to Octavia lasts at most 30
+# s.
 _MAX_ROUND_AGE = 45.0
 _DUTY, _DUTY_SECONDS = "reporter", 10.0
-# Only one reporter at a time has the duty to report statuses. If a reporter cannot reach octavia-driver-agent, it waits
-# two poll intervals before it requests the duty. So a reporter on another host can take the duty.
+# Poll intervals for which a reporter that cannot reach octavia-driver-agent leaves its duty to other hosts.
 _YIELD_INTERVALS = 2
 
 
@@ -94,15 +93,13 @@ class Reporter:
         self._rounds = 0
         self._round_at = time.monotonic()
         self._ended = threading.Event()
-        # Objects whose status Octavia has refused. A value contains the monotonic time of the next report, and the
-        # back-off in seconds.
+        # By object with a refused status: the monotonic time of the next report, and the back-off in seconds.
         self._refused: dict[str, tuple[float, float]] = {}
         self._last_reported = ""
 
     def run(self, is_stopped: Callable[[], bool]) -> None:
         """Report after every wake-up, and at least once per poll interval, until `is_stopped` returns True."""
-        # A statistics call to Octavia takes 0.1 s. A separate thread reports the statistics, so that the call does not
-        # delay the report of an ACTIVE status.
+        # A statistics call takes 0.1 s. In its own thread, it does not delay the report of an ACTIVE status.
         threads = [
             threading.Thread(target=self._report_statistics_until_stopped, name="statistics", daemon=True),
             threading.Thread(target=self._update_registry_until_stopped, name="registry", daemon=True),
@@ -115,7 +112,7 @@ class Reporter:
         ):
             delay = 0.0
             while not is_stopped():
-                # The reporter notices a stop request only between two waits. So each wait lasts at most half a second.
+                # The reporter notices a stop request only between two waits.
                 wakeup.wait(min(delay, 0.5))
                 delay = self.try_run_once()
         self._ended.set()
@@ -190,8 +187,8 @@ class Reporter:
         if not self._acquire_duty():
             return float(self._conf.amp_queue.poll_interval)
         waiting = self._pass_barriers()
-        # A call to Octavia may last longer than the lease of the reporting duty. So the reporter checks before every
-        # call that it still has the duty.
+        # A call to Octavia may last longer than the lease of the reporting duty, so the duty is checked before each
+        # call.
         while self._acquire_duty() and self._report_statuses():
             pass
         if self._acquire_duty():
@@ -216,8 +213,8 @@ class Reporter:
             return True
         if now < self._yield_until:
             return False
-        # The lease expires half a lease time after `_held_until`. A renewal before the expiry means that this reporter
-        # has held the duty without interruption.
+        # The lease ends half a lease time after `_held_until`. A renewal before its end means that no other reporter
+        # had the duty.
         kept = now < self._held_until + _DUTY_SECONDS / 2
         if not jobs.acquire_duty(self._database, _DUTY, self._name, _DUTY_SECONDS):
             self._held_until = 0.0
@@ -301,11 +298,9 @@ class Reporter:
         reports = _limit_deletions([one for one in found if self._is_due(one)])
         if not reports:
             return False
-        # The next call to Octavia starts with the load balancer after `_last_reported`. So a load balancer with many
-        # statuses does not delay the statuses of the others.
+        # The next call starts with the next load balancer, so that one with many statuses does not delay the others.
         self._last_reported = reports[-1].load_balancer_id
-        # A reporter without the reporting duty must not send statuses. Otherwise, its old statuses could overwrite
-        # newer statuses from the reporter that has the duty.
+        # Old statuses of a reporter without the duty could overwrite newer ones of the reporter with the duty.
         if not self._holds_duty():
             return True
         try:
@@ -352,8 +347,7 @@ class Reporter:
                 raise
             ends = report.kind is Kind.LOAD_BALANCER and report.provisioning is Provisioning.DELETED
             if ends and self.library.get_loadbalancer(report.object_id) is None:
-                # Octavia refuses the status DELETED for an unknown load balancer. In this case, Octavia has already
-                # deleted the load balancer, or has never committed the creation.
+                # Octavia refuses DELETED for a load balancer that it has already deleted or never committed.
                 return True
             backoff = min(2 * self._refused.get(report.object_id, (0.0, 0.125))[1], 60.0)
             metrics.count_reports("refused")
@@ -361,8 +355,8 @@ class Reporter:
             LOG.warning(refused, report.kind, report.object_id, backoff, error.fault_string)
             self._refused[report.object_id] = (time.monotonic() + backoff, backoff)
             if backoff <= _MAX_CHILD_BACKOFF:
-                # The reporter also holds back the status of the load balancer. So the load balancer stays PENDING in
-                # Octavia, and Octavia refuses new requests of users meanwhile.
+                # Without its own status, the load balancer stays PENDING. Octavia then refuses new requests of users
+                # until the child's status is accepted.
                 self._refused.setdefault(report.load_balancer_id, (time.monotonic() + backoff, 0.125))
             return False
         self._refused.pop(report.object_id, None)

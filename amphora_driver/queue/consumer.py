@@ -24,8 +24,7 @@ from celery.worker.consumer import Consumer
 from amphora_driver.queue import rabbitmq
 
 LOG = logging.getLogger(__name__)
-# Two loggers of Celery write two lines for each received message. The controller silences these loggers, because its
-# own log has a line for the start of each job.
+# Loggers of Celery with two lines for each message. The controller's own log has a line for each job.
 _VERBOSE_LOGGERS = ("celery.worker.strategy", "celery.app.trace")
 _CHECK_SECONDS = 0.5
 _RETRY_SECONDS = 2.0
@@ -90,8 +89,7 @@ class ControllerConsumer(_Consumer):
         for name in _VERBOSE_LOGGERS:
             logging.getLogger(name).setLevel(logging.WARNING)
 
-        # Celery needs the attribute `__name__` of a task function, and `on_hint` may not have this attribute. The
-        # nested function has the attribute and calls `on_hint`.
+        # Celery reads the attribute `__name__` of a task function, which `on_hint` may not have.
         def handle_hint(load_balancer_id: str | None) -> None:
             on_hint(load_balancer_id)
 
@@ -99,7 +97,7 @@ class ControllerConsumer(_Consumer):
 
     def stop(self, seconds: float) -> None:
         self._ending.set()
-        # `should_stop` is a global flag of Celery: any value except None stops the Celery worker of this process.
+        # Celery's global flag `should_stop` stops the worker of this process with any value except None.
         state.should_stop = 0
         super().stop(seconds)
         if not self._thread.is_alive():
@@ -110,8 +108,7 @@ class ControllerConsumer(_Consumer):
         try:
             self._app.WorkController(pool_cls="solo", concurrency=1, **without).start()
         except Exception:
-            # The consumer catches every exception and connects again. Errors of Celery, the broker and the network have
-            # no common base class.
+            # Errors of Celery, the broker and the network have no common base class.
             LOG.exception(
                 "the controller failed to receive hints about new work from the message broker and tries again in %g s",
                 _RETRY_SECONDS,
@@ -129,8 +126,8 @@ class ReporterConsumer(_Consumer):
     def _consume(self) -> None:
         limits = {"connect_timeout": rabbitmq.CONNECT_SECONDS, "heartbeat": rabbitmq.HEARTBEAT_SECONDS}
         connection = kombu.Connection(self._url, **limits)
-        # RabbitMQ deletes the exclusive queue of a provider agent when the connection ends. The provider agent needs no
-        # hints from the time without a connection, because it also polls the database.
+        # RabbitMQ deletes this queue at the end of the connection. The provider agent also polls the database, so lost
+        # hints are harmless.
         queue = kombu.Queue(exchange=rabbitmq.REPORTERS, exclusive=True, durable=False, auto_delete=True)
         try:
             with connection.Consumer(queue, callbacks=[self._handle], no_ack=True):

@@ -27,15 +27,14 @@ from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import amphora, duty, job, request
 from amphora_driver.errors import LeaseLost
 
-# A new lease ends after one lease duration. If a job's lease ends later than this number of durations from now, the
-# database clock was set back. Hosts may configure different durations, so the number exceeds one.
+# A lease with more than this number of lease durations left means that the database clock was set back. Hosts may
+# configure different durations.
 _LEASES = 4
-# The same number for the lease of a duty. A duty is a task that only one process performs at a time.
+# The same limit for the lease of a duty, a task that one process performs at a time.
 _DUTIES = 10
-# A lease that ends within this number of seconds is always plausible, also with a short lease time.
+# A lease with less than this number of seconds left is never regarded as too long.
 _LEAST = 60.0
-# After a crash of its controller, a job pauses before the next attempt. The pause is this number of seconds, times the
-# number of earlier crashes since the job last made progress.
+# Seconds of the pause after a crash of the controller, for each earlier crash since the last progress of the job.
 _CRASH_BACKOFF = 0.5
 
 
@@ -87,18 +86,15 @@ class Jobs:
                 owner=self._owner,
                 epoch=row.epoch + 1,
                 attempts=row.attempts,
-                # If the `job` row still names an owner, the owner ended without returning the lease. So the claim
-                # counts a crash of the owner.
+                # An owner in the row of a due job ended without returning its lease, which counts as a crash.
                 crashes=row.crashes + (row.owner is not None),
             )
-            # The claim of a lease resets `due_at` to zero. If `due_at` is URGENT at the end of the job, an urgent event
-            # has arrived during the job.
+            # `due_at` becomes zero here. URGENT at the end of the job then means an urgent event during the job.
             claimed = {"owner": self._owner, "epoch": lease.epoch, "crashes": lease.crashes, "due_at": 0.0}
             _update(connection, row.load_balancer_id, **claimed, leased_until=now + self._seconds)
             return lease
 
-        # The controller first searches for a due job without a lock. A read is cheaper than a write, and most searches
-        # find no job.
+        # Most searches find no job, and a read without locks costs less than a write transaction.
         anything = self._database.read(
             lambda connection: connection.execute(
                 sa.select(job.c.epoch).where(*_due(clock.now(connection), load_balancer_id, fresh=fresh)).limit(1)
@@ -142,12 +138,10 @@ class Jobs:
 
         def write(connection: sa.Connection) -> None:
             if connection.dialect.name == "postgresql":
-                # In PostgreSQL, a separate statement first locks the `job` row. Without this lock, the UPDATE could
-                # wait for another transaction, and would afterwards see outdated rows of other tables. It could then
-                # mark the job as done although an amphora has just reported the loss of its configuration.
+                # On PostgreSQL, an UPDATE that waited for another transaction sees outdated rows of other tables. It
+                # could mark the job as done although an amphora has just lost its configuration.
                 connection.execute(_LOCK_ROW, {"of": lease.load_balancer_id})
-            # One UPDATE statement checks that the controller still owns the lease of the job, and returns the lease. If
-            # it changes no row, the lease is lost.
+            # The UPDATE also checks the lease: without a changed row, the lease is lost.
             if connection.execute(statement, bound).rowcount != 1:
                 raise _lost(lease)
 
@@ -165,8 +159,7 @@ class Jobs:
 
         def write(connection: sa.Connection) -> None:
             guard_lease(connection, lease)
-            # If a newer request or an urgent event has arrived, the job is due immediately. Otherwise, the job is due
-            # after the pause.
+            # After a newer request or an urgent event, the job is due at once.
             came = sa.or_(job.c.generation > generation, _URGENT)
             if not readable:
                 came = sa.or_(came, sa.not_(job.c.read_back))
@@ -205,8 +198,8 @@ class Jobs:
             connection.execute(
                 job.update()
                 .where(job.c.load_balancer_id == lease.load_balancer_id)
-                # In an UPDATE statement, MySQL and MariaDB assign columns from left to right. The new `attempts`
-                # depends on the old `due_at`, so the statement sets `attempts` first.
+                # MySQL and MariaDB assign columns from left to right, and the new `attempts` depends on the old
+                # `due_at`.
                 .ordered_values(
                     (job.c.attempts, sa.case((newer, job.c.attempts), else_=lease.attempts + 1)),
                     (job.c.due_at, sa.case((newer, 0.0), else_=clock.now(connection) + pause)),
@@ -230,8 +223,8 @@ class Jobs:
         def write(connection: sa.Connection) -> int:
             given: list[tuple[Any, Any]] = [(job.c.owner, None), (job.c.leased_until, None)]
             if owner is not None:
-                # In an UPDATE statement, MySQL and MariaDB assign columns from left to right. The new `due_at` depends
-                # on the old `crashes`, so the statement sets `due_at` first.
+                # MySQL and MariaDB assign columns from left to right, and the new `due_at` depends on the old
+                # `crashes`.
                 given.append((job.c.due_at, clock.now(connection) + _CRASH_BACKOFF * job.c.crashes))
                 given.append((job.c.crashes, job.c.crashes + 1))
             leases = job.update().where(job.c.owner == (owner or self._owner))
@@ -262,8 +255,7 @@ class Jobs:
             soon = clock.now(connection) + self._seconds
             return due + connection.execute(job.update().where(leased).values(leased_until=soon)).rowcount
 
-        # If the database clock was set back, due times and lease ends are too far in the future. This is rare. So the
-        # controller first searches without locks, and starts a write transaction only if it finds such a row.
+        # A clock that was set back is rare, so the search comes first, without locks.
         return self._database.write(write) if self._database.read(look) else 0
 
 
@@ -283,38 +275,34 @@ def _due(
     return tuple(due)
 
 
-# The SQL statements are module constants, because SQLAlchemy needs more time to build a statement than to execute it.
+# SQLAlchemy needs more time to build these statements than to execute them.
 _OF: sa.BindParameter[Any] = sa.bindparam("of")
 _MINE = (job.c.load_balancer_id == _OF, job.c.owner == sa.bindparam("whose"), job.c.epoch == sa.bindparam("under"))
 _THEIRS = amphora.c.load_balancer_id == job.c.load_balancer_id
-# An amphora is behind if its agent has not confirmed the newest generation. For example, an amphora that lost the
-# configuration during the job is behind.
+# An amphora is behind until its agent has confirmed the newest generation, for example after it lost its configuration.
 _IS_BEHIND = sa.exists().where(_THEIRS, amphora.c.state == "ready", amphora.c.confirmed < job.c.generation)
 _IS_LEAVING = sa.exists().where(_THEIRS, amphora.c.state == "retiring")
 _SEEN = sa.bindparam("seen", type_=sa.BigInteger)
 _URGENT = job.c.due_at < 0.0
-# A finished job is due again in three cases: a newer generation, an urgent event, or an amphora that does not serve the
-# newest generation.
+# A finished job is due again after a newer generation, after an urgent event, or if an amphora is behind.
 _DUE_AGAIN = sa.or_(
     job.c.generation > _SEEN,
     _URGENT,
     sa.and_(sa.or_(job.c.applied < job.c.generation, _IS_BEHIND), sa.not_(job.c.read_back)),
 )
-# A job is not finished while an amphora is retiring. The value URGENT in `due_at` does not show this, because another
-# write may have replaced URGENT meanwhile.
+# URGENT in `due_at` marks a retiring amphora too, but another write may have replaced this value.
 _NOT_OVER = sa.or_(_DUE_AGAIN, sa.and_(_IS_LEAVING, sa.not_(job.c.read_back)))
 _RETURNED = {"owner": None, "leased_until": None, "attempts": 0, "crashes": 0, "error": None}.items()
 _AGAIN = sa.bindparam("again", type_=sa.Double)
-# In an UPDATE statement, MySQL and MariaDB assign columns from left to right. The new `dirty` depends on the old
-# `due_at`, so the statement sets `dirty` first.
+# MySQL and MariaDB assign columns from left to right, and the new `dirty` depends on the old `due_at`.
 _COMPLETE = job.update().where(*_MINE).ordered_values(("dirty", _NOT_OVER), ("due_at", 0.0), *_RETURNED)
 _COMPLETE_FOR_NOW = (
     job.update()
     .where(*_MINE)
     .ordered_values(("due_at", sa.case((_DUE_AGAIN, 0.0), else_=_AGAIN)), ("dirty", True), *_RETURNED)
 )
-# Every write under a lease increments `writes`, so that it always changes the row. If another Galera node grants the
-# same lease to another controller, both nodes change this row, and Galera detects the conflict.
+# `writes` changes the row with each write. If another Galera node grants the lease to another controller, Galera then
+# detects the conflict.
 _GUARD_INTENT = job.update().where(*_MINE).values(writes=job.c.writes + 1)
 _GUARD = _GUARD_INTENT.values(crashes=0)
 _GUARD_APPLIED = _GUARD.values(applied=sa.bindparam("new_applied", type_=sa.BigInteger))

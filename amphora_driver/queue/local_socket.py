@@ -18,7 +18,7 @@ from amphora_driver.errors import ConfigurationError
 CONTROLLER = "controller"
 REPORTER = "reporter"
 
-# The path of a Unix socket has at most 108 bytes, including the terminating zero byte (unix(7)).
+# Longest path of a Unix socket in bytes, without the terminating zero (unix(7)).
 _LONGEST_PATH = 107
 
 
@@ -32,12 +32,11 @@ def wake_role(directory: str, role: str) -> None:
                 try:
                     sender.sendto(b"!", entry.path)
                 except ConnectionRefusedError:
-                    # A refused connection means that the owner of the socket died and left the socket file.
+                    # A refused connection means that the owner of the socket died and left its file.
                     with contextlib.suppress(OSError):
                         os.unlink(entry.path)  # noqa: PTH108 - scandir returns paths
                 except OSError:
-                    # If the socket is full, the receiving process already has a wake-up message to read. So it needs no
-                    # further message, and the sender continues with the next socket.
+                    # A full socket already contains a message that wakes its process.
                     continue
 
 
@@ -69,8 +68,7 @@ class WakeupSocket:
 
     def wake(self) -> None:
         """Wake up the waiting thread, from another thread of the same process."""
-        # Without a free file descriptor, the process cannot send a wake-up message. The receiver then finds the work
-        # only at its next poll.
+        # Without a free file descriptor, no message is sent, and the process finds the work at its next poll.
         kind = socket.SOCK_DGRAM | socket.SOCK_NONBLOCK
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, kind) as sender:
             sender.sendto(b"!", str(self._path))

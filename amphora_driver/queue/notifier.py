@@ -27,10 +27,9 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 CELERY = "celery"
-# At most 1000 hints about due load balancers wait for the message broker, and at most one hint for each load balancer.
+# Maximum number of hints that wait for the message broker.
 _MOST_WAITING = 1000
-# Shortest and longest pause in seconds after the publisher could not reach the message broker. The pause grows with
-# each failure.
+# Shortest and longest pause in seconds after the broker could not be reached.
 _BACKOFF = (0.2, 5.0)
 _STOP_SECONDS = 5.0
 _Hint = tuple[str, str | None]
@@ -89,7 +88,7 @@ class Publisher:
     def __init__(self, url: str, most: int = _MOST_WAITING) -> None:
         self._url = url
         self._most = most
-        # The keys of the dictionary are the hints that wait for the message broker, in the order of arrival.
+        # Hints that wait for the message broker, in the order of arrival.
         self._waiting: dict[_Hint, None] = {}
         self._news = threading.Condition()
         self._ending = threading.Event()
@@ -117,7 +116,7 @@ class Publisher:
 
     def _run(self) -> None:
         try:
-            # The publisher imports Celery only for the queue engine `celery`, because the import takes half a second.
+            # The import of Celery takes half a second, and only the queue engine `celery` needs it.
             from amphora_driver.queue.rabbitmq import HintSender  # noqa: PLC0415
         except ImportError as error:
             text = "this process publishes no hints, so other hosts find new work only when they poll the database: %s"
@@ -126,8 +125,8 @@ class Publisher:
         sender = HintSender(self._url)
         pause = _BACKOFF[0]
         while (hint := self._next()) is not None:
-            # If the broker has closed an idle connection, the publisher notices this only when it sends a hint. So the
-            # publisher sends a failed hint once more over a new connection.
+            # The loss of an idle connection shows only when a hint is sent. So a failed hint is sent once more, over a
+            # new connection.
             if self._send(sender, hint) or self._send(sender, hint):
                 pause = _BACKOFF[0]
             else:
@@ -165,5 +164,5 @@ class Publisher:
 
 
 _publishers: dict[str, Publisher] = {}
-# A child process after a fork has no publisher threads, so it forgets the publishers of the parent process.
+# A child process has no publisher threads after a fork.
 os.register_at_fork(after_in_child=_publishers.clear)

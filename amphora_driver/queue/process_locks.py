@@ -20,8 +20,7 @@ from urllib.parse import quote, unquote
 
 _SUFFIX = ".lives"
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
-# The name of a lock file contains the first 13 digits of the kernel's boot id. So many digits are enough to distinguish
-# the hosts of a deployment.
+# Number of digits of the kernel's boot id in the name of a lock file. They suffice to distinguish hosts.
 _BOOT_DIGITS = 13
 
 
@@ -31,12 +30,10 @@ class ProcessLock:
     def __init__(self, directory: str, name: str, boot: str | None = None) -> None:
         Path(directory).mkdir(parents=True, exist_ok=True)
         self._directory = directory
-        # The kernel's boot id identifies a host: all containers of a host have the same boot id, and two hosts have
-        # different ones.
+        # All containers of a host have the same boot id, and two hosts have different ones.
         self._ours = f".{(boot or _BOOT.read_text(encoding='ascii').strip())[:_BOOT_DIGITS]}{_SUFFIX}"
         self._path = Path(directory, quote(name, safe=":") + self._ours)
-        # The process creates and locks the file under a temporary name, and renames the file afterwards. Another
-        # process therefore never finds the file unlocked under its final name.
+        # The file is locked before it gets its final name, so another process never finds it unlocked.
         fresh = self._path.with_suffix(".new")
         self._descriptor = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._descriptor, fcntl.LOCK_EX)

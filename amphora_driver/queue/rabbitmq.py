@@ -14,15 +14,15 @@ import kombu
 
 from amphora_driver.queue import local_socket
 
-# RabbitMQ delivers each message of the controllers' queue to one controller that is free to work.
+# RabbitMQ delivers each message of this queue to one controller.
 CONTROLLERS = "amphora-driver.controllers"
 TASK = "amphora_driver.look"
-# RabbitMQ delivers each message of the reporters' exchange to every provider agent. Only the provider agent that
-# currently reports to Octavia acts on the message.
+# RabbitMQ delivers each message of this exchange to all provider agents. Only the one with the reporting duty acts on
+# it.
 REPORTERS = kombu.Exchange("amphora-driver.reporters", type="fanout", durable=True)
 CONNECT_SECONDS = 3.0
 _ANSWER_SECONDS = 3.0
-# Seconds between two AMQP heartbeats; RabbitMQ and its clients treat a peer as dead after two missing heartbeats.
+# Seconds between two AMQP heartbeats. After two missing ones, the peer counts as dead.
 HEARTBEAT_SECONDS = 10
 
 
@@ -32,8 +32,7 @@ def create_celery_app(url: str) -> celery.Celery:
     Celery tries several URLs, separated by semicolons, in order.
     """
     app = celery.Celery("amphora-driver", broker=url, set_as_current=False)
-    # While no controller runs, hints collect in the queue. RabbitMQ limits the number and the age of hints, because
-    # controllers also find work by polling.
+    # Limits for hints that collect while no controller runs. Controllers also find their work by polling.
     limits = {"x-queue-type": "quorum", "x-max-length": 100_000, "x-message-ttl": 600_000}
     exchange = kombu.Exchange("")
     queue = kombu.Queue(CONTROLLERS, exchange, routing_key=CONTROLLERS, durable=True, queue_arguments=limits)
@@ -42,8 +41,8 @@ def create_celery_app(url: str) -> celery.Celery:
         task_default_queue=CONTROLLERS,
         task_create_missing_queues=False,
         task_ignore_result=True,
-        # Celery acknowledges a hint before the job starts. If the controller dies, another controller finds the job
-        # after the lease has expired.
+        # A hint is acknowledged before its job starts. If the controller dies, another one finds the job after the
+        # lease has expired.
         task_acks_late=False,
         worker_prefetch_multiplier=1,
         worker_enable_remote_control=False,

@@ -22,25 +22,22 @@ import msgspec
 from amphora_driver.errors import AmphoraDriverError
 
 LOG = logging.getLogger(__name__)
-# Shortest and longest pause in seconds between two attempts to connect to the port of a booting amphora.
+# Shortest and longest pause in seconds between two connection attempts to a booting amphora.
 _MIN_PAUSE, _MAX_PAUSE = 0.01, 0.25
-# The controller pauses between two attempts to connect to a booting amphora. The minimum pause is this fraction of the
-# time for which the controller has waited for the amphora, and at most `_MAX_PAUSE`.
+# Growth of the pause in seconds for each second of waiting for the amphora.
 _PAUSE_PER_SECOND = 0.02
-# The pause between two attempts grows by this number of seconds with each booting amphora, up to `_MAX_PAUSE`.
+# Growth of the pause in seconds for each booting amphora.
 _PAUSE_PER_ENTRY = 0.0005
-# Seconds after which the controller repeats an unanswered connection attempt. The kernel would repeat its SYN packet
-# only after one, three and seven seconds (RFC 6298). Most amphorae begin to listen earlier.
+# Seconds after which an unanswered attempt is repeated. The kernel would repeat its SYN packet only after one, three
+# and seven seconds (RFC 6298).
 _CONNECT_TIMEOUT = 0.5
-# An amphora may accept a connection although its agent does not answer. The controller then delays the next connection,
-# so that it does not flood the amphora. `_REPEAT_DELAY` is half of the first delay in seconds. Each further connection
-# doubles the delay, up to `_MAX_REPEAT_DELAY`.
+# Half of the first delay, and longest delay, in seconds between connections to an amphora whose agent does not answer.
+# Each connection doubles the delay.
 _REPEAT_DELAY, _MAX_REPEAT_DELAY = 0.05, 5.0
 _MAX_DOUBLINGS = 8
-# After a booting amphora has accepted a connection, the next connection to it is delayed. `BootWait` forgets the
-# accepted connection after this number of seconds.
+# Seconds after which an earlier connection no longer delays the next one.
 _REMEMBER_SECONDS = 60.0
-# Seconds for which the thread of `BootWait` pauses after an unexpected error.
+# Pause in seconds after an unexpected error.
 _ERROR_BACKOFF = 0.5
 
 
@@ -74,11 +71,10 @@ class BootWait:
         self._on_listening = on_listening
         self._lock = threading.Lock()
         self._entries: dict[str, _Entry] = {}
-        # The keys are amphora ids. A value contains the number of successful connections to the amphora, and the time
-        # of the last one.
+        # By amphora: the number of connections that it accepted, and the time of the last one.
         self._connected: dict[str, tuple[int, float]] = {}
-        # Entries of amphorae for which the controller no longer waits, but whose sockets may still be open. Only the
-        # thread of `run` closes the sockets, because its selector may still wait for them.
+        # Entries that are not awaited any more, with open sockets. Only the thread of `run` may close the sockets,
+        # because its selector may wait for them.
         self._removed: list[_Entry] = []
         self._stopping = False
         self._selector = selectors.DefaultSelector()
@@ -116,9 +112,8 @@ class BootWait:
                 try:
                     self._run_once()
                 except Exception:
-                    # An error must not end the thread of `BootWait`, because no component would report the failure.
-                    # Without the thread, jobs would continue only after their planned pause, even if an agent answered
-                    # earlier.
+                    # An error must not end this thread. Without it, a job would continue only after its planned pause,
+                    # although the agent answered earlier.
                     LOG.exception(
                         "the controller failed unexpectedly while it waited for booting amphorae, and continues to wait"
                     )
@@ -182,7 +177,7 @@ class BootWait:
         try:
             connection = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         except OSError as error:
-            # All file descriptors of the controller may be in use, so the controller tries again later.
+            # All file descriptors of the process may be in use for a moment.
             LOG.debug(
                 "the controller could not open a socket to booting amphora %s and tries again later: %s",
                 entry.awaited.amphora_id,
@@ -190,15 +185,14 @@ class BootWait:
             )
             return
         try:
-            # The connection may already be established when `connect_ex` returns. This case needs no special code,
-            # because the selector then reports the socket as writable.
+            # If `connect_ex` connects at once (code 0), the selector reports the socket as writable, as after a later
+            # connection.
             code = connection.connect_ex((entry.awaited.address, self._port))
             if code in (0, errno.EINPROGRESS):
                 self._selector.register(connection, selectors.EVENT_WRITE, entry)
                 entry.socket, entry.next_at = connection, now + _CONNECT_TIMEOUT
         except (OSError, ValueError) as error:
-            # An invalid address is only logged here, because the next job of the load balancer reports the address as
-            # an error.
+            # The next job of the load balancer reports an invalid address as an error.
             LOG.debug(
                 "the controller could not connect to booting amphora %s and tries again later: %s",
                 entry.awaited.amphora_id,
@@ -242,7 +236,6 @@ class BootWait:
             entry.socket = None
 
     def _wake(self) -> None:
-        # A message that wakes `run` may fail because the socket is full or `run` has ended. In the first case, another
-        # message already wakes `run`.
+        # The send fails if the socket is full, and then `run` wakes anyway, or after the end of `run`.
         with suppress(OSError):
             self._wake_sender.send(b"!")

@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from amphora_driver.agent.responses import Vrrp
 
 LOG = logging.getLogger(__name__)
-# Before a handover, the controller prepares the new VIP holder to forward the connections of the draining amphora. The
-# new holder stays prepared for the drain time plus this number of seconds.
+# Seconds beyond the drain time for which the new VIP holder stays prepared to forward connections of the draining
+# amphora.
 _DRAIN_MARGIN = 5.0
 # Time-out in seconds of a query to a retiring amphora.
 _QUERY_TIMEOUT = 5.0
-# Time-out in seconds of the first attempt to delete the machine of a dead amphora.
+# Time-out in seconds of the first attempt to delete the machine of a dead amphora, for which the other amphora waits.
 _FENCING_TIMEOUT = 20.0
 
 
@@ -50,8 +50,7 @@ class AmphoraRemoval:
         self._job = job
         self._write = write
         self.holder_queried = False
-        # The keys are amphora ids. A value contains the amphora's answer whether it holds the VIPs, and the time of its
-        # last heartbeat before the answer.
+        # By amphora: whether it holds the VIPs by its own answer, and the time of its last heartbeat before the answer.
         self._answers: dict[str, tuple[bool, float | None]] = {}
 
     def query_holder(self, step: steps.QueryVipHolder, by_id: dict[str, Amphora]) -> None:
@@ -67,8 +66,8 @@ class AmphoraRemoval:
         try:
             return self._agents.vrrp(amphora.id, str(amphora.management_address), deadline=deadline)
         except AgentError as error:
-            # A more urgent job may have interrupted this query. The error then says nothing about the amphora, and
-            # `ensure_may_act` ends the job.
+            # A more urgent job may have interrupted the query, which says nothing about the amphora. `ensure_may_act`
+            # then ends the job.
             self._job.ensure_may_act()
             LOG.info(
                 "the controller could not ask amphora %s whether it holds the VIPs or drains connections, and "
@@ -100,8 +99,8 @@ class AmphoraRemoval:
                 address = str(partner.management_address)
                 self._agents.expect_vips(partner.id, address, drain + _DRAIN_MARGIN, deadline=self._job.deadline)
         except AgentError as error:
-            # If a more urgent job has interrupted this request, `ensure_may_act` ends the job here. A later job sends
-            # the request to the partner again.
+            # A more urgent job may have interrupted the request. `ensure_may_act` then ends the job, and a later job
+            # repeats the request.
             self._job.ensure_may_act()
             message = "amphora %s cannot forward open connections to amphora %s, so the VIP handover ends them: %s"
             LOG.warning(message, partner.id, amphora.id, error)
@@ -143,8 +142,8 @@ class AmphoraRemoval:
             if said is None:
                 return None
             if said.holds_vip is False:
-                # The amphora no longer has the VIPs, although this request failed. An earlier request has succeeded,
-                # but its answer was lost or its controller crashed.
+                # An earlier request to hand over the VIPs has succeeded, but its answer was lost or its controller
+                # crashed.
                 return float(said.draining or 0.0)
         return None
 
@@ -182,8 +181,8 @@ class AmphoraRemoval:
         """
         if isinstance(view, steps.LoadBalancerView) and self._finds_unrecorded_drain(amphora, view):
             return
-        # The controller deletes the machine of a dead amphora before it pushes to the other amphora of the pair. A
-        # short time-out of the first deletion limits the delay of this push.
+        # The machine of a dead amphora is deleted before the push to its partner. A short time-out limits the delay of
+        # this push.
         hurry = amphora.dead and not view.attempts
         deadline = self._job.deadline.within(_FENCING_TIMEOUT) if hurry else self._job.deadline
         left: AmphoraDriverError | None = None
@@ -196,8 +195,7 @@ class AmphoraRemoval:
             self._job.ensure_may_act()
             network.delete_port(port.id)
         if left is not None:
-            # The network backend may give the addresses of deleted ports to other ports. So the row of the amphora must
-            # not list the deleted ports.
+            # The addresses of deleted ports may belong to other ports soon, so the row must not list the deleted ports.
             self._job.ensure_may_act()
             self._write(lambda c: amphorae.update_amphora(c, amphora.id, plugged=()))
             raise left

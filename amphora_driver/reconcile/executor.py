@@ -51,16 +51,14 @@ from amphora_driver.store.failovers import Event
 from amphora_driver.store.spare_pools import ROLE
 
 LOG = logging.getLogger(__name__)
-# Time-out in seconds of the controller's first query of an agent. A longer wait would delay the jobs of other load
-# balancers.
+# Time-out in seconds of the first query of an agent. A longer wait would delay the jobs of other load balancers.
 _FIRST_QUERY_TIMEOUT = 3.0
-# The boot of the second amphora of a pair waits until Nova has chosen a hypervisor for the first one. Seconds between
-# two checks, and maximum wait in seconds after the first boot.
+# Seconds between two checks whether Nova has chosen the hypervisor of the partner, and longest wait in seconds. The
+# second amphora of a pair boots afterwards.
 _PARTNER_PAUSE, _MAX_PARTNER_WAIT = 1.0, 60.0
 _WITHOUT_MACHINE: dict[str, Any] = {
     **dict.fromkeys(("management_address", "booted_at", "certificate_issued_at", "certificate_authority", "trusts")),
-    # These columns describe the deleted machine. At its next boot, a partner would otherwise name the deleted machine
-    # in a scheduler hint.
+    # A scheduler hint of the partner's next boot would otherwise name the deleted machine.
     **dict.fromkeys(("compute_id", "host", "zone")),
     "plugged": (),
 }
@@ -220,8 +218,7 @@ class StepExecutor:
         profile = _profile(view)
         zones = self._permitted_zones(profile)
         spare = isinstance(view, steps.SparePoolView)
-        # Another amphora of the load balancer may have booted since the job read the amphorae. So the controller reads
-        # the amphorae again.
+        # Another amphora of the load balancer may have booted since the start of the job.
         others = self._read_amphorae()
         if (not spare and self._awaits_partner(amphora, others, zones)) or self._delays_boot(amphora):
             return
@@ -339,8 +336,7 @@ class StepExecutor:
             raise
         subnets = tuple(map(self._network.subnet, dict.fromkeys(one.subnet_id for one in port.addresses)))
         made = AttachedPort(port=port, subnets=subnets, sr_iov=step.sr_iov)
-        # If a port had two records, the removal of one record would delete the port while the other record still lists
-        # it.
+        # A port with two records would be deleted at the removal of one record, while the other one still lists it.
         others = tuple(one for one in amphora.plugged if one.key != made.key and one.port.id != port.id)
         self._update(amphora.id, plugged=(*others, made))
 
@@ -348,8 +344,7 @@ class StepExecutor:
         """Query an agent once; the wait for a booting amphora uses neither this thread nor the lease."""
         amphora = self._read_amphora(step.amphora_id)
         if amphora.management_address is None:
-            # The compute backend may assign the management address only after the boot has begun. A missing address is
-            # therefore no error before the boot time-out.
+            # The compute backend may assign the management address only after the boot has begun.
             self._check_boot_timeout(amphora, AgentUnreachable("reach it", "its management address is not known"))
             self.absent |= {amphora.id}
             return
@@ -360,8 +355,8 @@ class StepExecutor:
             self._check_machine(amphora)
             self._check_boot_timeout(amphora, error)
             if not isinstance(error, AgentUnreachable):
-                # If the agent refuses the request or does not prove its identity, another machine may use the amphora's
-                # address. So the controller does not wait longer: the job fails, and the database records the error.
+                # If the agent refuses the request or fails to prove its identity, another machine may use the address.
+                # Waiting longer would not help.
                 raise
             LOG.info(
                 "the agent of booting amphora %s does not answer yet, so the controller queries it again later: %s",
@@ -383,8 +378,7 @@ class StepExecutor:
         except ComputeError as error:
             if forbidden:
                 raise
-            # The agent already answers. So an error of the compute backend at this point must not delay the service of
-            # the load balancer.
+            # The agent answers already, so an error of the compute backend must not delay the service.
             LOG.warning(
                 "the controller could not read the hypervisor and the zone of amphora %s, and continues without "
                 "this information: %s",
@@ -393,7 +387,7 @@ class StepExecutor:
             )
             return recorded
         location = recorded if machine is None else complete_location(machine, amphora)
-        # Spare amphorae belong to no load balancer yet, so they may share a hypervisor.
+        # Spare amphorae belong to no load balancer, so they may share a hypervisor.
         if not forbidden or amphora.role == ROLE:
             return location
         if not shares_host(location, boot_partners(self._read_amphorae(), amphora.id)):
@@ -430,8 +424,7 @@ class StepExecutor:
         self._compute.destroy(amphora.id)
         self._update(amphora.id, **_WITHOUT_MACHINE)
         happened = f"its agent has not answered in {most:g} s: {error.happened}"
-        # The controller has waited for the whole boot time-out. So the error is final: the load balancer becomes ERROR
-        # before the controller boots the amphora again.
+        # After the whole boot time-out, the error is final: the load balancer becomes ERROR before another boot.
         raise ComputeError(f"boot amphora {amphora.id}", happened, final=True)
 
     def _unplug(self, amphora: Amphora, key: tuple[str, bool]) -> None:

@@ -21,7 +21,7 @@ from amphora_driver.errors import Superseded
 from amphora_driver.queue.jobs import Lease, check_lease
 from amphora_driver.store.requests import Op
 
-# Name of a fail-over request in the history of requests (`store/requests.py`).
+# Name of a fail-over in the history of requests (`store/requests.py`).
 _FAILOVER = "failover loadbalancer"
 
 
@@ -68,7 +68,7 @@ class Job:
             return self.preemption_reason(connection, generation, op, urgent=urgent)
 
         first = self._database.read(read)
-        # Another thread may have set `_preempted_by` during the read. The job keeps the reason of the other thread.
+        # Another thread may have set the reason during the read. Its reason stays.
         if first is not None and self._preempted_by is None:
             self._preempted_by = first
         if self._preempted_by is not None:

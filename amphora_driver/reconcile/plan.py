@@ -15,14 +15,13 @@ from amphora_driver.model.amphora import Amphora, AmphoraState, Partner
 from amphora_driver.reconcile import steps, vip_allocation, vrrp_peers
 from amphora_driver.reconcile.spare_pool_plan import plan_pool
 
-# Seconds after which the controller checks again whether the connections of a draining amphora have ended.
+# Seconds between two checks whether the connections of a draining amphora have ended.
 _DRAIN_CHECK_PAUSE = 2.0
-# Seconds after which the controller checks again whether a new pair of amphorae has taken the VIPs.
+# Seconds between two checks whether a new pair of amphorae has taken the VIPs.
 _VIP_CHECK_PAUSE = 0.1
 # Shortest and longest pause in seconds between two checks of a booting amphora.
 _BOOT_PAUSE, _MAX_BOOT_PAUSE = 1.0, 10.0
-# Order of the boot steps in a plan. The controller starts the boots of all amphorae before it waits for the first
-# agent, so the machines boot in parallel.
+# All amphorae begin to boot before the wait for the first agent, so the machines boot in parallel.
 _STAGES = (steps.Boot, steps.Plug, steps.AwaitAgent)
 
 
@@ -37,8 +36,7 @@ def plan(view: steps.AnyView, amphorae: tuple[Amphora, ...]) -> list[steps.Step]
     if first:
         return first
     found = plan_pool(view, amphorae) if isinstance(view, steps.SparePoolView) else _load_balancer_steps(view, amphorae)
-    # Certificates of retiring amphorae are renewed (`later`) if the plan has no step, or if its first step is a check
-    # of a drain. So a renewal delays no other step.
+    # The renewals of retiring amphorae (`later`) run only if no other step than a check of a drain is due.
     return [*later, *found] if not found or isinstance(found[0], steps.CheckDrain) else found
 
 
@@ -67,8 +65,7 @@ def _load_balancer_steps(view: steps.LoadBalancerView, amphorae: tuple[Amphora, 
         return [_fill_role(view, amphora_set.next_role())]
     found = [step for one in amphora_set.live for step in _boot_steps(view, one)]
     if not vip_allocation.addresses_known(view.tree):
-        # The plan boots amphorae before it requests addresses, because the network backend may choose addresses by the
-        # location of the machines.
+        # Some network backends choose addresses by the location of the machines, so the boots precede the addresses.
         boots: list[steps.Step] = [step for step in found if isinstance(step, steps.Boot)]
         reason = "the network backend needs time for the addresses"
         if view.allocate_at > view.now:
@@ -101,8 +98,7 @@ def _serving_steps(
         confirm = steps.Confirm(reason=f"every amphora serves generation {view.generation}")
         return _wait_for_vips(view, amphora_set) or [confirm]
     if (None if view.spec is None else view.spec.id) != view.pool:
-        # A user may be waiting for the push. The plan therefore assigns another spare pool to the load balancer only
-        # after the push.
+        # A user may be waiting for the push, so the change of the spare pool follows it.
         reason = "the load balancer uses another spare pool, or none"
         return [steps.SetSparePool(spec=view.spec, former=view.pool, reason=reason)]
     return _cleanup_steps(view, amphora_set) or amphora_set.forget_departed()
@@ -131,8 +127,8 @@ class AmphoraSet:
     def __init__(self, view: steps.LoadBalancerView, amphorae: tuple[Amphora, ...]) -> None:
         self._view = view
         self.everyone = amphorae
-        # A job that began before a change of the topology may have recorded an amphora with a role that the new
-        # topology does not have. Such an amphora counts as retiring.
+        # A change of the topology may leave an amphora with a role that the new topology does not have. Such an amphora
+        # counts as retiring.
         self.live = [one for one in amphorae if one.state is not AmphoraState.RETIRING and one.role in view.roles]
         self.retiring = [one for one in amphorae if one not in self.live]
         self.missing = list((Counter(view.roles) - Counter(one.role for one in self.live)).elements())
@@ -156,13 +152,12 @@ class AmphoraSet:
         if not serving or not self.live:
             return True
         settled = all(one.confirmed >= self._view.generation for one in self.live)
-        # Draining amphorae have already handed the VIPs over, so they do not delay the replacement of another amphora.
+        # Draining amphorae have handed their VIPs over, so they do not delay a replacement.
         staying = [one for one in serving if not self._is_draining(one)]
         replaced = {one.role for one in staying} & {one.role for one in self.live}
         lost = {one.role for one in self.retiring if one.dead}
         if lost & set(self.missing) and self._holder not in {one.id for one in staying}:
-            # A second retiring amphora does not delay the replacement of a dead amphora, unless that second amphora
-            # holds the VIPs.
+            # A dead amphora is replaced at once, unless another retiring amphora holds the VIPs.
             return settled
         return settled and not replaced and not self._holder_to_hand_over()
 
@@ -221,8 +216,7 @@ class AmphoraSet:
     def push_step(self, arrived: Sequence[Amphora]) -> steps.Push:
         """Return the push to amphorae that are behind, and to a retiring VIP holder for its VRRP peers."""
         behind = self.behind(arrived)
-        # A retiring amphora that still holds the VIPs must know the new VRRP peers. So the controller pushes to this
-        # amphora even if it already serves the generation.
+        # A retiring amphora with the VIPs must know its new VRRP peers, even if it serves the generation already.
         holders = self._retiring_holder()
         return steps.Push(
             waves=vrrp_peers.order_waves([*behind, *holders], self._holder, self._silent)
@@ -255,9 +249,8 @@ class AmphoraSet:
         A handover to the amphora of another topology needs the release of the former standby first.
         """
         roles = {one.role for one in self.live}
-        # Only two amphorae can hand the VIPs over without ending connections. So the controller first releases replaced
-        # amphorae, for example one that still drains after an earlier fail-over. It does not wait for dead amphorae,
-        # because the deletion of their machines may take long.
+        # A handover keeps connections only between two amphorae, so replaced amphorae are released first. Dead ones are
+        # excluded, because the deletion of their machines may take long.
         replaced = [
             one for one in self.retiring if not one.dead and (one.role in roles or one.drains_until is not None)
         ] or self._former_standbys()
@@ -290,8 +283,7 @@ class AmphoraSet:
         """Return the steps that remove replaced amphorae; a draining amphora stays until its connections end."""
         draining = [one for one in self.retiring if self._is_draining(one)]
         found: list[steps.Step] = [self._release_or_hand_over(one) for one in self.retiring if one not in draining]
-        # A draining amphora that does not know its current VRRP peers could take the VIPs back. So the controller
-        # pushes changed peers to the draining amphora too.
+        # A draining amphora that does not know all VRRP peers could take the VIPs back.
         reason = "its VRRP peers lack an amphora that stays"
         found += [
             steps.Push(waves=((one.id,),), optional=frozenset((one.id,)), whole=False, reason=reason)
@@ -306,8 +298,8 @@ class AmphoraSet:
 
     def _release_or_hand_over(self, one: Amphora) -> steps.Release | steps.HandOver:
         """Return the release of an amphora, or a handover if the amphora took the VIPs in its replacement."""
-        # During a replacement, the load balancer has three amphorae. This handover therefore ends the open connections,
-        # because only a handover between two amphorae keeps the connections.
+        # During a replacement, the load balancer has three amphorae. A handover between three amphorae ends the open
+        # connections.
         if one.holds_vip and one in self._holder_to_hand_over() and self.live:
             to = max(self.live, key=lambda other: self._view.priorities.get(other.role, 0))
             return steps.HandOver(amphora_id=one.id, to=to.id, reason="it took the VIPs during its replacement")
@@ -323,8 +315,8 @@ class AmphoraSet:
     def _is_draining(self, one: Amphora) -> bool:
         if not one.drains_until:
             return False
-        # If the wall clock was changed, the recorded end of the drain is wrong. The amphora then counts as draining
-        # until its agent, which uses a monotonic clock, reports the end of the drain.
+        # A changed wall clock makes the recorded end of the drain wrong. The agent measures the drain with a monotonic
+        # clock and reports its end.
         return self._view.clock_set or one.drains_until > self._view.now
 
     def forget_departed(self) -> list[steps.Step]:
@@ -407,5 +399,5 @@ def _cleanup_steps(view: steps.LoadBalancerView, amphora_set: AmphoraSet) -> lis
         for plugged in one.plugged
         if plugged.key not in needed
     ]
-    # A wait ends the current round of the job. So it is the last step of the plan.
+    # A wait ends the round, so it is the last step.
     return found + amphora_set.wait_steps()

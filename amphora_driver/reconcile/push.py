@@ -41,17 +41,16 @@ from amphora_driver.store.failovers import Event
 from amphora_driver.store.sealed_secrets import SealedSecret
 from amphora_driver.untrusted_text import printable
 
-# The keys are amphora ids. A value is None if the amphora serves the generation, and otherwise the error of the push.
+# By amphora: None if it serves the generation, otherwise the error of the push.
 Answers = dict[str, AgentError | None]
 
 LOG = logging.getLogger(__name__)
-# Maximum number of attempts to push one generation to the same amphorae. After HAProxy refuses objects, the controller
-# omits these objects and repeats the push.
+# Maximum number of attempts to push one generation. After each refusal by HAProxy, the refused objects are omitted.
 _MAX_REJECTED_OBJECTS = 16
 _NO_UDP_SUPPORT = "its amphorae do not support UDP and SCTP: rotate them (amphoractl rotate)"
 # Time-out in seconds of a push to a retiring amphora.
 _RETIRING_TIMEOUT = 5.0
-# Time-out in seconds of the query that asks the amphorae whether they hold the VIPs.
+# Time-out in seconds of the query whether an amphora holds the VIPs.
 _VIP_QUERY_TIMEOUT = 3.0
 
 
@@ -76,16 +75,13 @@ class BundlePush:
         self._vault = context.vault
         self._job = job
         self._write = write
-        # The objects that the controller omits from the pushed configuration, because an amphora refuses them. The keys
-        # are object ids, and the values are the reasons.
+        # Reasons by id of the objects that are omitted, because an amphora refuses them.
         self._omitted: dict[str, str] = {}
-        # Rendered configuration without the omitted objects. None means that another object was omitted, so the
-        # controller must render the configuration again.
+        # The rendered configuration without the omitted objects; None after another object was omitted.
         self._served: Served | None = None
-        # Encrypted seed of the load balancer's TLS ticket keys; None if the current job has created no seed.
+        # Encrypted seed of the TLS ticket keys; None if this job has created no seed.
         self._new_seed: SealedSecret | None = None
-        # For the latency metric: the time at which the driver accepted the oldest open request of the generation that
-        # this job has just confirmed. None means that no request was open.
+        # Time of the oldest request that this job has confirmed, for the latency metric; None without an open request.
         self._accepted_at: float | None = None
 
     def push(self, step: steps.Push, view: steps.LoadBalancerView, everyone: Sequence[Amphora]) -> None:
@@ -183,7 +179,7 @@ class BundlePush:
     def _push_to_all(self, wave: _Wave, served: Served) -> Answers:
 
         def push(amphora: Amphora) -> AgentError | None:
-            # The log context is stored per thread. So each thread of the pool sets the context itself.
+            # The log context belongs to one thread, so each thread of the pool sets it.
             with log_context.about(wave.recorded.tree.id, amphora.id, wave.recorded.generation):
                 try:
                     self._push_to(wave, amphora, served)
@@ -201,12 +197,10 @@ class BundlePush:
         body = build_bundle(wave.recorded, amphora, served, self._conf)
         deadline = self._job.deadline
         if amphora.drains_until is not None:
-            # A push to a draining amphora has a short time-out, because a slow answer would delay the pushes to the
-            # other amphorae.
+            # A slow answer of a draining amphora would delay the pushes to the others.
             deadline = deadline.within(_RETIRING_TIMEOUT)
         applied = self._agents.put_bundle(amphora.id, str(amphora.management_address), body, deadline=deadline)
-        # Another controller may have pushed a newer generation meanwhile. The amphora may therefore serve a newer
-        # generation than the pushed one, but no older one.
+        # Another controller may have pushed a newer generation meanwhile. Only an older one is an error.
         if applied.generation < wave.recorded.generation:
             attempted = f"have amphora {amphora.id} serve generation {wave.recorded.generation}"
             raise AgentRefused(attempted, f"it serves {applied.generation}")
@@ -241,12 +235,11 @@ class BundlePush:
                 if view.replacing and one.state is not AmphoraState.RETIRING:
                     failovers.record_event(connection, view.load_balancer_id, Event.CONFIRMED, now, one.id)
             if all_serve:
-                # One transaction records that the last amphora serves the generation, and that the load balancer serves
-                # it. So a crash cannot leave one record without the other.
+                # The confirmation of the last amphora and that of the load balancer are in one transaction. A crash
+                # cannot separate them.
                 self._record_confirmation(connection, view)
             elif served and self._omitted and view.applied < generation:
-                # A later job may confirm this generation, and needs the list of omitted objects. So this job records
-                # the list now.
+                # A later job may confirm this generation, and then needs the omitted objects.
                 omitted, of = self._all_omitted(view), view.load_balancer_id
                 record_omitted_objects(connection, of, generation, omitted)
 
@@ -331,8 +324,7 @@ def _rejected_objects(refusal: AgentRefused, served: Served) -> dict[str, str]:
     """Return the objects to omit, with the reasons by object id; empty if the refusal names no object."""
     if refusal.object_id is not None:
         return {refusal.object_id: refusal.happened}
-    # An agent without UDP support answers a bundle with UDP listeners with HTTP status 400. So the controller then
-    # omits these listeners.
+    # An agent without UDP support answers 400 to a bundle with UDP listeners, so these listeners are omitted.
     if refusal.status == HTTPStatus.BAD_REQUEST:
         return {one.id: _NO_UDP_SUPPORT for one in served.virtual}
     return {}

@@ -46,24 +46,20 @@ from amphora_driver.store import amphorae, failovers, sealed_secrets, status_out
 from amphora_driver.store.requests import Op
 
 LOG = logging.getLogger(__name__)
-# Shortest pause in seconds before the next job of the same load balancer, so that other load balancers are not delayed.
-# The plan may ask for a shorter pause.
+# Shortest pause in seconds before the next job of a load balancer, unless the plan asks for a shorter one. Other load
+# balancers must not be delayed.
 _MIN_PAUSE = 1.0
-# Longest pause in seconds before the next job of the same load balancer. If the longest retry back-off is longer, the
-# back-off is the limit.
+# Longest pause in seconds before the next job of a load balancer, unless the longest retry back-off is longer.
 _MAX_PAUSE = 25.0
-# Shortest pause before the next check of booting amphorae, in seconds per booting amphora. More frequent checks would
-# slow the boots down.
+# Seconds of pause for each booting amphora. More frequent checks would slow the boots down.
 _PAUSE_PER_BOOT = 0.05
 # An amphora of a new pair takes the VIPs after three to four VRRP advertisement intervals (RFC 9568, section 6.1).
 _MIN_ADVERTS, _MAX_ADVERTS = 3, 4
-# A busy amphora may need this number of additional seconds to take the VIPs.
+# Additional seconds that a busy amphora may need to take the VIPs.
 _VIP_MARGIN = 3.0
-# Number of missed heartbeats after which an amphora counts as silent. A silent amphora does not delay the push to its
-# partner.
+# Missed heartbeats after which an amphora is silent. A silent amphora does not delay the push to its partner.
 _MISSED_HEARTBEATS = 3
-# Each of these steps affects the machine and the ports of only one amphora. If such a step fails, the job continues
-# with the other amphorae.
+# A failure of one of these steps concerns one amphora only, and the job continues with the others.
 _SINGLE_AMPHORA_STEPS = (steps.Boot, steps.Plug, steps.AwaitAgent, steps.Release)
 
 
@@ -145,28 +141,27 @@ class Reconciler:
         self, job: Job, view: steps.AnyView, observed: tuple[Amphora, ...], step: steps.Await | None
     ) -> None:
         if step is None and isinstance(view, steps.LoadBalancerView) and view.replacing:
-            # An empty plan means that the load balancer needs no further step. So the job ends the open fail-overs of
-            # amphorae that no longer exist, even if a part of their history is missing.
+            # Without a step, no replacement is open. So the fail-overs of amphorae that no longer exist end, even if a
+            # part of their history is missing.
             of, now = job.lease.load_balancer_id, self._database.now()
             self._write(job, lambda c: failovers.finish_settled_failovers(c, of, now))
         until = None if step is None else step.until
         if step is None or until is None:
             self._jobs.complete(job.lease, view.generation)
             return
-        # The planned end of the wait may have passed while the job ran, so the pause has a minimum.
+        # The end of the wait may have passed while the job ran.
         pause = max(until - self._database.now(), min(_MIN_PAUSE, until - view.now))
         if step.amphorae and self._boot_wait is not None:
             pause = max(pause, _PAUSE_PER_BOOT * len(self._boot_wait))
-        # A longer pause would look like the result of a jump of the database clock, and `Jobs.clamp_due_times` would
-        # end it. So the pause has a maximum.
+        # `Jobs.clamp_due_times` would end a longer pause, because it looks like a jump of the database clock.
         pause = min(pause, max(self._context.conf.amp_controller.retry_most, _MAX_PAUSE))
         if view.applied >= view.generation:
             self._jobs.complete(job.lease, view.generation, self._database.now() + pause)
         else:
             readable = view.readable if isinstance(view, steps.LoadBalancerView) else True
             self._jobs.defer(job.lease, view.generation, pause, readable=readable)
-        # If the agent of a booting amphora answers, the load balancer becomes due. So the controller begins to wait for
-        # the answers only after it has released the lease. Before that, no controller could claim the load balancer.
+        # The wait begins after the release of the lease. Otherwise, the load balancer could become due while no
+        # controller may claim it.
         awaited = [
             AwaitedAgent(one.id, one.management_address, job.lease.load_balancer_id, pause)
             for one in observed
@@ -182,8 +177,8 @@ class Reconciler:
         row, observed = amphorae.load_with_work(connection, load_balancer_id)
         if row is None:
             raise LeaseLost(f"work on load balancer {load_balancer_id}", "it is not recorded")
-        # The job records the generation before it reads the objects. If a request arrives during the read, its
-        # generation is newer than the recorded one, and the load balancer stays due.
+        # The generation is read before the objects. A request during the read then has a newer generation, and the load
+        # balancer stays due.
         job.record_observation(row.generation, row.op)
         log_context.set_generation(row.generation)
         job.replacing = bool(row.replacing)
@@ -213,8 +208,7 @@ class Reconciler:
         if tree is not None and addressed:
             needed = needed_networks(tree, observed, catalogue.network(row.network))
         failed = needed.failed | vip_allocation.read_refusal(connection, load_balancer_id, given)
-        # The secrets must belong to the same generation as the objects that refer to them. If the generation changes
-        # between the two reads, the job reads the load balancer again.
+        # Objects and their secrets must be of one generation. If it changes between the two reads, both are read again.
         uses_some = tree is not None and next(secrets_of_tree(tree), None) is not None
         kept = sealed_secrets.load_secrets(connection, load_balancer_id) if uses_some else {}
         if kept and _generation(connection, load_balancer_id) != row.generation:
@@ -273,8 +267,8 @@ class Reconciler:
         try:
             now = self._database.now()
             if isinstance(error, Superseded) or job.is_preempted:
-                # A newer request has preempted the job, which may have caused this error. So the job returns its lease
-                # and records no failure.
+                # A newer request has interrupted the job, and the interruption may have caused this error. It is no
+                # failure of the job.
                 LOG.info(
                     "load balancer %s: the controller interrupts its running job and starts the job again: %s",
                     of,
@@ -298,9 +292,8 @@ class Reconciler:
                 first = final or tried == conf.give_up_after
                 if self._database.write(lambda c: _report_error(c, job, str(error), always=first)):
                     self._on_status()
-            # The job has failed, but the controller has not crashed, so the count of crashes returns to zero. A
-            # CrashLoop error is different: too many earlier crashes prevented the attempt. Then the count decreases by
-            # one, so that the next controller tries the job once.
+            # The controller has not crashed, so the count of crashes returns to zero. After CrashLoop, which prevented
+            # the attempt, it decreases by one, so that one attempt follows.
             crashes = lease.crashes - 1 if isinstance(error, CrashLoop) else 0
             self._jobs.retry_later(lease, pause, str(error), job.generation or None, crashes=crashes)
         except (AmphoraDriverError, OSError) as failure:
@@ -326,7 +319,7 @@ def _perform_steps(
         if errors and (amphora_id is None or amphora_id in errors):
             continue
         if amphora_id in executor.boots_at:
-            # The controller has delayed the boot of this amphora, so its machine does not exist yet.
+            # The machine of this amphora does not exist, because its boot is delayed.
             continue
         if isinstance(step, steps.Await):
             return step

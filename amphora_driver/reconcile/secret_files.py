@@ -65,7 +65,6 @@ def open_secret(name: SecretName, sealed: Mapping[SecretName, SealedSecret], vau
     except StoreError as error:
         return f"the {name.purpose} under {name.ref} cannot be opened: {error.happened}"
     if not opened.reveal().isascii():
-        # A text in PEM format contains only ASCII characters. `render/bundle.py` would replace the other characters, so
-        # the amphora would receive a different text.
+        # A text in PEM format is ASCII. `render/bundle.py` would replace other characters without an error.
         return f"the {name.purpose} under {name.ref} is not in PEM format: set the reference again"
     return opened

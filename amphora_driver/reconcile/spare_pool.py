@@ -48,10 +48,9 @@ class SpareSteps:
         self._context = context
         self._job = job
         self._write = write
-        # Spare amphorae that were ready when the job last read the pool.
+        # Spare amphorae that were ready at the last read of the pool.
         self._ready: tuple[Spare, ...] = ()
-        # The keys are the ids of spare pools, and the values are the current images of the pools. None means that the
-        # image is not known.
+        # Current image of each spare pool; None if it is unknown.
         self._images: dict[str, str | None] = {}
 
     def find_spec(self, row: Any, tree: Any) -> SparePoolSpec | None:
@@ -102,8 +101,8 @@ class SpareSteps:
         if not self._ready:
             return {}
         image = self._current_image(spec)
-        # The controller normally renews a certificate after half of its validity. If less than a third of the validity
-        # is left, the renewals have failed, and the spare amphora is not used.
+        # Certificates are normally renewed after half of their validity. With less than a third left, the renewals have
+        # failed.
         lasting = self._context.conf.amp_certificates.validity_days * _DAY / 3
         return {one.id: why for one in self._ready if (why := spare_pools.unfit_reason(one, image, now, lasting))}
 

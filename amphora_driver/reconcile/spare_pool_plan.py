@@ -14,16 +14,15 @@ from amphora_driver.model.amphora import Amphora, AmphoraState
 from amphora_driver.reconcile import steps
 from amphora_driver.store.spare_pools import ROLE
 
-# Seconds after which the controller checks a spare pool again if all its amphorae are ready.
+# Seconds between two checks of a pool whose amphorae are all ready.
 LOOK_PAUSE = 30.0
-# If a spare amphora sends no heartbeat and no answer for this number of seconds, the controller replaces it. The
-# replacement requires that other amphorae send heartbeats, because otherwise the network may have failed.
+# Seconds without a heartbeat and without an answer, after which a spare amphora is replaced if others send heartbeats.
+# Without any heartbeat, the network may have failed.
 _LOST_AFTER = 60.0
-# The plan keeps a new spare amphora for this number of seconds even if it is unfit. Otherwise, an image that is always
-# unfit would cause an endless loop of boots.
+# Seconds for which an unfit new spare amphora is kept. An image that is always unfit would cause an endless loop of
+# boots.
 _FITNESS_GRACE = 60.0
-# Seconds between two checks of booting spare amphorae. The pause ends earlier if the agent of such an amphora begins to
-# listen.
+# Longest time in seconds between two checks of booting spare amphorae. An answer of an agent ends it earlier.
 _BOOT_PAUSE = 2.0
 
 
@@ -48,8 +47,8 @@ def plan_pool(view: steps.SparePoolView, amphorae: Sequence[Amphora]) -> list[st
     ]
     gone = [steps.Release(amphora_id=one.id, reason="the spare is retiring") for one in amphorae if one not in live]
     if boots or awaited or gone:
-        # The last attempt may have failed because a spare amphora does not boot. So after a failure, the plan first
-        # finishes the boots that have begun, and then starts others.
+        # A spare amphora that does not boot may have caused the last failure. So after a failure, the begun boots are
+        # finished first.
         return [*awaited, *gone, *boots] if view.attempts else [*boots, *awaited, *gone]
     if not live and not view.stock.users:
         return [steps.DeletePool(reason="no load balancer uses this pool")]
@@ -95,8 +94,7 @@ def _find_lost(view: steps.SparePoolView, live: Sequence[Amphora]) -> str | None
 
 def _silent_for(view: steps.SparePoolView, one: Amphora) -> float:
     """Return the seconds since the last heartbeat, or since the boot, by the receivers' newest heartbeat."""
-    # Health managers record heartbeats with their own clocks, which may differ from the database clock. So ages are
-    # measured from the newest heartbeat, not from the database time.
+    # The clocks of health managers differ from the database clock. So ages count from the newest heartbeat.
     if one.heard_at is not None:
         return (view.stock.last_heartbeat_at or 0.0) - one.heard_at
     return 0.0 if one.booted_at is None else view.now - one.booted_at

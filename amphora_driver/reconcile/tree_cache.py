@@ -21,13 +21,12 @@ from amphora_driver.render.cache import Cache
 from amphora_driver.store import desired_objects
 from amphora_driver.store.desired_objects import ObjectChange
 
-# Changed child objects of one kind. The outer keys are the ids of the parent objects, and the inner keys are the ids of
-# the child objects.
+# Changed child objects of one kind, by id of the parent and id of the child.
 Children = dict[str | None, dict[str, ObjectChange]]
 
 N = TypeVar("N")
 _POOL_CHILDREN = ("members", "healthmonitor")
-# Maximum number of objects in all load balancers of the cache. One object takes about a kilobyte of memory.
+# Maximum number of objects in the cache. An object takes about a kilobyte.
 _CAPACITY = 50_000
 
 
@@ -136,8 +135,7 @@ def _merge_pools(tree: LoadBalancer, by_kind: dict[Kind, Children], generation: 
         if now is before and members_now is pool.members:
             return pool
         if len(now) > 1:
-            # The merged pool would have two health monitors, but a pool has at most one. Only a full read shows which
-            # monitor was deleted.
+            # A pool has at most one health monitor. Only a full read shows which of the two was deleted.
             raise _FullReadNeededError
         return msgspec.structs.replace(pool, members=members_now, healthmonitor=now[0] if now else None)
 
@@ -161,8 +159,7 @@ def _merge_children(
         if change is None:
             found.append(one)
         elif change.created > generation:
-            # An object was deleted, and a new object with the same id was created. Only a full read shows the position
-            # of the new object.
+            # A deleted object was created again with the same id. Only a full read shows its position.
             raise _FullReadNeededError
         elif change.node is not None:
             now: N = msgspec.structs.replace(change.node, **{name: getattr(one, name) for name in children})

@@ -17,14 +17,13 @@ from amphora_driver.model.loadbalancer import Vip
 from amphora_driver.render.bundle import BundlePartner, BundleVrrp
 from amphora_driver.topology import effective_priorities
 
-# All pairs of amphorae use the same VRRP router id. RFC 9568 requires distinct ids for routers that share a multicast
-# group, but amphorae send VRRP by unicast.
+# One VRRP router id for all pairs. RFC 9568 requires distinct ids in a multicast group, but amphorae send VRRP by
+# unicast.
 ROUTER_ID = 1
-# VRRP priority of an amphora that has handed over its VIPs. Such an amphora gets the lowest priority, so it waits
-# longest before it takes the VIPs back. With a high priority, an amphora takes VIPs up to one advertisement interval
-# earlier (Skew_Time in RFC 9568, section 6.1).
+# VRRP priority of an amphora that has handed over its VIPs. With a low priority, it waits longer before it takes VIPs
+# (Skew_Time in RFC 9568, section 6.1).
 LAST_PRIORITY = 1
-# Name of the interface on the VIP network inside an amphora. `render/bundle.py` always puts this interface first.
+# Interface on the VIP network inside an amphora, which `render/bundle.py` lists first.
 _INTERFACE = "eth1"
 
 
@@ -67,8 +66,7 @@ def partners(amphora: Amphora, amphorae: Iterable[Amphora], vip: Vip) -> tuple[P
     found = []
     for other in amphorae:
         at = own_address(other, vip)
-        # A retiring amphora cannot hold the VIPs if it never served or is dead. Such an amphora is therefore no VRRP
-        # peer of the others.
+        # A retiring amphora that is dead or never served cannot hold the VIPs. So it is no VRRP peer.
         if other.id != amphora.id and at is not None and _may_hold_vips(other):
             found.append(Partner(id=other.id, address=at))
     return tuple(sorted(found))
@@ -109,15 +107,15 @@ def find_holder(amphorae: Sequence[Amphora], first_role: str, silent: frozenset[
 
     Without any report, the amphora with `first_role` is assumed. The last reports of silent amphorae are ignored.
     """
-    # A retiring amphora without ports cannot hold the VIPs, even if its last heartbeats report the opposite.
+    # Without ports, a retiring amphora cannot hold the VIPs, even if its last heartbeats say so.
     serving = [one for one in amphorae if one.confirmed > 0 and (one.plugged or one.state is not AmphoraState.RETIRING)]
     if not serving:
         return None
 
     def claim(one: Amphora) -> tuple[bool, bool, bool, float, bool, bool]:
         report = None if one.id in silent else one.holds_vip
-        # Two amphorae may report that they hold the VIPs. The report with the newer heartbeat counts, because the other
-        # amphora may be dead.
+        # Of two amphorae that report the VIPs, the one with the newer heartbeat counts, because the other one may be
+        # dead.
         last = (one.heard_at or 0.0) if report else 0.0
         kept = one.drains_until is None
         return (kept, one.id not in silent, report is True, last, report is not False, one.role == first_role)
