@@ -27,8 +27,7 @@ def choose_address(server: Server, template: MemberTemplate) -> Address | str:
 
 def canonical(ip: str) -> str:
     """The usual spelling of an IP address. Octavia keeps the spelling of the creating request."""
-    # An IPv4 address has only one spelling, so only IPv6 addresses are parsed. Without parsing IPv4 addresses, a pass
-    # over many members is three times as fast.
+    # An IPv4 address has one spelling only. A pass over many members is three times as fast without parsing it.
     if ":" not in ip:
         return ip
     try:

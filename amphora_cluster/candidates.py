@@ -187,11 +187,11 @@ def _adjusted(current: int, kind: Adjustment, number: int, min_step: int | None)
     if kind is Adjustment.CHANGE_IN_CAPACITY:
         return current + number
     share = number * current / 100.0
-    # A share of less than one node counts as one node. A larger share is rounded towards zero.
+    # Less than one node counts as one node. A larger share is rounded towards zero.
     size = math.ceil(abs(share)) if abs(share) < 1.0 else math.floor(abs(share))
     if min_step is not None:
         size = max(size, min_step)
-    # As in Senlin, a share of 0 counts as a removal. So a resize by 0 per cent with `min_step` removes nodes.
+    # As in Senlin, a share of 0 counts as a removal: a resize by 0 per cent with `min_step` removes nodes.
     return current + size if share > 0 else current - size
 
 

@@ -21,11 +21,10 @@ from amphora_cluster.addresses import canonical, choose_address
 from amphora_cluster.model import Group, Member, MemberChange, Pool, Server, Weight, WeightKind
 
 MOST_WEIGHT = 256
-# In these states, Nova still shows a server that does not exist any more.
+# States in which Nova still shows a server that does not exist any more.
 GONE = frozenset({"DELETED", "SOFT_DELETED"})
 
-# The IP address of a member in its usual spelling, and its port. Octavia permits only one member of a pool with the
-# same pair.
+# IP address and port of a member. Octavia permits each pair once in a pool.
 Endpoint = tuple[str, int]
 
 
@@ -63,8 +62,7 @@ def weight_of(server: Server, weight: Weight) -> int:
         value = server.vcpus
     elif weight.kind is WeightKind.METADATA:
         text = server.metadata.get(weight.key, "").strip()
-        # isdecimal() is also true for digits of other scripts, and int() can read these digits. So such a weight is
-        # usable, but a weight with a minus sign is not.
+        # isdecimal() accepts digits of all scripts, which int() can read, and no minus sign.
         value = int(text) if text.isdecimal() and len(text) < 10 else None
     return max(0, min(MOST_WEIGHT, weight.number if value is None else value))
 
@@ -172,8 +170,8 @@ def _related(
             conflict = f"Server {holders[endpoint]} has the same address {change.address} and port {change.port}."
         elif endpoint in own:
             member = own[endpoint]
-            # Octavia ignores a changed subnet, and treats another spelling of an address as another address. So the
-            # change keeps the subnet and the spelling of the existing member.
+            # Octavia ignores a changed subnet and treats another spelling of an address as another address. So the
+            # existing values stay.
             known = {"member_id": member.id, "address": member.address, "subnet_id": member.subnet_id}
             current.append((member, msgspec.structs.replace(change, **known)))
         elif endpoint in foreign:

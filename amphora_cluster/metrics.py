@@ -35,8 +35,7 @@ class ClusterMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        # The database module counts its transactions in the metrics of the driver. So the registry of this service
-        # includes these metrics.
+        # The database module counts transactions in the driver's metrics, so the registry includes them.
         self.registry.register(OURS.database_seconds)
         self.registry.register(OURS.database_failures)
         self.passes = self._counter("passes", "Passes over groups that ended.", "outcome", OUTCOMES)
@@ -61,7 +60,7 @@ class ClusterMetrics:
 
     def _counter(self, name: str, text: str, label: str, values: tuple[str, ...]) -> Counter:
         made = Counter(f"amphora_cluster_{name}", text, [label], registry=self.registry)
-        # Prometheus's function rate() misses the first event of a new series. So all series exist from the start.
+        # Prometheus's rate() misses the first event of a new series, so all series exist from the start.
         for value in values:
             made.labels(value)
         return made

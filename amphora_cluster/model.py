@@ -12,8 +12,7 @@ from enum import Enum
 
 import msgspec
 
-# Each member of a group has a tag, which consists of this prefix and the group's id. The controller changes only
-# members with the tag.
+# The tag of a member is this prefix and the id of its group. Members without the tag are never changed.
 TAG_PREFIX = "amphora-cluster:"
 
 

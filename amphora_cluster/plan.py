@@ -53,7 +53,7 @@ from amphora_cluster.model import (
 
 # Seconds until the next pass over a group while members are being added or drained.
 WATCH_SECONDS = 1.0
-# Octavia's statistics may be up to this number of seconds old, because providers report statistics in intervals.
+# Maximum age in seconds of Octavia's statistics, which providers report at intervals.
 STATISTICS_AGE = 10.0
 
 NOT_SHOWN = "The source of the group does not show the server."
@@ -88,8 +88,7 @@ def plan(group: Group, servers: tuple[Server, ...], pool: Pool, nodes: tuple[Nod
     """
     related = relate(group, servers, pool)
     recorded = {node.server_id: _not_after(node, now) for node in nodes}
-    # First the servers in the order of the source, then the recorded servers that the source does not show. A recorded
-    # server without members may not exist yet.
+    # A recorded server that the source does not show may not exist yet.
     ids = list(dict.fromkeys([*related, *recorded]))
     outcomes = [
         _one(group, pool, related.get(one) or ServerMembers(server_id=one, server=None), recorded.get(one), now)
@@ -99,7 +98,7 @@ def plan(group: Group, servers: tuple[Server, ...], pool: Pool, nodes: tuple[Nod
     planned = tuple(outcome.node for outcome in outcomes if outcome.node)
     times = [outcome.again_at for outcome in outcomes if outcome.again_at is not None]
     return Plan(
-        # While the load balancer is not ACTIVE, Octavia refuses all changes. So the plan has no steps.
+        # Octavia refuses all changes while the load balancer is not ACTIVE.
         steps=steps if pool.changeable else (),
         nodes=planned,
         again_at=min(times, default=None),
@@ -117,7 +116,6 @@ def _one(group: Group, pool: Pool, server: ServerMembers, node: Node | None, now
     return _wanted(group, pool, server, node, now)
 
 
-# A server has vanished if Nova, or the Heat stack of the group, does not list it any more.
 
 
 def _vanished(group: Group, server: ServerMembers, node: Node | None, now: float) -> _Outcome:
@@ -131,13 +129,10 @@ def _vanished(group: Group, server: ServerMembers, node: Node | None, now: float
         return _watched(_overdue(group, gone, server.own, now), steps, now + WATCH_SECONDS)
     if node is None or node.leaving or node.state is not NodeState.WAITING or node.reason != NOT_SHOWN:
         return _Outcome(node=None)
-    # A request may name a server that the source of the group does not show yet. After the time-out, the controller
-    # forgets the server.
+    # A request may name a server that the source does not show yet. It is forgotten after the time-out.
     return _timed(group, node, NodeState.WAITING, NOT_SHOWN, now)
 
 
-# These functions handle servers that leave because of a request, or because the group's selector does not select them
-# any more.
 
 
 def _deselected(group: Group, pool: Pool, server: ServerMembers, node: Node | None, now: float) -> _Outcome:
@@ -211,12 +206,11 @@ def _overdue(group: Group, node: Node, own: tuple[Member, ...], now: float) -> N
     return _moved(node, NodeState.FAILED, reason.strip(), now)
 
 
-# These functions handle servers that must serve.
 
 
 def _wanted(group: Group, pool: Pool, server: ServerMembers, node: Node | None, now: float) -> _Outcome:
     before = node or Node(server_id=server.server_id, state=NodeState.WAITING, since=now)
-    # The server may have been draining before. The drain is interrupted, so its start time is removed.
+    # The server serves again, so an earlier drain is interrupted.
     before = msgspec.structs.replace(before, drain_began_at=None)
     outcome = _judged(group, pool, server, before, now)
     return msgspec.structs.replace(outcome, steps=_steps(pool, server))
@@ -231,8 +225,8 @@ def _steps(pool: Pool, server: ServerMembers) -> tuple[Step, ...]:
         steps.append(Step(kind=StepKind.REPAIR, server_id=server.server_id, members=drifted))
     replaced = not server.missing and server.current and _all_serve(pool, server)
     useless = [member for member in server.obsolete if replaced or not _serves(pool, member)]
-    # If the server has no current members, its obsolete members stay, because their status in Octavia shows why the
-    # server does not serve.
+    # Without current members, the obsolete ones stay, because their status in Octavia shows why the server does not
+    # serve.
     if useless and server.current and not server.missing:
         steps.append(_leave(server.server_id, tuple(useless)))
     return tuple(steps)
@@ -260,8 +254,7 @@ def _without_members(group: Group, pool: Pool, server: ServerMembers, node: Node
     if server.obstacle:
         return _timed(group, node, NodeState.WAITING, server.obstacle, now)
     if pool.changeable or node.state is NodeState.JOINING:
-        # Octavia may refuse a batch of new members for a short time. The time-out counts from the first attempt, so a
-        # repetition does not extend it.
+        # Octavia may refuse new members for a short time. The time-out counts from the first attempt.
         return _timed(group, node, NodeState.JOINING, "Octavia has not created the members yet.", now)
     return _timed(group, node, NodeState.WAITING, "The load balancer accepts no changes now.", now)
 
@@ -274,8 +267,7 @@ def _timed(group: Group, node: Node, state: NodeState, reason: str, now: float) 
     expires = node.since + group.join_timeout
     if now >= expires:
         return _Outcome(node=_moved(node, NodeState.FAILED, reason, now))
-    # The plan does not check a booting server more often than the poll interval, because Nova's notification about the
-    # end of the boot arrives earlier.
+    # A booting server is not polled often, because Nova's notification about the end of the boot arrives earlier.
     watch = now + WATCH_SECONDS if state is NodeState.JOINING else expires
     return _Outcome(node=node, again_at=min(expires, watch), outstanding=True)
 

@@ -34,11 +34,11 @@ from amphora_cluster.members import GONE
 from amphora_cluster.model import Criterion, Group, Node, NodeState, Request, RequestKind, Server
 from amphora_cluster.plan import NOT_SHOWN
 
-# The id of a server. Nova's ids are UUIDs; a stub of Nova may use others.
+# Nova's ids are UUIDs, and a stub of Nova may use others.
 SERVER_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", re.ASCII)
 _OPEN = frozenset({NodeState.WAITING, NodeState.JOINING, NodeState.DRAINING})
 _FAULTY = (NodeState.FAILED, NodeState.UNHEALTHY)
-# The largest number of servers that the source of a group does not show yet.
+# Maximum number of servers that the source of a group does not show yet.
 MOST_EXPECTED = 1000
 NO_ID = "The group has no such server. Send the id that Nova shows, not the name."
 NO_LOAD = "Octavia has no statistics of single servers, so least_loaded chooses the oldest one."

@@ -39,8 +39,7 @@ if TYPE_CHECKING:
     from oslo_config.cfg import ConfigOpts
 
 LOG = logging.getLogger(__name__)
-# A client may ask the API to answer only after the end of its request. This number of threads never waits in this way,
-# so that the API can always answer other requests.
+# Number of threads that never wait for the end of a request, so that the API can always answer.
 FREE_THREADS = 2
 _RETRY_SECONDS = "5"
 _COUNTERS = "amphora-cluster-counters"
@@ -68,7 +67,7 @@ def create_app(conf: ConfigOpts | None = None, shared: SharedCounters | None = N
         attempts=FailedAttempts(own.failed_attempts),
         behind_proxy=own.tls_proxy,
     )
-    # A query, because the clock of a database that does not answer is estimated.
+    # `database.now()` would not detect an unavailable database, because it estimates the time. So a query runs.
     alive = partial(database.read, lambda connection: connection.execute(sa.select(group_row.c.id).limit(1)).first())
     return make_app(service, alive, shared, TokenFile(conf.amp_status_page.token_file))
 
@@ -118,7 +117,7 @@ def make_app(
 def _refused(error: AmphoraDriverError) -> Response:
     match error:
         case Throttled():
-            # Each request would be one more line. The begin of the pause is in the log.
+            # A line for each refused request would fill the log. The begin of the pause is logged.
             _count(counters.LIMITED)
             return respond(429, error_json(error), Retry_After=str(math.ceil(error.seconds)))
         case Unauthenticated():

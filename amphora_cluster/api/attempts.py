@@ -35,12 +35,13 @@ from amphora_driver.errors import AmphoraDriverError
 from amphora_driver.untrusted_text import printable
 
 LOG = logging.getLogger(__name__)
-# Seconds of the first pause and of the longest one. After the third number without a failure, the count begins again.
+# First and longest pause in seconds after failed authentications, and seconds without a failure after which the count
+# begins again.
 FIRST_PAUSE, LONGEST_PAUSE, FORGOTTEN_AFTER = 1.0, 60.0, 600.0
-# A group may be the target of many addresses. Its limit is this multiple of the limit of an address.
+# A group's limit is this multiple of the limit of an address, because it serves many addresses.
 GROUP_FACTOR = 10
 MOST_SOURCES, MOST_CALLERS = 4096, 4096
-# A user with an IPv6 network usually has at least this prefix, and can use each of its addresses.
+# Prefix length by which IPv6 addresses are counted together, because a user can use all addresses of a network.
 _IPV6_PREFIX = 64
 
 
@@ -87,7 +88,7 @@ class FailedAttempts:
         self._lock = threading.Lock()
         self._failures: dict[str, OrderedDict[str, _Failures]] = {"address": OrderedDict(), "group": OrderedDict()}
         self._known: OrderedDict[bytes, None] = OrderedDict()
-        # With a random key, the digests of this process reveal nothing about tokens.
+        # The random key prevents that digests in memory reveal tokens.
         self._key = secrets.token_bytes(32)
 
     def check(self, caller: Caller) -> None:
@@ -100,7 +101,7 @@ class FailedAttempts:
             now = self._clock()
             found = [self._failures[kind].get(name) for kind, name, _ in self._limits(caller)]
             if found and found[0] is None:
-                # No failure from this address: otherwise, clients elsewhere could lock out a caller with a valid token.
+                # Failures from other addresses must not lock out a caller with a valid token.
                 return
             left = max((one.pause_end - now for one in found if one is not None), default=0.0)
         if left > 0:

@@ -24,8 +24,7 @@ LOG = logging.getLogger(__name__)
 _ID = re.compile(r"[0-9a-f-]{36}", re.ASCII)
 _MOST_TOKEN = 200
 _BEARER = "bearer "
-# If a token id does not exist, the API compares the token with this value instead. So the duration of the answer does
-# not show whether the token id exists.
+# Compared with the token if its id does not exist. So the duration of the answer does not reveal which ids exist.
 _NOTHING = Secret(bytes(32))
 _REMEDY = "Send a valid token of this group: Authorization: Bearer TOKEN."
 
@@ -109,13 +108,13 @@ def _signed(received: Received, group_id: str, tokens: Tokens) -> TokenRecord:
     valid = signed.verify(key, signature)
     if record is None or not valid or record.group_id != group_id:
         raise _refusal()
-    # The clock that also measures the lifetime of nonces. With a host's own clock that is slow, a timestamp could
-    # outlive its nonce.
+    # The timestamp and the lifetime of nonces use one clock, the database clock. With a slow clock of a host, a
+    # timestamp could outlive its nonce.
     if abs(tokens.now() - signed.timestamp) > WINDOW_SECONDS:
         happened = f"the timestamp differs by more than {WINDOW_SECONDS:g} s from the clock of this service"
         raise Unauthenticated("authenticate the request", happened, "Set the clock of the client.")
-    # The API keeps the nonce until the timestamp is too old, even if the client's clock is ahead. So no signed request
-    # is accepted twice.
+    # The nonce is kept until the timestamp is too old, also if the client's clock is ahead. So no request is accepted
+    # twice.
     if not tokens.use_nonce(record.id, signed.nonce, 2 * WINDOW_SECONDS + 1):
         raise Replayed("authenticate the request", "its nonce was used before", "Sign each request with a new nonce.")
     return record

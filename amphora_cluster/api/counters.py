@@ -23,7 +23,7 @@ from prometheus_client.metrics_core import Metric
 from amphora_driver.secret import Secret
 from amphora_driver.telemetry import http_request
 
-# The reasons of refused authentications: no valid token of the group; a pause after failures; a repeated signature.
+# Reasons of refused authentications: no valid token, a pause after failures, a repeated signature.
 INVALID, LIMITED, REPLAYED = "invalid", "limited", "replayed"
 _REASONS = (INVALID, LIMITED, REPLAYED)
 _NUMBER = struct.Struct("=Q")
@@ -58,7 +58,7 @@ class SharedCounters:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        # The lock of the file excludes other processes only.
+        # The lock of a file excludes other processes, but no threads of this process.
         with self._threads:
             fcntl.lockf(self._file, fcntl.LOCK_EX)
             try:

@@ -56,19 +56,18 @@ class Server(BaseApplication):
 
     def __init__(self, conf: ConfigOpts) -> None:
         self._conf = conf
-        # Made before the workers are forked, so that they share it.
+        # The counters exist before gunicorn forks its workers, so that all workers share them.
         self._counters = SharedCounters()
         super().__init__()
 
     def load_config(self) -> None:
         for name, value in gunicorn_options(self._conf).items():
-            # Older versions of gunicorn lack some of these options, so the API sets only the options that gunicorn has.
+            # Older versions of gunicorn lack some of these options.
             if name in self.cfg.settings:
                 self.cfg.set(name, value)
 
     def load(self) -> Any:
-        # Each worker process of gunicorn must open its own database connections. So it imports the application only
-        # after the fork.
+        # Each worker process needs its own database connections, so it imports the application after the fork.
         from amphora_cluster.api.app import create_app  # noqa: PLC0415
 
         return create_app(self._conf, self._counters)

@@ -20,7 +20,7 @@ TOKEN_HEADER = "X-Cluster-Token-Id"  # noqa: S105 - the name of a header
 TIMESTAMP_HEADER = "X-Cluster-Timestamp"
 NONCE_HEADER = "X-Cluster-Nonce"
 SIGNATURE_HEADER = "X-Cluster-Signature"
-# The API accepts a signed request only within this number of seconds before and after the timestamp of the request.
+# Maximum difference in seconds between the timestamp of a signed request and the clock of the API.
 WINDOW_SECONDS = 300.0
 _NONCE = re.compile(r"[A-Za-z0-9_-]{16,128}", re.ASCII)
 _TIMESTAMP = re.compile(r"\d{1,12}", re.ASCII)

@@ -17,8 +17,7 @@ from typing import Any
 
 from gunicorn.workers.gthread import ThreadWorker
 
-# Seconds for one read or one write, and for all reads of one request. The time for which an accepted request waits for
-# its end is not limited by them.
+# Limits in seconds of one read or write, and of all reads of one request.
 EXCHANGE_SECONDS, REQUEST_SECONDS = 20.0, 60.0
 
 
@@ -86,7 +85,7 @@ def _read(connection: PlainConnection | TlsConnection, read: Callable[[], bytes]
     left = connection.read_end - now
     if left <= 0:
         raise _lost()
-    # gunicorn sets shorter limits for the end of a connection, which it awaits in its main thread.
+    # gunicorn sets a shorter limit for the end of a connection, which its main thread awaits.
     connection.settimeout(left if before is None else min(before, left))
     try:
         return read()

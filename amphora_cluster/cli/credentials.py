@@ -52,8 +52,7 @@ def read_credential(path: str) -> tuple[ApplicationCredential, str | None]:
     except OSError as error:
         raise ConfigurationError(_READ, f"{path}: {error.strerror}") from error
     except (msgspec.DecodeError, UnicodeDecodeError):
-        # The new error does not contain the decoder's error, because a traceback would then show the content of the
-        # file.
+        # `from None` drops the decoder's error, whose traceback would show the content of the file.
         raise ConfigurationError(_READ, f"{path} is not JSON with the keys id and secret", _FORM) from None
     return ApplicationCredential(id=found.id, secret=Secret(found.secret.encode())), found.project_id
 

@@ -63,7 +63,7 @@ def opened(app: Any) -> Iterator[Stores]:
     found = parse_url(url, SCHEMA.option)
     path = found.database if found.get_backend_name() == "sqlite" else None
     if path is not None and not Path(path).exists():
-        # SQLite would create a missing database file, but a command that only reads must create nothing.
+        # SQLite creates a missing database file. A command that only reads must not create a file.
         raise ConfigurationError(
             "open the database",
             f"{path} does not exist",

@@ -40,8 +40,7 @@ HTTP_TUNNEL = quoting.milliseconds(3_600_000, "the tunnel timeout")
 
 _HTTP, _TCP = quoting.keywords("http"), quoting.keywords("tcp")
 _PROXY = {PoolProtocol.PROXY: quoting.keywords("send-proxy"), PoolProtocol.PROXYV2: quoting.keywords("send-proxy-v2")}
-# If the listener terminates TLS, the PROXY header of version 2 also describes the TLS connection and contains the name
-# from the client's certificate.
+# If the listener terminates TLS, the PROXY header (version 2) also contains the name from the client's certificate.
 _PROXY_TLS = {**_PROXY, PoolProtocol.PROXYV2: quoting.keywords("send-proxy-v2-ssl-cn")}
 
 _Child = TypeVar("_Child", Listener, Pool, Member)
@@ -111,8 +110,7 @@ class ExaminedPool:
         return found
 
     def _examine_monitor(self, failed: frozenset[str]) -> Monitor | None:
-        # HAProxy serves a pool with an invalid health monitor without health checks, so the members of the pool count
-        # as up.
+        # A pool with an invalid health monitor is served without health checks.
         wanted = self.pool.healthmonitor
         if wanted is None or wanted.id in failed:
             return None
@@ -154,8 +152,8 @@ class ExaminedPool:
 
     def _backend(self, route: Route) -> _Backend:
         pool, http = self.pool, mode_is_http(self.pool, listener_http=route.http)
-        # Consistent hashing keeps most clients at their members if one member changes. With any other hashing, HAProxy
-        # refuses the command `add server` (management guide 9.3).
+        # Consistent hashing keeps most clients at their members when members change. Without it, HAProxy refuses `add
+        # server` (management guide 9.3).
         return _Backend(
             name=quoting.backend_name(quoting.identifier(pool.id, "the pool's id", pool.id), route.listener),
             mode=_HTTP if http else _TCP,
@@ -191,7 +189,7 @@ def needs_http(pool: Pool) -> bool:
     return wanted is not None and wanted.type is not PersistenceType.SOURCE_IP
 
 
-# The cache of rendered pools limits the total number of members to 100,000, which need at most about 100 MB.
+# Maximum number of members in the cache, which need at most 100 MB.
 _EXAMINED: Cache[ExaminedPool] = Cache(100_000)
 
 

@@ -162,8 +162,7 @@ def _transport(listener: Listener) -> str:
 
 def _in_clear(value: object) -> str:
     if isinstance(value, Secret):
-        # Without the argument `errors`, invalid UTF-8 would raise a decoding error, whose text would contain the
-        # secret.
+        # Without `errors`, a decoding error of invalid UTF-8 would quote the secret.
         return value.reveal().decode(errors="replace")
     raise TypeError(f"a {type(value).__name__} is not part of a bundle")
 
@@ -203,18 +202,16 @@ def _interface(tree: LoadBalancer, plugged: AttachedPort, member_routes: Sequenc
     routes += [(route.destination, route.gateway) for subnet in plugged.subnets for route in subnet.routes]
     if is_vip:
         # Clients, and members outside the attached networks, are reachable only through a gateway of the VIP network.
-        # So the default route is a route of the VIP network.
         gateways = [subnet.gateway for subnet in plugged.subnets if subnet.gateway is not None]
         routes += [("::/0" if ":" in gateway else "0.0.0.0/0", gateway) for gateway in gateways]
-    # The kernel of an amphora would refuse a second route with the same destination, so the bundle contains only the
-    # first route.
+    # The kernel refuses a second route to the same destination.
     first: dict[str, str | None] = {}
     for destination, gateway in routes:
         first.setdefault(destination, gateway)
     return BundleInterface(
         mac=port.mac,
-        # The name of a network interface must not depend on other interfaces. Otherwise, a change of another interface
-        # would rename this one and end its connections.
+        # The name must not depend on other interfaces. Otherwise, a change of another interface would rename this one
+        # and end its connections.
         name="eth1" if is_vip else f"m{port.mac.replace(':', '')}",
         mtu=port.mtu,
         addresses=tuple(f"{fixed.address}/{prefix_lengths[fixed.subnet_id]}" for fixed in port.addresses),

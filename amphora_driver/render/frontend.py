@@ -28,8 +28,8 @@ METRICS = quoting.keywords("amphora:metrics")
 """The backend that answers with metrics. The agent's part of the configuration defines it."""
 
 _HTTP, _TCP = quoting.keywords("http"), quoting.keywords("tcp")
-# HAProxy's manual (section 8.2.6) marks some log-format variables with H. HAProxy supports these variables, and the
-# variable of the status code, only in HTTP mode.
+# Log-format variables that exist in HTTP mode only: those with an H in HAProxy's manual (section 8.2.6), and the status
+# code.
 _HTTP_ONLY = frozenset(
     ["CC", "CS", "HM", "HP", "HPO", "HQ", "HU", "HV", "ST", "TR", "Ta", "Ti", "Tq", "Tr", "r", "tr", "trg", "trl"]
 )
@@ -201,8 +201,7 @@ def _backend_of(listener: Listener, context: ListenerContext, name: Quoted, pool
     if found is None or not found.recorded:
         raise render_errors.refused_object(listener.id, f"its pool {pool_id!r} is not recorded", "Name another pool.")
     if found.protocol is not None and found.protocol not in options.BEHIND[listener.protocol]:
-        # HAProxy refuses the whole configuration file for some combinations of listener protocol and pool protocol
-        # (manual: `mode`), so the renderer refuses the listener.
+        # For some combinations of protocols, HAProxy refuses the whole configuration file (manual: `mode`).
         reason = render_errors.protocol_mismatch(found.protocol, pool_id, listener)
         raise render_errors.refused_object(listener.id, reason, "Name another pool.")
     if found.needs_http and not _reads_http(listener) and found.protocol is not PoolProtocol.HTTP:
@@ -222,8 +221,7 @@ def _policies(
     if not enabled:
         return l7.L7()
     if not _reads_http(listener):
-        # HAProxy would accept L7 policies of a listener without HTTP, but would silently ignore them. So the renderer
-        # refuses the policies.
+        # HAProxy would silently ignore L7 policies of a listener without HTTP.
         refused.append(render_errors.policies_without_http(listener))
         return None
     culprits = {

@@ -19,8 +19,7 @@ def _line(name: str, value: str) -> Quoted:
     )
 
 
-# HAProxy writes control characters in log-formats as %XX, so a value from a client certificate cannot insert a further
-# header.
+# HAProxy writes control characters in log-formats as %XX, so a value of a client certificate cannot add a header.
 _VALUES = {
     "X-Forwarded-Port": "%[dst_port]",
     "X-Forwarded-IP": "%[src]",
@@ -67,6 +66,5 @@ def strict_transport_security(listener: Listener) -> Quoted | None:
         parts.append("includeSubDomains")
     if listener.hsts_preload:
         parts.append("preload")
-    # Octavia's own amphora provider ends each directive of the HSTS header with a semicolon, and the renderer produces
-    # the same header.
+    # Each directive ends with a semicolon, as in the HSTS header of Octavia's own amphora provider.
     return quoting.text(" ".join(f"{part};" for part in parts), "the HSTS header", listener.id)

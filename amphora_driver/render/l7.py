@@ -31,8 +31,7 @@ from amphora_driver.render.quoting import Quoted
 from amphora_driver.validation import l7, regex
 
 _REMEMBERED = 8_192
-# The renderer makes some values longer. For example, percent-encoding makes a text up to three times as long. So the
-# limit for such values is four times the usual limit.
+# Longest rendered value of a rule. For example, percent-encoding triples the length of a text.
 _LONGEST = 4 * quoting.MAX_TEXT
 
 _ACL = quoting.keywords("acl")
@@ -50,8 +49,7 @@ _IS_NOT_EMPTY = quoting.keywords("-m len 1:")
 _HAS_CERTIFICATE = quoting.keywords("ssl_c_used")
 _VERIFY_RESULT = quoting.keywords("ssl_c_verify -m int --")
 
-# HAProxy stores the file extension of the request path in a variable. So it computes the extension only once per
-# request for all FILE_TYPE rules.
+# A variable holds the file extension of the path, so HAProxy computes it once for all FILE_TYPE rules.
 _WITH_DOT = quoting.keywords(
     "http-request set-var(txn.extension) path,field(-1,/),field(-1,.) if { path,field(-1,/) -m sub"
 )
@@ -140,8 +138,8 @@ def _check_distinct(conditions: list[tuple[L7Policy, _Condition]]) -> None:
 def _actions(conditions: list[tuple[L7Policy, _Condition]], pools: dict[str, Quoted | None]) -> list[Quoted]:
     to_pool = L7Action.REDIRECT_TO_POOL
     backends = [pools[str(one.redirect_pool_id)] if one.action is to_pool else None for one, _ in conditions]
-    # HAProxy applies all `http-request` lines before all `use_backend` lines. From the index `plain` on, all policies
-    # redirect to pools. Only for these policies, `use_backend` lines keep the order of the policies.
+    # HAProxy applies all `http-request` lines before all `use_backend` lines. So `use_backend` keeps the order only for
+    # the last policies, which all redirect to pools.
     plain = len(backends)
     while plain and backends[plain - 1] is not None:
         plain -= 1
@@ -167,8 +165,7 @@ def _action(policy: L7Policy) -> Quoted:
         return _UNAVAILABLE
     target = l7.check_redirect_target(policy)
     if policy.action is L7Action.REDIRECT_PREFIX and not set("?#") & set(target):
-        # HAProxy appends the request path, which begins with a slash, to the prefix of a prefix redirect. So the prefix
-        # must not end with a slash.
+        # HAProxy appends the path, which begins with a slash, to the prefix.
         target = target.rstrip("/") or "/"
     code = policy.redirect_http_code or l7.DEFAULT_REDIRECT_CODE
     return quoting.words(
@@ -187,7 +184,7 @@ def _condition(policy: L7Policy) -> _Condition | None:
         raise UnsupportedOption(
             f"use {len(rules)} rules in one L7 policy", f"at most {l7.MAX_RULES} are served", "Use several policies."
         )
-    # HAProxy stops at the first rule of an L7 policy that does not match, so the slow regular expressions come last.
+    # HAProxy stops at the first rule that does not match, so the slow regular expressions are last.
     rules.sort(key=lambda rule: (rule.compare_type is L7Compare.REGEX, rule.id))
     acls: list[Quoted] = []
     terms: list[Quoted] = []
@@ -253,11 +250,11 @@ def _fetches(rule: L7Rule) -> tuple[str, ...]:
     fixed = _FIXED.get(rule.type)
     if fixed is not None:
         return _PATH if _is_suffix(rule) else fixed
-    # HAProxy parses the arguments of a fetch a second time, so the key of a header or cookie is in double quotes.
-    # `check_l7rule` permits only token characters in the key, so no key contains a double quote.
+    # HAProxy parses the arguments of a fetch twice, so the key is in double quotes. `check_l7rule` permits no double
+    # quote in a key.
     if rule.type is L7RuleType.HEADER:
-        # A rule with CONTAINS compares only the whole header line. If one value of a comma-separated header contains a
-        # text, the whole line contains the text too.
+        # If one value of a header contains a text, the whole header contains it too. So CONTAINS needs the whole header
+        # only.
         whole, single = f'req.fhdr("{rule.key}")', f'req.hdr("{rule.key}")'
         return (whole,) if rule.compare_type is L7Compare.CONTAINS else (whole, single)
     return (f'req.cook("{rule.key}")',) if rule.type is L7RuleType.COOKIE else (f"ssl_c_s_dn({rule.key})",)
@@ -266,7 +263,7 @@ def _fetches(rule: L7Rule) -> tuple[str, ...]:
 _PATH = ("path",)
 _FIXED = {
     L7RuleType.PATH: _PATH,
-    # A HOST_NAME rule matches the Host header with the port or without the port.
+    # The Host header may contain a port.
     L7RuleType.HOST_NAME: ("req.fhdr(host)", "req.fhdr(host),host_only"),
     L7RuleType.FILE_TYPE: ("var(txn.extension)",),
 }

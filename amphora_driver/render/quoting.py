@@ -21,8 +21,7 @@ from typing import NoReturn, cast
 from amphora_driver.errors import QuotingError
 from amphora_driver.validation import addresses, l7
 
-# HAProxy permits letters, digits, - _ . : in names of proxies and servers (manual section 2.1). An identifier has no
-# colon, because a colon separates the ids of pool and listener in backend names.
+# Characters of names in HAProxy (manual section 2.1), without the colon, which separates the ids in names of backends.
 _IDENTIFIER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _PORT = "(?:[1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
 _WEIGHT = "(?:[1-9]?[0-9]|1[0-9]{2}|2[0-4][0-9]|25[0-6])"
@@ -32,7 +31,7 @@ _ORDINARY_SERVER = re.compile(
 _TOKEN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:/+-]{0,127}")
 _KEYWORD = r"(?:[A-Za-z0-9.][A-Za-z0-9_.,:()/+-]*|-[a-z]|--|[{}]|%\[[a-z0-9_.,()]+\])"
 _KEYWORDS = re.compile(f"{_KEYWORD}(?: {_KEYWORD})*")
-# HAProxy's parser gives no special meaning to any character of an OpenSSL cipher list, so cipher lists need no quotes.
+# HAProxy's parser gives no special meaning to the characters of OpenSSL's cipher lists.
 _CIPHERS = re.compile(r"[A-Za-z0-9+!:@=_.-]{1,4096}")
 _ARGUMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]*")
 _HOST_NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,252}[A-Za-z0-9_])?")
@@ -53,8 +52,7 @@ class Quoted(str):
         raise TypeError("a Quoted value comes from amphora_driver.render.quoting only")
 
 
-# Only the function `_quoted` can create Quoted strings. `Quoted.__init__` always raises an error, but `str.__new__`
-# does not call it.
+# Only this function creates Quoted strings: `Quoted.__init__` raises an error, and `str.__new__` does not call it.
 _quoted: Callable[[str], Quoted] = partial(str.__new__, Quoted)
 _PRINTABLE = frozenset({Quoted, int})
 
@@ -240,8 +238,7 @@ def text(
     if not isinstance(value, str) or not value:
         _refuse(where, value, "it is empty", object_id)
     if value.isascii() and value.isprintable() and len(value) <= longest and value[0] != "-" and "'" not in value:
-        # Nearly all values are short printable ASCII texts without special characters, so most calls need no slower
-        # check.
+        # Nearly all values are short ASCII texts without special characters, which need no slower check.
         return _quoted(f"'{value}'")
     if l7.FORBIDDEN.search(value):
         _refuse(where, value, "it contains control characters", object_id)
@@ -249,8 +246,7 @@ def text(
         _refuse(where, value, f"it is longer than {longest} bytes", object_id)
     if flag_position and value.startswith("-"):
         _refuse(where, value, "it begins with '-' and would be read as a flag", object_id)
-    # HAProxy permits no single quote inside single quotes. So the renderer closes the quotes, adds an escaped single
-    # quote, and opens new quotes.
+    # HAProxy permits no single quote inside single quotes.
     return _quoted("'" + value.replace("'", "'\\''") + "'")
 
 

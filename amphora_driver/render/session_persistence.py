@@ -40,10 +40,10 @@ def persistence(pool: Pool) -> Persistence | None:
     name = wanted.cookie_name or DEFAULT_COOKIE
     if wanted.type is PersistenceType.HTTP_COOKIE:
         # HAProxy computes a dynamic cookie from a key and the member's address, so all amphorae use the same cookie.
-        # With the keyword `cookie` instead, HAProxy 2.6 could not add a server at run time.
+        # With `cookie`, HAProxy 2.6 cannot add servers at run time.
         key = quoting.identifier(pool.id, "the pool's id", pool.id)
         return Persistence(cookie=quoting.text(name, "the cookie's name", pool.id), key=key)
-    # The key of HAProxy's stick table has a fixed length, so the table contains a SHA-1 digest instead of the cookie.
+    # A key of HAProxy's stick table has a fixed length, so the table contains a digest of the cookie.
     return Persistence(
         asked=quoting.sample("req.cook", name, ",sha1", "the cookie's name", pool.id),
         answered=quoting.sample("res.cook", name, ",sha1", "the cookie's name", pool.id),

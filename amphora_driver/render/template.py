@@ -14,8 +14,7 @@ from amphora_driver.render import quoting
 
 
 class _Environment(jinja2.Environment):
-    # If an attribute is missing, Jinja2 would look up a key with the same name in a mapping. The built-in `getattr`
-    # raises an error instead.
+    # Jinja2 would replace a missing attribute by a key of a mapping. The built-in `getattr` raises an error.
     getattr = staticmethod(getattr)  # type: ignore[assignment]
 
 
@@ -23,8 +22,7 @@ _ENVIRONMENT = _Environment(
     loader=jinja2.PackageLoader("amphora_agent", "templates"),
     undefined=jinja2.StrictUndefined,
     finalize=quoting.finalize,
-    # The template produces a configuration file, so HTML escaping would corrupt the values. Instead, the function
-    # `finalize` refuses values that are not quoted.
+    # HTML escaping would corrupt a configuration file. `finalize` refuses values that are not quoted.
     autoescape=False,
     trim_blocks=True,
     lstrip_blocks=True,

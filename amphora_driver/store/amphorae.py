@@ -66,12 +66,11 @@ class ReachableAmphora(msgspec.Struct, frozen=True, kw_only=True):
     load_balancer_id: str = ""
 
 
-# The SQL statements are module constants, because SQLAlchemy needs more time to build a statement than to execute it.
+# SQLAlchemy needs more time to build these statements than to execute them.
 _JSON_COLUMNS = ("plugged", "partners")
 _IDS: sa.BindParameter[Any] = sa.bindparam("ids", expanding=True)
 _LOAD_BALANCER_IDS = sa.select(amphora.c.id, amphora.c.load_balancer_id)
-# The query for a `job` row and its `amphora` rows does not read these columns, because the query is faster with fewer
-# columns.
+# Columns that the query for a job and its amphorae does not read, because fewer columns are faster.
 _UNREAD_COLUMNS = {
     *("project_id", "reread", "tickets_due", "owner", "writes", "leased_until", "due_at", "error"),
     *("heartbeat_key", "created_at", "ready_at", "reason", "image", "audited_at", "drift", "drifts"),
@@ -80,13 +79,12 @@ _UNREAD_COLUMNS = {
 _OF_WORK = [column for column in job.c if column.name not in _UNREAD_COLUMNS]
 _OF_HEARTBEAT = (amphora_heartbeat.c.seen_at.label("heard_at"), amphora_heartbeat.c.holds_vip)
 _OF_AMPHORA = [column for column in amphora.c if column.name not in {*_UNREAD_COLUMNS, *(one.name for one in job.c)}]
-# An amphora counts as dead if an open fail-over of the amphora has the cause `silent` or `never_spoke`.
+# An amphora is dead if it has an open fail-over with one of these causes.
 _DEATH_CAUSES = ("silent", "never_spoke")
 _IS_OPEN = failover.c.ended_at.is_(None)
 _OF_AN_AMPHORA = failover.c.load_balancer_id == amphora.c.load_balancer_id, failover.c.amphora_id == amphora.c.id
 _HAS_DEATH = sa.exists().where(*_OF_AN_AMPHORA, failover.c.cause.in_(_DEATH_CAUSES), _IS_OPEN)
-# Only an amphora in the state `retiring` can have an open fail-over. So the database does not search for fail-overs of
-# other amphorae.
+# Only retiring amphorae have open fail-overs, so the database searches for no others.
 _IS_DEAD = sa.and_(amphora.c.state == AmphoraState.RETIRING.value, _HAS_DEATH.correlate(amphora)).label("dead")
 _IS_REPLACING = (
     sa.exists().where(failover.c.load_balancer_id == job.c.load_balancer_id, _IS_OPEN).correlate(job).label("replacing")
@@ -280,11 +278,9 @@ def last_heartbeats(connection: sa.Connection, amphora_ids: Sequence[str] | None
 
 def record_heartbeats(connection: sa.Connection, heard: Sequence[LastHeartbeat]) -> None:
     """Record heartbeats in bulk; a newer heartbeat, recorded by another health manager, stays."""
-    # Every writer updates rows in the order of the row ids. One of two concurrent writers then waits for the other one,
-    # and no deadlock occurs.
+    # All writers update rows in the order of their ids, so that no deadlock occurs.
     for some in chunks(sorted(heard, key=lambda one: one.amphora_id)):
-        # The health manager inserts no heartbeat row for a deleted amphora, because no other code would ever delete the
-        # row.
+        # A deleted amphora gets no heartbeat row, because no code would ever delete that row.
         rows = connection.execute(_WITH_HEARTBEAT, {"ids": [one.amphora_id for one in some]})
         known = {row.id: row.amphora_id is not None for row in rows}
         old = [_parameters(one) for one in some if known.get(one.amphora_id) is True]
@@ -295,8 +291,7 @@ def record_heartbeats(connection: sa.Connection, heard: Sequence[LastHeartbeat])
                 with connection.begin_nested():
                     connection.execute(_INSERT_SEEN, new)
             except IntegrityError:
-                # An IntegrityError means that another health manager has just inserted a heartbeat row for the amphora.
-                # So the current health manager updates the row.
+                # Another health manager has just inserted a row for the amphora.
                 connection.execute(_UPDATE_SEEN, new)
 
 

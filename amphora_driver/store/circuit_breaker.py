@@ -20,8 +20,7 @@ from amphora_driver.database.tables_fleet import circuit_breaker
 
 AUTOMATIC = "automatic"
 OPERATOR = "operator"
-# The row named `sight` in the table `circuit_breaker` records whether the failure detector currently receives
-# heartbeats.
+# The row `sight` records whether the failure detector receives heartbeats.
 SIGHT = "sight"
 SEEING, BLIND = "seeing", "blind"
 CLOSED, OPEN = "closed", "open"

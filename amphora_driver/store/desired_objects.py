@@ -40,8 +40,7 @@ _DECODERS: dict[Kind, msgspec.json.Decoder[Any]] = {
 }
 
 _OBJECT = desired_object.c
-# The SQL statements are module constants, because SQLAlchemy needs more time to build a statement than to execute it.
-# Other modules embed the subquery `LOAD_BALANCER_ID_OF_OBJECT` in their own SQL statements.
+# SQLAlchemy needs more time to build these statements than to execute them.
 _IDS: sa.BindParameter[Any] = sa.bindparam("ids", expanding=True)
 _OF: sa.BindParameter[Any] = sa.bindparam("of")
 _OF_KIND: sa.BindParameter[Any] = sa.bindparam("of_kind")
@@ -64,15 +63,13 @@ _TREE = (
 _ALIVE = (
     sa.select(sa.func.count()).select_from(desired_object).where(_OBJECT.load_balancer_id == _OF, ~_OBJECT.removed)
 ).scalar_subquery()
-# The query for changed objects always returns the row of the load balancer too, because that row contains the current
-# number of objects.
+# The row of the load balancer is always in the result, because it contains the number of objects.
 _SINCE = sa.select(
     *(_OBJECT.id, _OBJECT.kind, _OBJECT.parent_id, _OBJECT.created, _OBJECT.removed, _OBJECT.body),
     _ALIVE.label("alive"),
 ).where(_OBJECT.load_balancer_id == _OF, sa.or_(_OBJECT.generation >= sa.bindparam("known"), _OBJECT.id == _OF))
-# The query returns the listeners and L7 policies that refer to a pool. The query also returns the members of the pool
-# with a given address and port. In a member's JSON text, the address and the port either precede another field or end
-# the text. The query has a search pattern for each of the two cases.
+# Listeners and L7 policies that refer to a pool, and its members with an address and port. In the JSON of a member,
+# these fields precede another field or end the text, so there are two patterns.
 _AROUND = sa.union_all(
     _USERS,
     sa.select(_OBJECT.kind, _OBJECT.id, _OBJECT.parent_id).where(
@@ -173,7 +170,7 @@ def load_member_context(connection: sa.Connection, member: Member) -> tuple[list
 
     The database searches the bodies as text: reading all bodies would cost a thousand times more.
     """
-    # A validated member address contains no LIKE wildcard (% or _), so the search pattern needs no escaping.
+    # A validated address contains no wildcard of LIKE (% or _).
     endpoint = f'"address":"{member.address}","protocol_port":{member.protocol_port}'
     values = {"pool": member.pool_id, "endpoint": f"{endpoint},", "at_the_end": f"{endpoint}}}"}
     rows = connection.execute(_AROUND, values).all()
@@ -243,8 +240,8 @@ def load_l4_context(
 
 def load_tree(connection: sa.Connection, load_balancer_id: str) -> LoadBalancer:
     """Return a complete load balancer, children in the order of creation; see `load_object`."""
-    # A load balancer may have thousands of members. To save time, the loop uses the database's texts of kinds as keys,
-    # and calls `with_children` only for objects that may have child objects.
+    # A load balancer may have thousands of members. Texts as keys, and no call of `with_children` for objects without
+    # children, save time.
     decoders = {kind.value: decoder for kind, decoder in _DECODERS.items()}
     by_parent: dict[tuple[str, str | None], list[Any]] = defaultdict(list)
     for kind, parent, body in connection.execute(_TREE, {"of": load_balancer_id}):
@@ -288,8 +285,7 @@ def replace_tree(connection: sa.Connection, generation: int, tree: LoadBalancer)
     query = sa.select(_OBJECT.id, _OBJECT.body, _OBJECT.removed).where(_OBJECT.load_balancer_id == tree.id)
     rows = connection.execute(query).all()
     recorded = {row.id: row.body for row in rows if not row.removed}
-    # Octavia still returns objects whose deletion is in progress. So the driver ignores every object that the driver's
-    # database records as removed.
+    # Octavia still returns objects whose deletion is in progress.
     removed = {row.id for row in rows if row.removed}
     nodes = {node.id: node for node in iter_subtree(tree) if node.id not in removed}
     purge_objects(connection, [object_id for object_id in recorded if object_id not in nodes])
@@ -319,8 +315,8 @@ def _with_local_fields(node: Node, recorded: str) -> Node:
     """
     if isinstance(node, LoadBalancer):
         whole: LoadBalancer = _DECODERS[Kind.LOAD_BALANCER].decode(recorded)
-        # Octavia takes VIP addresses from the driver only while Octavia creates the load balancer. So Octavia does not
-        # know an address that the driver allocated later, and the driver keeps its own record.
+        # Octavia takes VIP addresses only at the creation, so an address that was allocated later is in the driver's
+        # record only.
         kept = ("profile", "flavor", "availability_zone", "vip", "additional_vips")
         return msgspec.structs.replace(node, **{name: getattr(whole, name) for name in kept})
     if not isinstance(node, Listener) or not node.sni_container_refs:

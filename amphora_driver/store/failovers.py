@@ -22,8 +22,7 @@ from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.store.generations import update_job
 
 _MAX_TEXT = 1000
-# One transaction deletes at most 500 old fail-overs. A longer transaction would hold locks for too long and delay other
-# transactions.
+# Maximum number of old fail-overs that one transaction deletes, so that it does not hold locks for long.
 _PURGE_BATCH = 500
 _IS_OPEN = failover.c.ended_at.is_(None)
 
@@ -89,8 +88,7 @@ def open_failovers(
     balancer that is being deleted, or to a pool of spares, which replaces its own amphorae. `amphora_ids` None means
     all. Return the number of fail-overs opened.
     """
-    # Every transaction locks the `job` row before the `amphora` rows, because transactions with different lock orders
-    # may deadlock.
+    # Every transaction locks `job` before `amphora`, because different orders may deadlock.
     op = connection.execute(sa.select(job.c.op).where(job.c.load_balancer_id == load_balancer_id).with_for_update())
     if op.scalar() != "apply":
         return 0
@@ -103,8 +101,7 @@ def open_failovers(
         connection.execute(amphora.update().where(amphora.c.id == amphora_id).values(**retired))
         _insert_failover(connection, load_balancer_id, amphora_id, trigger, now)
     if found:
-        # The fail-over resets the back-off of the load balancer's job, because the replaced amphorae may have caused
-        # earlier failures.
+        # The replaced amphorae may have caused earlier failures of the job, so its back-off ends.
         update_job(connection, load_balancer_id, dirty=True, due_at=URGENT, attempts=0)
         failpoints.reach(failpoints.Point.FAILOVER_WRITTEN)
     return len(found)
@@ -207,8 +204,7 @@ def purge_old_failovers(connection: sa.Connection, before: float, limit: int = _
     ended = sa.select(failover.c.id).where(failover.c.ended_at < before).order_by(failover.c.ended_at).limit(limit)
     old = list(connection.execute(ended).scalars())
     if old:
-        # Housekeeping deletes the events of a fail-over before the fail-over itself. Afterwards, no query would find
-        # the events.
+        # Without the fail-over, no query would find its events, so they are deleted first.
         connection.execute(failover_event.delete().where(failover_event.c.failover_id.in_(old)))
         connection.execute(failover.delete().where(failover.c.id.in_(old)))
     return len(old) == limit

@@ -16,10 +16,9 @@ from amphora_driver.database.rows import load_as
 from amphora_driver.database.tables import job, secret
 from amphora_driver.model.secret_refs import Purpose
 
-# A load balancer is settled if no controller works on the load balancer, and the amphorae serve the newest
-# configuration.
+# No controller works on the load balancer, and its amphorae serve the newest configuration.
 SETTLED: tuple[Any, ...] = (~job.c.dirty, job.c.owner.is_(None), job.c.op == "apply", job.c.applied >= job.c.generation)
-# The table `secret` holds the secret for TLS ticket keys in a row with the purpose `tickets` and an empty reference.
+# The row of the table `secret` with the secret for TLS ticket keys.
 _IS_TICKET_SECRET = (secret.c.purpose == Purpose.TICKETS.value, secret.c.ref == "")
 
 
@@ -40,8 +39,7 @@ def lock_jobs(connection: sa.Connection, load_balancer_ids: Collection[str]) -> 
 
 def advance_to(following: Any) -> list[tuple[Any, Any]]:
     """Return the assignments of a new generation that is committed if all earlier ones are."""
-    # In an UPDATE statement, MySQL and MariaDB assign columns from left to right. The new `committed` depends on the
-    # old `generation`, so the statement sets `committed` first.
+    # MySQL and MariaDB assign columns from left to right, and the new `committed` depends on the old `generation`.
     committed = sa.case((job.c.committed >= job.c.generation, following), else_=job.c.committed)
     return [(job.c.committed, committed), (job.c.generation, following)]
 
@@ -99,8 +97,7 @@ def rotate_tickets(
     rotated = 0
     for one, following in due:
         unchanged = job.c.load_balancer_id == one.load_balancer_id, job.c.tickets == one.number
-        # A change of the load balancer may have created new ticket keys since the search for due keys. So the update
-        # checks again whether new keys are due.
+        # A change of the load balancer may have created new keys since the search for due keys.
         query = job.update().where(*unchanged, job.c.tickets_due <= now, *SETTLED)
         if connection.execute(query.ordered_values(*advance_to(job.c.generation + 1), *rotation.items())).rowcount:
             rotated += 1

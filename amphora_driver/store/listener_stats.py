@@ -45,8 +45,7 @@ def list_due_totals(connection: sa.Connection, limit: int) -> list[ListenerTotal
     if not listener_ids:
         return []
     counters: dict[str, sa.ColumnElement[int]] = {name: table.c[name] for name in (*_COUNTERS, "version")}
-    # The row of a deleted amphora still contains the last number of active connections. So the sum counts no active
-    # connections for a deleted amphora.
+    # The row of a deleted amphora keeps its last number of active connections, which must not count.
     counters["active_connections"] = sa.case((amphora.c.id.is_(None), 0), else_=table.c.active_connections)
     rows = connection.execute(
         sa.select(table.c.listener_id, *(sa.func.sum(column).label(name) for name, column in counters.items()))
@@ -54,7 +53,7 @@ def list_due_totals(connection: sa.Connection, limit: int) -> list[ListenerTotal
         .where(table.c.listener_id.in_(listener_ids))
         .group_by(table.c.listener_id)
     )
-    # MariaDB and PostgreSQL return sums of integers as Decimal, so the driver converts the sums to int.
+    # MariaDB and PostgreSQL return sums as Decimal.
     return [
         ListenerTotals(listener_id=row.listener_id, **{name: int(getattr(row, name)) for name in counters})
         for row in rows

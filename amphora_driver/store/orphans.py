@@ -26,11 +26,10 @@ from amphora_driver.database.tables import amphora, amphora_heartbeat, job, list
 from amphora_driver.database.tables_fleet import unknown_amphora
 
 MAX_UNKNOWN_AMPHORAE = 100
-# The table keeps at most five unknown amphorae for each sender address. More ids from one address are a mistake or an
-# attack.
+# Maximum number of unknown ids from one address. More ids are a mistake or an attack.
 MAX_UNKNOWN_PER_ADDRESS = 5
-# A health manager deletes the row of an unknown amphora after a day without heartbeats. If the table is full, a new row
-# replaces the row with the oldest heartbeat. That heartbeat must be more than five minutes old.
+# Seconds without heartbeats after which a row is deleted, and after which a new row may replace it if the table is
+# full.
 _UNKNOWN_PURGED_AFTER = 86_400.0
 _UNKNOWN_REPLACED_AFTER = 300.0
 _LONGEST_ADDRESS = 64
@@ -110,8 +109,7 @@ def record_unknown_amphorae(connection: sa.Connection, strays: Sequence[UnknownA
     ids = sorted(one.amphora_id for one in strays)
     recorded = sa.select(unknown_amphora.c.amphora_id).where(unknown_amphora.c.amphora_id.in_(ids))
     known = set(connection.execute(recorded).scalars())
-    # A controller may have recorded an amphora after the heartbeat arrived. So the health manager checks again whether
-    # each amphora id is still unknown.
+    # A controller may have recorded an amphora after the arrival of its heartbeat.
     owned = set(connection.execute(sa.select(amphora.c.id).where(amphora.c.id.in_(ids))).scalars())
     new = []
     for one in sorted(strays, key=lambda each: each.amphora_id):
@@ -146,8 +144,7 @@ def _insert_unknown(connection: sa.Connection, one: UnknownAmphora) -> bool:
         with connection.begin_nested():
             connection.execute(unknown_amphora.insert().values(**values))
     except IntegrityError:
-        # An IntegrityError means that another health manager has just inserted a row with the same amphora id. So this
-        # health manager need not insert the row.
+        # Another health manager has just inserted this row.
         return False
     return True
 

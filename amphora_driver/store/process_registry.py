@@ -20,8 +20,7 @@ from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import duty
 from amphora_driver.database.tables_fleet import drained_host, process
 
-# Every control-plane process writes a heartbeat to the database every two seconds. Housekeeping deletes the row of a
-# process after an hour without heartbeats.
+# Seconds between two heartbeats of a process, and seconds without one after which its row is deleted.
 HEARTBEAT_INTERVAL = 2.0
 _PURGED_AFTER = 3600.0
 
@@ -42,8 +41,7 @@ class ProcessRegistration:
         self._name = name
         self._kind = kind
         self._beat = 0
-        # Another process may delete the database row of this process. If this process then inserts a new row, this
-        # field restores the drain state.
+        # If another process deletes the row of this one, the new row gets this drain state.
         self._draining = False
 
     def heartbeat(self, *, jobs: int = 0, working: bool = True) -> bool:

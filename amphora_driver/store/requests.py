@@ -36,11 +36,10 @@ Compare = Callable[[LoadBalancer, LoadBalancer], bool]
 ValidateFit = Callable[[Node, LoadBalancer], None]
 Contents = Mapping[SecretName, SealedSecret]
 
-# The request history names object kinds in the singular and without an underscore, for example `l7policy`.
+# The history of requests names kinds in the singular, for example `l7policy`.
 _KIND_NAMES = {kind: kind.value[:-1] for kind in Kind} | {Kind.L7POLICY: "l7policy"}
 LOG = logging.getLogger(__name__)
-# Number of requests that the driver keeps in the history of a load balancer. After each 50th request, the driver
-# deletes the older entries.
+# Number of requests in the history of a load balancer, and number of generations between two deletions of older ones.
 _HISTORY_LENGTH = 200
 _PURGE_INTERVAL = 50
 _RESIZE = "resize"
@@ -163,8 +162,7 @@ class RequestRecorder:
             if pending:
                 _finish(connection, load_balancer_id, generation, (), _RESIZE, load_balancer_id)
             else:
-                # Octavia does not take part in this change, so Octavia cannot revert it. The driver therefore commits
-                # the generation immediately.
+                # Octavia takes no part in a resize and cannot revert it, so its generation is committed at once.
                 commit_last_generation(connection, load_balancer_id)
                 _record_request(connection, load_balancer_id, generation, _RESIZE, load_balancer_id)
             return found
@@ -222,8 +220,8 @@ class RequestRecorder:
         Secrets that are not in `contents` are read from Octavia after its commit.
         """
         if kind is Kind.L7RULE:
-            # The driver validates a regular expression before the transaction, so that the slow validation holds no
-            # database locks. The transaction validates the L7 rule again and finds the earlier result in a cache.
+            # The slow validation of a regular expression must not hold database locks. The transaction validates again
+            # and finds this result in a cache.
             rule = self._database.read(lambda connection: desired_objects.load_object(connection, kind, object_id))
             self._validate(from_octavia.apply_changes(rule, fields))
 
@@ -237,8 +235,8 @@ class RequestRecorder:
                 after = _shift_policies(connection, generation, after)
             desired_objects.update_objects(connection, generation, [after])
             if kind is Kind.LOAD_BALANCER:
-                # If a user changes the security groups of a VIP, Octavia does not call the driver. The provider agent
-                # therefore reads the load balancer from Octavia after every update of another property.
+                # Octavia does not call the driver for changed security groups of a VIP. So each other change causes a
+                # read from Octavia.
                 resyncs.request_object_reread(connection, load_balancer_id, kind, object_id)
                 self._announce(connection, load_balancer_id, generation, Event.UPDATE)
             _sync_secrets(connection, load_balancer_id, before, after, fields, contents or {})
@@ -299,8 +297,7 @@ class RequestRecorder:
             desired_objects.insert_objects(connection, load_balancer_id, generation, added)
             desired_objects.update_objects(connection, generation, changed)
             desired_objects.mark_removed(connection, generation, gone)
-            # A batch update sets even unchanged members to PENDING in Octavia, so the driver must report a status for
-            # every member.
+            # Octavia sets even unchanged members of a batch to PENDING, so each of them needs a status.
             touched = [(Kind.MEMBER, one) for one in (*kept, *gone) if one in before]
             touched += [*desired_objects.list_ancestors(connection, pool), (Kind.POOL, pool_id)]
             new = [(Kind.MEMBER, node.id) for node in added]
@@ -343,10 +340,9 @@ class RequestRecorder:
             validate(node, desired_objects.load_l4_context(connection, load_balancer_id, node, known))
 
 
-# The SQL statements are module constants, because SQLAlchemy needs more time to build a statement than to execute it.
+# SQLAlchemy needs more time to build these statements than to execute them.
 _LOCK = sa.select(job.c.generation, job.c.op).where(job.c.load_balancer_id == sa.bindparam("of")).with_for_update()
-# The statement locks the `job` row of the load balancer. Other rows need no lock, because every change of a load
-# balancer locks the `job` row first.
+# Every change of a load balancer locks its `job` row first, so other rows need no lock.
 _LOCK_OWNER = (
     sa.select(job.c.load_balancer_id, job.c.generation, job.c.op)
     .where(job.c.load_balancer_id == desired_objects.LOAD_BALANCER_ID_OF_OBJECT.scalar_subquery())
@@ -370,8 +366,7 @@ def _advance_owner(connection: sa.Connection, object_id: str) -> tuple[str, int]
     """Make the job of an object's load balancer due; return the load balancer's id and its new generation."""
     row = connection.execute(_LOCK_OWNER, {"of": object_id}).first()
     if row is None:
-        # The search finds no row if the object or the load balancer is missing. The following two look-ups raise an
-        # error that names the missing one.
+        # The object or its load balancer is missing. Both calls raise an error that names the missing one.
         load_balancer_id = desired_objects.load_balancer_id_of(connection, object_id)
         return load_balancer_id, _advance(connection, load_balancer_id)
     return row.load_balancer_id, _write_generation(connection, row.load_balancer_id, row, Op.APPLY)
@@ -416,8 +411,7 @@ def _record_request(
 ) -> None:
     accepted = {"load_balancer_id": load_balancer_id, "generation": generation, "accepted_at": time.time()}
     added = connection.execute(request.insert(), {**accepted, "action": action, "object_id": object_id})
-    # Each recorded request inserts one `request` row. If a connection loss leaves the end of the transaction unknown,
-    # the row proves that the transaction was committed.
+    # The inserted row proves the commit of the transaction if the connection is lost during COMMIT.
     (row,) = added.inserted_primary_key or (None,)
     set_commit_marker(connection, _REQUEST_MARKER, {"row": row, "of": load_balancer_id})
     if generation % _PURGE_INTERVAL == 0:
@@ -464,8 +458,8 @@ def _sync_secrets(
     if not used and not used_before:
         return
     missing = sealed_secrets.sync_object_secrets(connection, load_balancer_id, after.id, used, contents)
-    # A missing field usually means no change. But Octavia also omits `sni_container_refs` if a user removes the last
-    # SNI certificate. So the provider agent must read the listener from Octavia.
+    # A missing field usually means no change. But Octavia also omits `sni_container_refs` after the removal of the last
+    # SNI certificate, so the listener is read from Octavia.
     is_unclear = isinstance(before, Listener) and before.sni_container_refs and "sni_container_refs" not in fields
     if missing or is_unclear or secrets_in_fields(after, fields).keys() - contents.keys():
         resyncs.request_object_reread(connection, load_balancer_id, desired_objects.kind_of(after), after.id)

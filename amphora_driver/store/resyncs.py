@@ -23,7 +23,7 @@ from amphora_driver.database.tables_fleet import resync
 from amphora_driver.model.enums import Kind
 from amphora_driver.store.generations import update_job
 
-# The database keeps the row of a finished resynchronization for 30 days, so that an operator can read the result.
+# Seconds for which operators can read the result of a finished resynchronization.
 _KEPT_SECONDS = 30 * 86400.0
 _ASKED = sa.select(job.c.read_back, job.c.reread).where(job.c.load_balancer_id == sa.bindparam("of"))
 
@@ -31,22 +31,19 @@ _ASKED = sa.select(job.c.read_back, job.c.reread).where(job.c.load_balancer_id =
 class ResyncOutcome(str, Enum):
     """Result of a resynchronization."""
 
-    # The provider agent has read the load balancer from Octavia and reports all statuses again.
+    # The load balancer was read from Octavia, and all its statuses are reported again.
     DONE = "done"
-    # The provider agent could not read the load balancer from Octavia. The provider agent reports the statuses in the
-    # driver's database again.
+    # The read from Octavia failed, and the statuses in the driver's database are reported again.
     UNREAD = "unread"
-    # The driver's database records the load balancer, but Octavia does not know the load balancer.
+    # The driver's database has the load balancer, and Octavia does not.
     UNKNOWN = "unknown"
-    # Only one side, Octavia or the driver, knew the load balancer. The provider agent has deleted the load balancer on
-    # that side, as the operator requested.
+    # Only Octavia or only the driver had the load balancer, and it was deleted there at the operator's request.
     REMOVED = "removed"
-    # Octavia knows the load balancer, but the driver's database does not record the load balancer.
+    # Octavia has the load balancer, and the driver's database does not.
     UNRECORDED = "unrecorded"
-    # Neither Octavia nor the driver's database knows the load balancer.
+    # Neither Octavia nor the driver's database has the load balancer.
     NOWHERE = "nowhere"
-    # The controller is deleting the load balancer, and the provider agent reports DELETED to Octavia after the
-    # deletion.
+    # The load balancer is being deleted, and DELETED is reported afterwards.
     GOING = "going"
 
 
@@ -107,8 +104,7 @@ def report_again(connection: sa.Connection, load_balancer_id: str) -> None:
     Octavia's row of the load balancer must be PENDING, which blocks requests of users. Otherwise a repeated
     provisioning status could overwrite the PENDING of a newer request.
     """
-    # In an UPDATE statement, MySQL and MariaDB assign columns from left to right. The new `settled` depends on the old
-    # `version`, so the statement sets `settled` first.
+    # MySQL and MariaDB assign columns from left to right, and the new `settled` depends on the old `version`.
     again: list[tuple[Any, Any]] = [(column, object_status.c.version + 1) for column in ("settled", "version")]
     mine = object_status.c.load_balancer_id == load_balancer_id
     connection.execute(object_status.update().where(mine).ordered_values(*again))

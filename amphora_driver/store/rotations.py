@@ -24,8 +24,7 @@ from amphora_driver.store import spare_pools
 from amphora_driver.store.generations import update_job
 
 _MAX_TEXT = 1000
-# Each request for an image rotation locks the `duty` row named `rotation request`, so that concurrent requests run one
-# after the other.
+# Concurrent requests for rotations lock this row of the table `duty`, so that they run one after the other.
 _REQUEST_LOCK = "rotation request"
 
 
@@ -168,7 +167,6 @@ def select_amphorae(
         found = {one: ids for one, ids in found.items() if one in fitting}
     if wanted.load_balancers:
         _require_known(connection, wanted.load_balancers)
-        # The image rotation processes the load balancers in the order in which the operator named them.
         found = {one: found[one] for one in dict.fromkeys(wanted.load_balancers) if one in found}
     return {one: tuple(ids) for one, ids in found.items() if ids}
 
@@ -309,8 +307,7 @@ def _restart_item(connection: sa.Connection, found: Rotation, item: RotationItem
         amphorae = msgspec.json.encode([*item.amphorae, *wrong]).decode()
         values = {"state": ItemState.WAITING.value, "amphorae": amphorae, "begun_at": None}
     _update_item(connection, found.id, item, ended_at=None, reason=None, **values)
-    # When an image rotation retries a failed load balancer, the controller retries the load balancer's job immediately
-    # and without back-off.
+    # The rotation retries a failed load balancer, so its job runs at once and without back-off.
     update_job(connection, item.load_balancer_id, job.c.op == "apply", dirty=True, due_at=URGENT, attempts=0)
 
 
@@ -345,8 +342,7 @@ def _retire_old_spares(connection: sa.Connection, rotation_id: int, wanted: Sele
 
 def _selection_query(wanted: Selection, now: float) -> sa.Select[Any]:
     columns = (amphora.c.id, amphora.c.load_balancer_id)
-    # An image rotation does not select a retiring amphora, because the controller is already replacing every retiring
-    # amphora.
+    # A retiring amphora is being replaced already.
     conditions = [amphora.c.state != AmphoraState.RETIRING.value, job.c.op == "apply"]
     if wanted.image is not None:
         conditions.append(sa.or_(amphora.c.image.is_(None), amphora.c.image != wanted.image))

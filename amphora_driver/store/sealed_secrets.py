@@ -19,7 +19,7 @@ from amphora_driver.database.vault import SecretLocation
 from amphora_driver.model.enums import Kind
 from amphora_driver.model.secret_refs import Purpose, SecretName
 
-# The SQL statements are module constants, because SQLAlchemy needs more time to build a statement than to execute it.
+# SQLAlchemy needs more time to build these statements than to execute them.
 _OF_LOAD_BALANCER = secret.select().where(secret.c.load_balancer_id == sa.bindparam("of"))
 _NAMES = sa.select(secret.c.purpose, secret.c.ref, secret.c.sealed.is_not(None).label("known")).where(
     secret.c.object_id == sa.bindparam("of")
@@ -31,15 +31,15 @@ _DELETE = secret.delete().where(
 )
 
 
-# Housekeeping reads the certificates without an expiry in the order of the primary key.
+# Certificates whose expiry is unknown, in the order of the primary key.
 _UNREAD = (
     sa.select(secret.c.object_id, secret.c.ref, secret.c.sealed)
     .where(secret.c.expires_at.is_(None), secret.c.purpose == Purpose.CERTIFICATE.value, secret.c.sealed.is_not(None))
     .order_by(secret.c.object_id, secret.c.ref)
 )
 
-# The inner query reads the rows in question only, by the index of `expires_at`. An object with many certificates counts
-# once, so it cannot hide the certificates of other objects behind the limit.
+# Certificates that expire, the first one of each object. An object with many certificates must not hide those of others
+# behind the limit.
 _FIRST = sa.func.min(secret.c.expires_at).label("expires_at")
 _DUE = (
     sa.select(secret.c.load_balancer_id, secret.c.object_id, _FIRST)

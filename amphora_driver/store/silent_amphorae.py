@@ -29,10 +29,9 @@ DUTY = "detection"
 AUTOMATIC_CAUSES = (Cause.SILENT, Cause.MUTE, Cause.NEVER_SPOKE)
 _AUTOMATIC_VALUES = [cause.value for cause in AUTOMATIC_CAUSES]
 _MAX_TEXT = 1000
-# The failure detector searches the newest 20,000 rows of the table `failover` for recent fail-overs. A search in all
-# rows would be slow.
+# Number of newest fail-overs among which recent ones are searched. A search in all rows would be slow.
 _RECENT_ROWS = 20_000
-# A load balancer serves users if its operating status is ONLINE, DEGRADED, NO_MONITOR or DRAINING.
+# Operating statuses of load balancers that serve users.
 _SERVED = (Operating.ONLINE.value, Operating.DEGRADED.value, Operating.NO_MONITOR.value, Operating.DRAINING.value)
 
 

@@ -24,7 +24,7 @@ from amphora_driver.store.generations import update_job
 
 OP = "spares"
 ROLE = "SPARE"
-# The driver derives the id of a spare pool as a version 5 UUID (RFC 9562, section 5.5) from a fixed namespace.
+# Namespace of the ids of spare pools, which are UUIDs of version 5 (RFC 9562, section 5.5).
 _NAMESPACE = uuid.UUID("6d0f2a4e-6a55-4f0c-9a0b-0f6a1f5c2b7d")
 
 
@@ -45,8 +45,8 @@ class SparePoolSpec(msgspec.Struct, frozen=True, kw_only=True):
     def id(self) -> str:
         """The id of the pool with this specification."""
         values = msgspec.structs.asdict(self)
-        # The id of a spare pool is derived from its properties. Controllers of the previous version do not know
-        # `compute_zones`. Without zones, both versions must compute the same id.
+        # Controllers of the previous version do not know `compute_zones`. Without zones, both versions must compute the
+        # same id.
         if self.compute_zones is None:
             del values["compute_zones"]
         return str(uuid.uuid5(_NAMESPACE, msgspec.json.encode(values).decode()))
@@ -160,10 +160,9 @@ def set_spare_pool(
 
 
 def _insert_pool(connection: sa.Connection, spec: SparePoolSpec) -> None:
-    # If two controllers insert the same spare pool at the same time, the second insert fails. The second controller
-    # then retries the job.
+    # If two controllers insert the same pool, the second insert fails, and its job is retried.
     row = {"load_balancer_id": spec.id, "compute": spec.compute, "network": spec.network, "op": OP, "due_at": URGENT}
-    # The generation of a spare pool is always zero, because a spare pool has no configuration to serve.
+    # The generation is always zero, because a spare pool has no configuration to serve.
     connection.execute(job.insert().values(**row, generation=0, spares=msgspec.json.encode(spec).decode()))
 
 

@@ -54,7 +54,7 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
 
 
-# The SQL statements are module constants, because SQLAlchemy needs more time to build a statement than to execute it.
+# SQLAlchemy needs more time to build these statements than to execute them.
 _IDS: sa.BindParameter[Any] = sa.bindparam("ids", expanding=True)
 _KNOWN = sa.select(object_status.c.object_id).where(object_status.c.object_id.in_(_IDS))
 _EXPECT = object_status.update().where(object_status.c.object_id.in_(_IDS)).values(pending=sa.bindparam("new_pending"))
@@ -73,8 +73,7 @@ _OBSERVE = (
         version=object_status.c.version + 1,
     )
 )
-# The UPDATE statement changes an operating status only if the database still contains the status that the caller has
-# read before.
+# An operating status is changed only if the database still contains the status that the caller has read.
 _PREVIOUS = sa.bindparam("was", type_=sa.String)
 _OBSERVE_IF_UNCHANGED = _OBSERVE.where(
     sa.or_(object_status.c.operating == _PREVIOUS, sa.and_(object_status.c.operating.is_(None), _PREVIOUS.is_(None)))
@@ -82,8 +81,7 @@ _OBSERVE_IF_UNCHANGED = _OBSERVE.where(
 
 
 def _provisioning_change(provisioning: Any, reason: Any) -> list[tuple[Any, Any]]:
-    # In an UPDATE statement, MySQL and MariaDB assign columns from left to right. The new `settled` depends on the old
-    # `version`, so the statement sets `settled` first.
+    # MySQL and MariaDB assign columns from left to right, and the new `settled` depends on the old `version`.
     return [
         ("provisioning", provisioning),
         ("since", sa.bindparam("now", type_=sa.Double)),
@@ -100,8 +98,7 @@ _IS_REMOVED = object_status.c.object_id.in_(
         desired_object.c.load_balancer_id == sa.bindparam("of"), desired_object.c.removed
     )
 )
-# When the amphorae serve a new generation, objects in ERROR become ACTIVE. This excludes objects that wait for a later
-# generation.
+# Objects in ERROR become ACTIVE when the amphorae serve a new generation, unless they wait for a later one.
 _IS_SETTLED = object_status.c.pending.is_(None)
 _HAS_FAILED = object_status.c.provisioning == Provisioning.ERROR.value
 _SUCCEED = (
@@ -142,8 +139,7 @@ def expect_confirmation(
     """Record that objects are PENDING until `generation` is confirmed; `new` objects have no row."""
     kinds = {object_id: kind for kind, object_id in objects}
     fresh = {object_id: kind for kind, object_id in new}
-    # Every writer locks rows in the order of the row ids. One of two concurrent writers then waits for the other one,
-    # and no deadlock occurs.
+    # All writers lock rows in the order of their ids, so that no deadlock occurs.
     for chunk in chunks(sorted(kinds)):
         found = connection.execute(_EXPECT, {"ids": chunk, "new_pending": generation}).rowcount
         if found < len(chunk):
@@ -191,8 +187,7 @@ def fail_generation(connection: sa.Connection, load_balancer_id: str, generation
 
 def write_observations(connection: sa.Connection, load_balancer_id: str, seen: Sequence[Observation]) -> int:
     """Write operating statuses that differ from the recorded ones; return their number."""
-    # Every writer locks rows in the order of the row ids. One of two concurrent writers then waits for the other one,
-    # and no deadlock occurs.
+    # All writers lock rows in the order of their ids, so that no deadlock occurs.
     ordered = sorted(seen, key=lambda one: one.object_id)
     return sum(_observe_chunk(connection, load_balancer_id, some) for some in chunks(ordered))
 
@@ -217,8 +212,8 @@ def list_due_reports(connection: sa.Connection, limit: int, after: str = "") -> 
     found = []
     for row in rows:
         is_waiting = row.pending is not None and row.provisioning != Provisioning.ERROR.value
-        # The provider agent reports each provisioning status only once. A repeated report could arrive after the user's
-        # next request. The report would then overwrite the PENDING status of the next request.
+        # Each provisioning status is reported once. A repeated report could overwrite the PENDING of the user's next
+        # request.
         is_reported = row.settled <= row.reported
         provisioning = None if is_waiting or is_reported or row.provisioning is None else Provisioning(row.provisioning)
         if provisioning is not None or row.operating is not None:
@@ -232,8 +227,7 @@ def mark_reported(connection: sa.Connection, reports: Sequence[StatusReport]) ->
     for report in reports:
         by_version[report.version].append(report.object_id)
     for version, told in by_version.items():
-        # Every writer updates rows in the order of the row ids. One of two concurrent writers then waits for the other
-        # one, and no deadlock occurs.
+        # All writers update rows in the order of their ids, so that no deadlock occurs.
         for ids in chunks(sorted(told)):
             connection.execute(_MARK_REPORTED, {"ids": ids, "told": version})
     deleted = [report for report in reports if report.provisioning is Provisioning.DELETED]
@@ -286,8 +280,7 @@ def _write_confirmed_statuses(
     recorded = _operating(connection.execute(_RECORDED_OF, {"of": load_balancer_id}))
     unmeasured = (None, Operating.OFFLINE.value)
     wanted = [*certain, *(one for one in first if recorded.get(one.object_id) in unmeasured)]
-    # Every writer locks rows in the order of the row ids. One of two concurrent writers then waits for the other one,
-    # and no deadlock occurs.
+    # All writers lock rows in the order of their ids, so that no deadlock occurs.
     differing = _differing(recorded, sorted(wanted, key=lambda one: one.object_id))
     if differing:
         connection.execute(_OBSERVE_IF_UNCHANGED, [{**one, "was": recorded[one["at"]]} for one in differing])

@@ -19,8 +19,8 @@ from amphora_driver.database.rows import chunks, to_struct
 from amphora_driver.database.tables import job, vip_claim
 from amphora_driver.model.network import VipRequest
 
-# If the network backend has not allocated the VIPs yet, the controller asks again after one second. Later pauses grow
-# to 30 seconds, unless the network backend sets the pause.
+# First and longest pause in seconds between requests to a network backend that has not allocated the VIPs yet. The
+# backend may set another pause.
 _FIRST_RETRY, _LONGEST_RETRY = 1.0, 30.0
 
 

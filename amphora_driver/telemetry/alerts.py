@@ -22,25 +22,22 @@ if TYPE_CHECKING:
 
     from amphora_driver.telemetry.fleet_snapshot import AmphoraInfo, FleetSnapshot, LoadBalancerInfo
 
-# The status page shows a notice if a job, a status report or a confirmation is 30 s late. After 300 s, the notice
-# becomes more severe.
+# Delays in seconds of a job, a status report or a confirmation, for a notice and for a more severe one.
 _LATE = 30.0
 _VERY_LATE = 300.0
-# A health manager records an unknown amphora every ten seconds while it sends heartbeats. The row stays for a day after
-# the last heartbeat, but the notice disappears after five minutes.
+# Seconds after its last heartbeat for which an unknown amphora causes a notice.
 _UNKNOWN_FOR = 300.0
 _DAY = 86_400.0
-# The status page shows the rotation of a CA as overdue if the CA expires in less than 30 days.
+# A CA that expires within this number of seconds causes a notice that its rotation is overdue.
 MONTH = 30 * _DAY
-# The status page shows the renewal of an amphora certificate as overdue after 75 % of the certificate's validity.
+# Part of an amphora certificate's validity after which its renewal is overdue.
 RENEWAL_OVERDUE = 0.75
 _WITHOUT_PROCESS = {
     ProcessKind.CONTROLLER.value: "no controller runs: load balancers are not changed, and amphorae not replaced",
     ProcessKind.HEALTH_MANAGER.value: "no health manager runs: heartbeats of amphorae are not received",
     ProcessKind.PROVIDER_AGENT.value: "no provider agent runs: Octavia gets no statuses",
 }
-# If the status page has more than four notices of one sort, the status page groups them. A group shows only two of its
-# notices.
+# Maximum number of notices of one sort without a group, and number of notices that a group shows.
 _MAX_UNGROUPED = 4
 _SHOWN_OF_GROUP = 2
 _PLURALS = {"load balancer": "load balancers", "amphora": "amphorae"}
@@ -100,7 +97,6 @@ def find_notices(fleet: FleetSnapshot, interval: float) -> tuple[Notice, ...]:
     by_balancer = fleet.amphorae_by_balancer()
     for balancer in fleet.balancers:
         found += _balancer_notices(balancer, by_balancer.get(balancer.id, []), fleet.at)
-    # Python's sort is stable. So notices of the same level keep their order.
     return tuple(sorted(found, key=lambda one: -one.level))
 
 

@@ -36,7 +36,7 @@ _DETECTOR = ("seeing", "blind")
 _AMPHORA = ("booting", "ready", "retiring")
 _SILENCES = ("silent", "mute", "never_spoke")
 _RESOURCES = tuple(one.value for one in Resource)
-# Series of single amphorae exist only for amphorae near a limit, and at most for this number of resources.
+# Maximum number of series of single amphorae, which exist only for amphorae near a limit.
 _MAX_NEAR = 200
 
 
@@ -67,8 +67,7 @@ def encode_metrics(
         build.add_metric([], {"version": version, "kind": kind})
         families += [build, *own.collect()]
     for family in families:
-        # prometheus_client adds a `_created` series to each counter. The metrics server omits these series, because
-        # they would double the size of its response.
+        # A `_created` series of each counter would double the size of the response.
         family.samples = [one for one in family.samples if not one.name.endswith("_created")]
     if view is not None:
         families += fleet_families(view)
@@ -83,8 +82,7 @@ def fleet_families(view: View) -> Iterator[Metric]:
     is_current = view.read_error is None and view.fleet is not None
     yield _gauge("amphora_fleet_up", "1 if the database could be read for this answer.", is_current)
     if view.read_error is not None or view.fleet is None:
-        # The database is not readable, so the metrics server omits the metrics of the fleet. Old values would look like
-        # current ones.
+        # While the database is unreadable, metrics of the fleet are missing. Old values would look current.
         return
     fleet = view.fleet
     yield _gauge("amphora_fleet_read_seconds", "Duration of the read of the fleet.", fleet.took)
@@ -215,8 +213,7 @@ def _control_plane_metrics(fleet: FleetSnapshot) -> Iterator[Metric]:
     for (kind, draining), number in sorted(counted.items()):
         seen.add_metric([kind, draining], number)
     yield seen
-    # For each kind of process, the dict keeps the time of the last heartbeat. The processes are sorted by the times of
-    # their heartbeats, so the newest time of a kind replaces the others.
+    # The newest heartbeat of a kind comes last and replaces the others.
     youngest = {one.kind: one.seen_at for one in sorted(fleet.processes, key=lambda one: one.seen_at)}
     ages = {kind: max(0.0, fleet.at - seen_at) for kind, seen_at in sorted(youngest.items())}
     yield _by("amphora_fleet_process_age_seconds", "Age of the newest heartbeat of a process.", "kind", ages)

@@ -38,8 +38,7 @@ _JSON = "application/json"
 _TEXT = "text/plain; charset=utf-8"
 _MAX_CACHED = 16
 _MAX_ID = 36
-# The status page server compresses only bodies of more than 1024 bytes, because compression saves little for shorter
-# bodies.
+# Minimum size in bytes of a compressed body. Compression of shorter ones saves little.
 _MIN_COMPRESSED = 1024
 _COMMON_HEADERS = {
     "Cache-Control": "no-store",
@@ -92,8 +91,7 @@ class TokenFile:
         try:
             found = Path(self._path).stat()
             if found.st_mode & stat.S_IROTH:
-                # If other users can read the token file, they may already know the token. So the operator must not only
-                # correct the file mode, but also write a new token.
+                # Other users may have read the token already, so a new mode of the file is not enough.
                 problem = "other users can read it; run chmod o-r, and write a new token into it"
             else:
                 token = self._read_file(found)
@@ -111,8 +109,7 @@ class TokenFile:
 
     def _read_file(self, found: os.stat_result) -> Secret:
         """Return the token of a file with this state."""
-        # Every write of the token file changes at least one of inode, size, mtime and ctime. So the server compares all
-        # four values.
+        # Every write changes at least one of inode, size, mtime and ctime.
         mark = (found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
         if self._known is None or self._known[0] != mark:
             line = Path(str(self._path)).read_bytes().split(b"\n", 1)[0].strip()
@@ -169,7 +166,7 @@ class RequestHandler:
 
     def _respond_with_records(self, request: Request, token: Secret | None) -> Response:
         if token is None:
-            # Without a token, every user of this machine reaches the page. The records have more details than the page.
+            # Without a token, every user of this host can read the page, which has fewer details than the records.
             raise RequestRefused(403, "The records need a token: [amp_status_page] token_file is not set.")
         scope = parse_scope(request)
         try:
@@ -191,7 +188,7 @@ class RequestHandler:
 def parse_scope(request: Request) -> Scope:
     """Return the scope of a request for records; raises RequestRefused for an invalid one."""
     failover, prefix = request.query_value("failover"), request.query_value("load_balancer")
-    # A number of more digits exceeds the integers of a database.
+    # Integers of a database have at most 18 digits in all cases.
     if failover and not (failover.isascii() and failover.isdigit() and len(failover) <= 18):
         raise RequestRefused(400, "The number of the fail-over is invalid.")
     if len(prefix) > _MAX_ID or (failover and prefix):

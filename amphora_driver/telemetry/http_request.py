@@ -20,14 +20,12 @@ from amphora_driver.secret import Secret
 MAX_HEAD_SIZE = 8192
 _MAX_HEADERS = 64
 _METHODS = ("GET", "HEAD")
-# Headers such as Forwarded or Via show that a proxy has forwarded a request from another machine. If no token is
-# configured, the status page refuses forwarded requests.
+# Headers of a proxy, which forwards requests of other machines. Without a token, the status page refuses such requests.
 _FORWARDED = {
     *("forwarded", "via", "x-real-ip"),
     *("x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-forwarded-server"),
 }
-# Many proxies use HTTP/1.0 and add no Forwarded header, while local clients use HTTP/1.1. So the status page treats
-# each HTTP/1.0 request as forwarded by a proxy.
+# Many proxies use HTTP/1.0 and add no header, while local clients use HTTP/1.1.
 _PROXY_VERSION = "HTTP/1.0"
 
 
@@ -105,7 +103,7 @@ def authorize(request: Request, peer: str, token: Secret | None) -> None:
         RequestRefused: 401 without the token; 403 from another machine, or with a host name of another machine.
     """
     if token is not None:
-        # The comparison of two Secret objects takes constant time. So its duration reveals nothing about the token.
+        # The comparison of two Secret objects takes constant time, so its duration does not reveal the token.
         if Secret(_presented_token(request.headers.get("authorization", ""))) != token:
             raise RequestRefused(401, "This page requires its token, as a bearer token or as a password.")
         return

@@ -35,12 +35,10 @@ if TYPE_CHECKING:
     from amphora_driver.telemetry.http_request import Request
 
 LOG = logging.getLogger(__name__)
-# The status page server accepts at most 16 connections at a time. It closes the oldest connection before it accepts a
-# further one.
+# Maximum number of connections. The oldest one is closed before a further one is accepted.
 _MAX_CONNECTIONS = 16
 _BACKLOG = 32
-# The status page server limits a whole connection to 20 s and each read to 5 s. After the response, the close of the
-# connection takes at most 1 s.
+# Limits in seconds of a whole connection, of one read, and of the close after the response.
 _CONNECTION_TIMEOUT = 20.0
 _READ_TIMEOUT = 5.0
 _CLOSE_TIMEOUT = 1.0
@@ -115,8 +113,7 @@ class StatusServer:
 
     def _bind(self) -> socket.socket:
         family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
-        # The status page server cannot bind its port while another process of the host uses the port. So it tries again
-        # later.
+        # Another process of the host may use the port at present, so the server tries again later.
         made = socket.create_server((self._address, self.port), family=family, backlog=_BACKLOG)
         made.setblocking(False)
         self.port = made.getsockname()[1]
@@ -136,8 +133,7 @@ class StatusServer:
         connection.settimeout(_READ_TIMEOUT)
         with self._lock:
             if len(self._open) >= _MAX_CONNECTIONS:
-                # A normal request to the status page takes milliseconds. So if 16 connections are open, the oldest one
-                # belongs to a slow client, and the server closes it.
+                # A normal request takes milliseconds, so the oldest connection belongs to a slow client.
                 self._shut_down([min(self._open)])
             number = next(self._numbers)
             self._open[number] = (connection, time.monotonic())
@@ -175,8 +171,7 @@ class StatusServer:
                 connection = self._wrap_tls(number, connection)
             self._answer(connection, peer)
         except (OSError, ValueError) as error:
-            # A client has closed its connection to the status page, or does not speak TLS. Neither case needs a
-            # warning.
+            # A client has closed its connection or does not speak TLS, which needs no warning.
             LOG.debug("a connection to the status page failed, and the server closes it: %s", error)
         except Exception:
             LOG.exception(
@@ -192,8 +187,7 @@ class StatusServer:
             with self._lock:
                 if number in self._open:
                     self._open[number] = (wrapped, self._open[number][1])
-            # The server closes a connection that exceeds its time limit, even during the TLS handshake. The handshake
-            # then fails, and the thread ends.
+            # Another thread closes a connection that exceeds its time limit, also during the handshake.
             wrapped.do_handshake()
         except BaseException:
             wrapped.close()

@@ -16,10 +16,9 @@ from amphora_driver.store.process_registry import HEARTBEAT_INTERVAL
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-# A process counts as dead after it has missed five heartbeats.
+# A process is dead after five missed heartbeats.
 DEAD_AFTER = 5 * HEARTBEAT_INTERVAL
-# Three processes that died and were replaced within ten minutes are a restart loop. One death has no lasting cause,
-# because a supervisor has already replaced the process.
+# Three replaced processes within this number of seconds are a restart loop. A single death has no lasting cause.
 LOOP_SECONDS = 600.0
 _LOOP_DEATHS = 3
 
@@ -76,8 +75,7 @@ def _build_group(kind: str, host: str, processes: Sequence[P], now: float) -> Pr
     ordered = sorted(processes, key=lambda one: one.seen_at)
     alive = tuple(one for one in ordered if now - one.seen_at <= DEAD_AFTER)
     dead = [one for one in ordered if now - one.seen_at > DEAD_AFTER]
-    # Each start replaces at most one process: the first that died of all unreplaced ones. So two processes that died at
-    # the same time, with one successor, leave one process missing.
+    # Each start replaces at most one dead process, the first of those without a successor.
     starts = sorted(one.started_at for one in processes)
     replaced, missing = [], []
     for one in dead:

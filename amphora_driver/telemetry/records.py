@@ -29,25 +29,25 @@ if TYPE_CHECKING:
 # A reader refuses a document of another format.
 FORMAT = 1
 MAX_ROWS = 50_000
-# Fail-overs in the document about the whole fleet, in addition to the open ones.
+# Maximum number of fail-overs in the document about the whole fleet, beside the open ones.
 MAX_FAILOVERS = 1000
-# Certificates in the document about the whole fleet.
+# Maximum number of certificates in the document about the whole fleet.
 MAX_CERTIFICATES = 1000
-# Requests and events in the document about one load balancer.
+# Maximum number of requests and events in the document about one load balancer.
 MAX_EVENTS = 2000
-# The lookup of a load balancer by a prefix of its id reports at most ten ids and "and others".
+# Maximum number of ids for a prefix: ten are listed, and one more shows that others exist.
 _MAX_IDS = 11
 _MAX_AGE = 1.0
 _LOCK_SECONDS = 5.0
 _MAX_CACHED = 16
-# Options of the process that the commands need. amphoractl has no configuration file in the read-only mode.
+# Options that commands of amphoractl need. In the read-only mode, amphoractl has no configuration file.
 OPTIONS = (
     *(("amp_controller", "boot_timeout"), ("amp_controller", "operation_timeout")),
     *(("amp_failover", "automatic"), ("amp_failover", "silent_after"), ("amp_failover", "witnesses")),
     *(("amp_rotation", "image_days"), ("amp_rotation", "replacement_timeout"), ("amp_spares", "number")),
     ("amp_tls", "expiry_days"),
 )
-# `reread` is a tree of objects as Octavia sent it, before its validation. Certificates of CAs are long and not shown.
+# Columns that are not sent: objects of Octavia before their validation, and certificates of CAs, which are long.
 _OMITTED = {tables.job.c.reread, tables_fleet.certificate_authority.c.certificate}
 
 
@@ -94,7 +94,7 @@ def read_options(conf: ConfigOpts) -> dict[str, dict[str, Any]]:
 
 def sent_columns(table: sa.Table) -> tuple[sa.Column[Any], ...]:
     """Return the columns of a table that a document may contain: none of them is binary."""
-    # Encrypted values are the only binary values of the database.
+    # All binary values of the database are encrypted secrets, which are not sent.
     return tuple(one for one in table.c if not isinstance(one.type, sa.LargeBinary) and one not in _OMITTED)
 
 
@@ -143,8 +143,7 @@ class RecordReader:
 
     def encode(self, scope: Scope) -> bytes:
         """Return a document as JSON; raises StoreError if the database does not answer."""
-        # While the database does not answer, waiting requests must not keep their threads for longer than their clients
-        # wait.
+        # While the database does not answer, a request must not keep its thread longer than its client waits.
         if not self._lock.acquire(timeout=_LOCK_SECONDS):
             raise StoreError("read the records", "other requests still wait for the database", "Try again.")
         try:
@@ -162,7 +161,7 @@ class RecordReader:
 
 def _read_table(connection: sa.Connection, query: sa.Select[Any]) -> TableRows:
     result = connection.execute(query.limit(MAX_ROWS) if query._limit is None else query)  # noqa: SLF001 - no public name
-    # SQLAlchemy's names belong to a subclass of str, which msgspec does not encode.
+    # SQLAlchemy's column names belong to a subclass of str, which msgspec does not encode.
     return TableRows(tuple(map(str, result.keys())), [tuple(row) for row in result])
 
 
@@ -217,13 +216,13 @@ def _fleet_queries() -> dict[str, sa.Select[Any]]:
     status, request, failover = tables.object_status.c, tables.request, tables_fleet.failover
     newest = sa.select(failover.c.id).order_by(failover.c.id.desc()).limit(MAX_FAILOVERS).subquery()
     shown_failover = sa.or_(failover.c.ended_at.is_(None), failover.c.id.in_(sa.select(newest.c.id)))
-    # The lists of load balancers count the other objects that are pending or unreported.
+    # Commands count the pending and unreported objects of each load balancer.
     shown_status = sa.or_(status.kind == _BALANCER, status.pending.is_not(None), status.version > status.reported)
     whole = (tables.job, tables.amphora, tables.amphora_heartbeat, tables.duty)
     expiring = _EXPIRING.subquery()
-    # Joins with `job` use indexes. Conditions on `kind` or `applied_at` alone would read all objects and old requests.
+    # The join with `job` uses an index. A condition on `kind` alone would read all objects.
     work = tables.job.c
-    # The list of certificates that expire needs the kind of their objects.
+    # The list of expiring certificates shows the kind of their objects.
     shown = sa.union(sa.select(work.load_balancer_id.label("id")), sa.select(expiring.c.object_id)).subquery()
     newer = sa.and_(request.c.load_balancer_id == work.load_balancer_id, request.c.generation > work.applied)
     fleet = tables_fleet
@@ -242,13 +241,13 @@ def _fleet_queries() -> dict[str, sa.Select[Any]]:
 
 _BALANCER = Kind.LOAD_BALANCER.value
 _OBJECT = tables.desired_object
-# Only the load balancer itself is sent with its attributes. The commands need only ids and kinds of the other objects.
+# Commands need the attributes of load balancers only, and ids and kinds of other objects.
 _OBJECT_COLUMNS = tuple(
     sa.case((_OBJECT.c.kind == _BALANCER, one), else_="").label(one.name) if one.name == "body" else one
     for one in sent_columns(_OBJECT)
 )
 _SECRET = tables.secret.c
-# The certificates that expire first. The names of secrets are not sent.
+# The certificates that expire first, without the names of their secrets.
 _EXPIRING = (
     sa.select(_SECRET.object_id, _SECRET.load_balancer_id, sa.func.min(_SECRET.expires_at).label("expires_at"))
     .where(_SECRET.expires_at.is_not(None))

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _WANTED = "read from the status page"
-# amphoractl waits at most 10 s for a connection to the status page, and 30 s for each part of the answer.
+# Time-outs in seconds of a connection to the status page and of each part of the answer.
 _TIMEOUT = urllib3.Timeout(connect=10.0, read=30.0)
-# The document about the largest fleet has about 60 MB.
+# Maximum size of an answer in bytes. The document about the largest fleet has 60 MB.
 _MAX_BYTES = 256 * 2**20
 _MAX_REASON = 500
 _MAX_WORD = 64
@@ -130,7 +130,7 @@ class StatusPageRecords:
     def _fetch(self, scope: Scope) -> Records:
         values = {name: value for name, value in msgspec.structs.asdict(scope).items() if value is not None}
         address = f"{self._url}/records.json" + (f"?{urlencode(values)}" if values else "")
-        # The basic scheme encodes the token, so a token with any characters results in a valid header.
+        # The basic scheme encodes the token, so any characters of a token give a valid header.
         credentials = base64.b64encode(b"amphoractl:" + self._token.reveal()).decode()
         headers = {"Authorization": f"Basic {credentials}", "Accept-Encoding": "gzip"}
         trust: dict[str, Any] = {"ca_certs": self._ca_file} if self._ca_file else {}
@@ -192,6 +192,6 @@ def _load(records: Records) -> sa.Engine:
 
 
 def _copy(column: sa.Column[Any]) -> sa.Column[Any]:
-    # Without an index, the count of pending objects of each load balancer would read all statuses.
+    # Without an index, counting the pending objects of each load balancer would read all statuses.
     indexed = column.name == "load_balancer_id" and not column.primary_key
     return sa.Column(column.name, column.type, primary_key=column.primary_key, index=indexed, autoincrement=False)

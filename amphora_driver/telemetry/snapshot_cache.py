@@ -25,10 +25,9 @@ from amphora_driver.telemetry.fleet_snapshot import FailoverInfo, FleetSnapshot
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# The status page server reads the database at most once a second. The status page and the metrics share the snapshot
-# from this read.
+# Minimum seconds between two reads of the database for the status page and the metrics.
 MAX_AGE = 1.0
-# A read of the snapshot for the status page waits at most 3 s for the database.
+# Seconds to wait for the database.
 _DATABASE_TIMEOUT = 3.0
 
 
@@ -56,8 +55,7 @@ def open_read_only(url: str) -> Database:
 
     def forbid_writes(connection: Any, _record: Any) -> None:
         if dialect == "postgresql":
-            # If the attribute `read_only` of a connection is true, psycopg makes each transaction of the connection
-            # read-only.
+            # psycopg makes each transaction of this connection read-only.
             connection.read_only = True
             return
         with closing(connection.cursor()) as cursor:
@@ -104,8 +102,7 @@ class SnapshotCache:
         if known is None:
             self._lock.acquire()
         elif not self._lock.acquire(blocking=False):
-            # Another thread is already reading the database. So the request gets the previous snapshot and does not
-            # wait for the new one.
+            # Another thread reads the database, so this request gets the previous snapshot.
             return known
         try:
             if self._view is None or self._clock() - self._read_at >= MAX_AGE:

@@ -33,10 +33,9 @@ if TYPE_CHECKING:
 _HERE = Path(__file__).parent
 _STYLE = (_HERE / "page.css").read_text(encoding="utf-8")
 _SCRIPT = (_HERE / "page.js").read_text(encoding="utf-8")
-# HTML comments mark the parts of the status page. No value can contain an HTML comment, because the template escapes
-# all values.
+# HTML comments mark the parts of the page. The template escapes all values, so no value contains such a mark.
 _PART = re.compile(r"<!--(\w+)-->(.*?)<!--/\1-->", re.DOTALL)
-# The status page shows at most 40 notices and 100 load balancers, and the number of omitted ones.
+# Maximum numbers of notices and of load balancers on the page.
 MAX_NOTICES = 40
 MAX_ROWS = 100
 MAX_QUERY = 200
@@ -194,8 +193,7 @@ def _rows(fleet: FleetSnapshot, notices: Iterable[Notice], query: str) -> tuple[
         if query and not any(query in word.lower() for word in words):
             continue
         level = max(levels.get(one, Level.OK) for one in (balancer.id, *(each.id for each in amphorae)))
-        # In the row of a load balancer, the status page shows the amphora with the VIPs first and retiring amphorae
-        # last.
+        # The amphora with the VIPs comes first, and retiring amphorae come last.
         amphorae = sorted(amphorae, key=lambda one: (not one.holds_vip, one.state == "retiring"))
         rows.append(Row(balancer, tuple(amphorae), level))
     rows.sort(key=lambda row: (-row.level, row.balancer.state == "ACTIVE", row.balancer.name or row.balancer.id))
@@ -209,7 +207,7 @@ def list_process_rows(processes: Iterable[ProcessInfo], now: float) -> list[Proc
         lines = [ProcessRow(one) for one in sorted(group.alive, key=lambda one: one.name)]
         if group.missing:
             lines.append(ProcessRow(group.missing[-1], missing=len(group.missing)))
-        # A replaced process has a successor, so the group has at least one line.
+        # A replaced process has a successor, so `lines` is not empty.
         lines[0] = msgspec.structs.replace(lines[0], replaced=len(group.replaced))
         rows += lines
     return rows

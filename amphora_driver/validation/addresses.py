@@ -16,8 +16,7 @@ IPNetwork = IPv4Network | IPv6Network
 
 _CACHE_SIZE = 16_384
 _OCTET = r"(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
-# The regular expression checks an address ten times faster than the module `ipaddress` does, which matters for
-# thousands of members.
+# For thousands of members, a regular expression is ten times faster than the module `ipaddress`.
 PLAIN_MEMBER_ADDRESS = rf"(?!0\.|127\.|169\.254\.)(?:22[0-3]|2[01][0-9]|1[0-9]{{2}}|[1-9]?[0-9])(?:\.{_OCTET}){{3}}"
 """Pattern of canonical IPv4 unicast addresses that can be members."""
 _PLAIN = re.compile(PLAIN_MEMBER_ADDRESS)
@@ -54,9 +53,8 @@ def member_address_objection(text: str) -> str | None:
 
 @lru_cache(maxsize=_CACHE_SIZE)
 def _find_objection(text: str) -> str | None:
-    # A member address must not give users access to the amphora itself (127.0.0.1) or to the cloud's metadata service
-    # (169.254.169.254). With the member address 0.0.0.0, HAProxy would connect to a destination that the client
-    # selects.
+    # A member address must not lead to the amphora itself (127.0.0.1) or to the cloud's metadata service
+    # (169.254.169.254). For 0.0.0.0, HAProxy connects to an address that the client chooses.
     try:
         parsed = parse_address(text)
     except ValueError:
@@ -64,8 +62,7 @@ def _find_objection(text: str) -> str | None:
     address = parsed.ipv4_mapped if isinstance(parsed, IPv6Address) and parsed.ipv4_mapped else parsed
     if address.is_loopback or address.is_link_local or address.is_multicast or address.is_unspecified:
         return "a loopback, link-local, multicast or unspecified address cannot be a member"
-    # The driver refuses member addresses in 0.0.0.0/8 ("this network") and in the reserved network 240.0.0.0/4, which
-    # contains the broadcast address.
+    # 0.0.0.0/8 means "this network", and 240.0.0.0/4 is reserved and contains the broadcast address.
     if isinstance(address, IPv4Address) and (address.is_reserved or int(address) < 2**24):
         return "a reserved address cannot be a member"
     return None

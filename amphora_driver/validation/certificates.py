@@ -35,16 +35,15 @@ from amphora_driver.errors import UnsupportedOption
 from amphora_driver.model.secret_refs import Purpose, SecretMaterial, SecretName
 from amphora_driver.secret import Secret
 
-# Debian and Ubuntu set OpenSSL's security level to 2. HAProxy then refuses RSA keys below 2048 bits and elliptic curves
-# below 224 bits.
+# With OpenSSL's security level 2, as on Debian and Ubuntu, HAProxy refuses shorter keys.
 _SHORTEST_RSA = 2048
 _SHORTEST_CURVE = 224
 _BROKEN_HASHES = (hashes.MD5, hashes.SHA1)
-# The driver refuses PEM texts above 1 MiB. Certificate chains and even the CA list of a country are far shorter.
+# Maximum size of a PEM text in bytes. Chains of certificates are far shorter.
 _MAX_SIZE = 1 << 20
 
-# The regular expression matches each boundary of a PEM block (RFC 7468, section 2) once. So the search time grows only
-# linearly with the length of the text.
+# The expression matches each boundary of a PEM block (RFC 7468, section 2) once, so the time grows linearly with the
+# text.
 _BOUNDARY = re.compile(rb"-----(?:BEGIN ([A-Z0-9 ]{1,40})-----\s|END ([A-Z0-9 ]{1,40})-----)")
 _KEYS = (b"PRIVATE KEY", b"RSA PRIVATE KEY", b"EC PRIVATE KEY", b"ENCRYPTED PRIVATE KEY")
 _LIBRARY_ERRORS = (ValueError, TypeError, UnsupportedAlgorithm, x509.InvalidVersion)
@@ -105,18 +104,17 @@ def _server_pem(option: str, material: SecretMaterial) -> Secret:
 
 
 def _key(option: str, material: SecretMaterial) -> _ServerKey:
-    # If a secret has no separate private key, the text of the certificate may contain the key.
+    # Without a separate private key, the text of the certificate may contain the key.
     text = material.private_key or material.text
     block = next(_blocks(text, *_KEYS), None)
     if block is None:
         _refuse(option, "it holds no private key in PEM format")
     passphrase = material.passphrase.reveal().rstrip(b"\r\n") if material.passphrase is not None else None
     for password in (passphrase or None, None):
-        # A secret may contain a passphrase although its private key is not encrypted. So the driver also tries to read
-        # the key without a password.
+        # A secret may have a passphrase although its key is not encrypted, so both ways are tried.
         with contextlib.suppress(*_LIBRARY_ERRORS):
-            # The option makes the library skip the check of an RSA key's primes, which takes 0.1 s. The comparison of
-            # the key with the certificate, which follows, is sufficient.
+            # The option skips the check of an RSA key's primes, which takes 0.1 s. The later comparison with the
+            # certificate suffices.
             key = load_pem_private_key(block, password, unsafe_skip_rsa_key_validation=True)
             break
     else:
@@ -144,8 +142,7 @@ def _check_strength(option: str, certificate: x509.Certificate) -> None:
     if weak:
         _refuse(option, "a certificate in its chain has a key that is too short")
     if certificate.issuer == certificate.subject:
-        # OpenSSL does not verify the signature of a self-signed certificate, so the driver accepts a weak signature
-        # hash in the certificate.
+        # OpenSSL does not verify the signature of a self-signed certificate, so a weak hash is acceptable there.
         return
     signed_with = None
     with contextlib.suppress(*_LIBRARY_ERRORS):
@@ -169,8 +166,7 @@ def _chain(leaf: x509.Certificate, others: list[x509.Certificate]) -> list[x509.
 def _authorities(option: str, text: Secret) -> list[x509.Certificate]:
     found = _certificates(option, list(_blocks(text, b"CERTIFICATE")))
     for one in found:
-        # A user may list the self-signed certificate of a member instead of a CA certificate. The driver therefore
-        # accepts a self-signed certificate that is no CA certificate.
+        # Users may list the self-signed certificate of a member in place of a CA.
         if one.issuer != one.subject and not _may_sign(one):
             _refuse(option, "a certificate in it does not belong to a certificate authority")
     return found
@@ -180,7 +176,7 @@ def _may_sign(certificate: x509.Certificate) -> bool:
     try:
         return bool(certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca)
     except x509.ExtensionNotFound:
-        # X.509 version 1 has no Basic Constraints extension, so the driver accepts any version 1 certificate as a CA.
+        # X.509 version 1 has no Basic Constraints extension, so every such certificate counts as a CA.
         return certificate.version is x509.Version.v1
     except (*_LIBRARY_ERRORS, x509.DuplicateExtension):
         return False
@@ -208,8 +204,7 @@ def _certificates(option: str, blocks: Sequence[bytes]) -> list[x509.Certificate
     found: list[x509.Certificate] = []
     for block in blocks:
         one = _parse(option, partial(x509.load_pem_x509_certificate, block))
-        # The library cryptography parses the names in a certificate on first access and may raise an error. The
-        # function `_parse` handles the error, so the driver accesses the names inside `_parse`.
+        # The library parses names on first access and may then raise an error, which `_parse` handles.
         _parse(option, partial(attrgetter("subject", "issuer"), one))
         if one not in found:
             found.append(one)
@@ -232,8 +227,7 @@ def _blocks(text: Secret, *labels: bytes) -> Iterator[bytes]:
 def _parse(option: str, read: Callable[[], _T]) -> _T:
     with contextlib.suppress(*_LIBRARY_ERRORS):
         return read()
-    # The raised error does not contain the original exception of the PEM parser, because the parser's message can quote
-    # the secret.
+    # The original exception is dropped, because the parser's message can quote the secret.
     raise _refusal(option, "one of its PEM blocks is not valid")
 
 

@@ -21,8 +21,7 @@ from amphora_driver.validation.metadata_schema import KeySupport, MetadataSchema
 from amphora_driver.validation.unsupported import NOT_SUPPORTED
 
 SCHEMA = MetadataSchema("flavor", "flavor.json")
-# A flavor may contain these compute keys only if the selected compute backend supports them. The same applies to
-# network keys and the selected network backend.
+# Keys that a flavor may contain only if the compute backend, or the network backend, supports them.
 COMPUTE_KEYS = ("compute_flavor", "amp_image_tag")
 NETWORK_KEYS = ("sriov_vip", "allow_member_sriov")
 LOG_KEYS = ("admin_log_targets", "tenant_log_targets")
@@ -85,9 +84,8 @@ def _key_support(
 
 
 def _check_limits(flavor: Mapping[str, Any], deployment: Deployment) -> None:
-    # A flavor must not set a connection_limit above the limit of the whole amphora (process_connection_limit). If only
-    # the configured default of connection_limit exceeds that limit, the driver accepts the flavor, and HAProxy applies
-    # the limit of the amphora.
+    # A flavor's connection_limit must not exceed the limit of the whole amphora. The configured default may exceed it,
+    # because HAProxy then applies the limit of the amphora.
     one = flavor.get("connection_limit")
     all_together = flavor.get("process_connection_limit", deployment.process_connection_limit)
     if one is not None and all_together is not None and all_together < one:

@@ -27,11 +27,9 @@ _RANGES = {"delay": MAX_SECONDS, "timeout": MAX_SECONDS, "max_retries": MAX_RETR
 MAX_PATH = 255
 """Longest url_path: the width of Octavia's column."""
 
-# The url_path of a health monitor must consist of visible ASCII characters, because a request line of HTTP (RFC 9112,
-# section 3) permits no others.
+# A request line of HTTP has visible ASCII characters only (RFC 9112, section 3).
 _PATH = re.compile(r"/[!-~]*")
-# Octavia accepts domain names with labels of letters, digits, hyphens and underscores, and with an optional dot at the
-# end.
+# Octavia's domain names: labels of letters, digits, hyphens and underscores, and an optional dot at the end.
 _LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 _DOMAIN = re.compile(rf"(?=.{{1,253}}\.?\Z){_LABEL}(?:\.{_LABEL})*\.?")
 _CODES = re.compile(r"([1-5][0-9]{2})(?:-([1-5][0-9]{2}))?")

@@ -143,8 +143,7 @@ def _percent(found: re.Match[str]) -> str:
 
 def _check_text(option: str, value: str) -> None:
     if value and value.isascii() and value.isprintable() and len(value) <= _MAX_BYTES:
-        # Nearly all values of L7 rules are short texts of printable ASCII characters. Such texts need no further
-        # checks.
+        # Nearly all values are short printable ASCII texts, which need no further checks.
         return
     if not value:
         refuse(option, value, "it is empty", "Set a value.")

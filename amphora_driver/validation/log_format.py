@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from amphora_agent.directives.expressions import EXPRESSION
 from amphora_driver.errors import UnsupportedOption
 
-# The list contains the log format variables that HAProxy 2.6 and all newer versions define.
+# Log-format variables of HAProxy 2.6 and all newer versions.
 _VARIABLES = (
     "o B CC CS H HM HP HPO HQ HU HV ID ST T Ta Tc Td Th Ti Tl Tq TR Tr Ts Tt Tu Tw U ac b bc bi bp bq ci cp f fc fi fp "
     "ft hr hrl hs hsl lc ms pid r rc rt s sc si sp sq sslc sslv t tr trg trl ts tsc"

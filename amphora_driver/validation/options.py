@@ -26,8 +26,8 @@ from amphora_driver.validation.unsupported import NOT_SUPPORTED, refuse, require
 _PROXIED = (PoolProtocol.HTTP, PoolProtocol.TCP, PoolProtocol.HTTPS, PoolProtocol.PROXY, PoolProtocol.PROXYV2)
 POOL_PROTOCOLS = (*_PROXIED, PoolProtocol.UDP, PoolProtocol.SCTP)
 ALGORITHMS = tuple(Algorithm)
-# The driver accepts the vnic_type `direct` only if the network backend supports it. Octavia permits this value for a
-# member only if the flavor sets allow_member_sriov.
+# The value `direct` needs a network backend that supports it. Octavia permits it only if the flavor sets
+# allow_member_sriov.
 VNIC_TYPES = (None, "", "normal", "direct")
 MAX_WEIGHT = 256
 MAX_TIMEOUT = 2**31 - 1
@@ -81,8 +81,7 @@ def check_listener(listener: Listener) -> None:
     require_one_of("listener protocol", listener.protocol, LISTENER_PROTOCOLS)
     require_between("listener option protocol_port", listener.protocol_port, 1, 65535)
     if listener.connection_limit != -1:
-        # The driver refuses a connection limit of 0, because HAProxy would read 0 as "no limit" (HAProxy manual:
-        # maxconn).
+        # HAProxy reads a connection limit of 0 as "no limit" (manual: maxconn).
         require_between("listener option connection_limit", listener.connection_limit, 1, MAX_TIMEOUT)
     for name in _TIMEOUTS:
         value = getattr(listener, name)
@@ -106,8 +105,7 @@ def check_listener(listener: Listener) -> None:
 def _check_hsts(listener: Listener) -> None:
     age = listener.hsts_max_age
     if age is None:
-        # Octavia keeps the other HSTS options when a user disables HSTS. So the driver ignores these options if
-        # hsts_max_age is missing.
+        # Octavia keeps the other HSTS options when a user disables HSTS. Without hsts_max_age, they have no effect.
         return
     if listener.protocol is not ListenerProtocol.TERMINATED_HTTPS:
         reason = "only a TERMINATED_HTTPS listener can send the HSTS header"

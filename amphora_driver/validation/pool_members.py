@@ -19,8 +19,7 @@ def check_members_distinct(pool: Pool) -> None:
     seen: set[tuple[object, int]] = set()
     for member in pool.members:
         address: object = member.address
-        # The search for duplicate members ignores invalid addresses, because `options.check_member` refuses a member
-        # with an invalid address.
+        # `options.check_member` refuses a member with an invalid address.
         with contextlib.suppress(ValueError):
             address = addresses.parse_address(member.address)
         endpoint = (address, member.protocol_port)

@@ -27,8 +27,7 @@ _TLS = ("tls_minimum_version", "tls_ciphers")
 _SAME_NAME = ("compute_flavor", *_TLS, "connection_logging", "log_format", "client_address", *flavors.NETWORK_KEYS)
 
 
-# A change of one of these values needs other machines or ports, so the controller replaces the amphorae. For a change
-# of any other value, a push is sufficient.
+# Values whose change needs other machines or ports. For other values, a push suffices.
 _OF_AMPHORAE = ("topology", "compute_flavor", "image_tag", *availability_zones.COMPUTE_KEYS, *flavors.NETWORK_KEYS)
 
 
@@ -79,7 +78,7 @@ def choose_profile(
     chosen: dict[str, Any] = {
         **{key: zone_values.get(key) for key in availability_zones.COMPUTE_KEYS},
         "compute_zones": None if (zones := zone_values.get("compute_zones")) is None else tuple(zones),
-        # JSON may contain a whole number as 5.0, so the driver converts the whole numbers of a flavor to int.
+        # JSON may contain a whole number as 5.0.
         **{key: int(wanted[key]) for key in _WHOLE_NUMBERS if key in wanted},
         **{key: wanted[key] for key in _SAME_NAME if key in wanted},
         **{key: tuple(wanted[key]) for key in flavors.LOG_KEYS if key in wanted},
@@ -151,7 +150,7 @@ def _topology(name: str | None, deployment: Deployment) -> Topology:
 
 
 def _backend(kind: str, name: str, backends: Mapping[str, Backend]) -> Backend:
-    # The operator may have disabled a compute or network backend after a load balancer was created with it.
+    # The operator may have disabled the backend of an existing load balancer.
     if name not in backends:
         raise UnsupportedOption(
             f"use the {kind} backend {name}",

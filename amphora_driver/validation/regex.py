@@ -49,17 +49,16 @@ _ERROR_JIT_BADOPTION = -45
 _ERROR_MATCHLIMIT = -47
 _FIRST_IS_START = 2
 
-# The driver matches the user's pattern with texts of about 64 characters, and limits the number of PCRE2's steps. The
-# driver raises the limit from trial to trial. The largest limit is a million steps, a hundred times HAProxy's limit. A
-# pattern passes if its number of steps grows with the fourth power of the text length: 64^4 / 4! is below a million.
+# Limits of PCRE2's steps in trials with texts of 64 characters. A pattern passes if its steps grow with the fourth
+# power of the length: 64^4 / 4! is below a million.
 _TRIAL_STEPS = (100, 1_000, 8_000, 60_000, 400_000, 1_000_000)
 _TRIAL_LENGTH = 64
-# PCRE2 counts the steps separately for each start position in a text. So the number of steps alone is no limit, and the
-# driver also limits the total length of all test texts.
+# Limit of the total length of all test texts. PCRE2 counts its steps separately for each start position, so steps alone
+# are no limit.
 _TRIAL_OCTETS = 64 << 10
 
-# The driver embeds the user's regular expression in a longer one. In the longer one, `(?R)` would repeat the whole
-# expression, so the driver refuses `(?R)` and its other spellings.
+# Spellings of `(?R)`, which are refused. The pattern becomes a part of a longer one, which `(?R)` would repeat as a
+# whole.
 _WHOLE = re.compile(r"\(\?(?:R|0|&0)\)|\(\?[+-]?0\)|\\g[<'][+-]?0[>']")
 
 
@@ -118,8 +117,8 @@ def _judge(pattern: str, caseless: bool) -> PatternFacts | _Refusal:
     if _WHOLE.search(pattern):
         return _Refusal("it refers to itself as a whole", "Use a named group and refer to that group.")
     try:
-        # PCRE2 accepts settings such as (*UTF) only at the start of a pattern. The driver puts an empty group in front
-        # of the user's pattern, so that PCRE2 refuses such settings.
+        # PCRE2 accepts settings such as (*UTF) only at the start of a pattern. An empty group in front makes it refuse
+        # them.
         _Code(f"(?:){pattern}", flags)
     except _CompileError as error:
         return _Refusal(f"settings at its start are not permitted: {error}", "Remove the settings.")
@@ -159,8 +158,7 @@ _PIECE = re.compile(
     r"(?P<literal>\\Q(?P<quoted>.*?)(?:\\E|$))|(?P<escape>\\.)|(?P<set>\[\^?\]?(?:\\.|\[:\w+:\]|[^\]\\])*\])"
     rf"|(?P<group>\((?:\?(?:[:=!>|]|<[=!]|P?<\w+>|'\w+'|[\w^-]*[:)]))?)|(?P<quantifier>{_QUANTIFIER})|(?P<other>.)"
 )
-# A reference can repeat the group of a pattern without a quantifier. So the driver treats every part of a pattern with
-# references as repeated.
+# References can repeat a group without a quantifier. So each part of a pattern with references counts as repeated.
 _RECURSION = re.compile(r"\(\?(?:&|P>|[+-]?[0-9]|R)|\\g[<']|\\[1-9]|\(\?\|")
 _CLASSES = {"d": "0", "D": "a", "w": "a", "W": "-", "s": " ", "S": "a", "h": " ", "H": "a", "N": "a", "X": "a", "R": ""}
 _SAMPLES = "a0 A/-._=&%,;:@!#$'()*+?[]{}|~\"<>\\^`"

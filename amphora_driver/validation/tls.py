@@ -32,10 +32,9 @@ ALPN_PROTOCOLS = ("h2", "http/1.1", "http/1.0")
 MAX_CIPHERS = 2048
 """Longest list of ciphers in characters: the width of Octavia's column."""
 
-# The option tls_ciphers contains names of ciphers and the operators of OpenSSL's cipher lists, such as ! and +.
+# Names of ciphers and the operators of OpenSSL's cipher lists, such as ! and +.
 _CIPHERS = re.compile(r"[A-Za-z0-9+!:@=_.-]+")
-# TLS 1.0 and 1.1 need SHA-1 signatures in the handshake, which OpenSSL 3 permits only at security level 0. So the
-# driver adds this text to the cipher list of a listener with these versions.
+# OpenSSL 3 permits SHA-1 signatures, which TLS 1.0 and 1.1 need, only at security level 0.
 _ANY_STRENGTH = "@SECLEVEL=0"
 _NO_AUTHORITY = "a revocation list needs its certificate authority"
 
@@ -83,8 +82,8 @@ def _negotiation(kind: str, owner: Listener | Pool, minimum: str | None, default
     text, option = owner.tls_ciphers or default_ciphers, f"{kind} option tls_ciphers"
     ciphers, suites = _split_ciphers(option, text)
     if ciphers is None and suites is not None:
-        # If the user selects only ciphers of TLS 1.3, the driver disables older TLS versions. Otherwise OpenSSL would
-        # use default ciphers for the older versions.
+        # With only ciphers of TLS 1.3, OpenSSL would use default ciphers for older versions. So older versions are
+        # disabled.
         chosen = [version for version in chosen if version == MODERN]
         if not chosen:
             reason = "all of these ciphers need TLSv1.3, which tls_versions does not contain"
@@ -130,8 +129,7 @@ def _split_ciphers(option: str, text: str | None) -> tuple[str | None, str | Non
     suites = [name for name in names if name.startswith("TLS_")]
     older = [name for name in names if not name.startswith("TLS_")]
     if not any(name[0] not in "!-+@" for name in older):
-        # A cipher list that contains only OpenSSL operators selects no cipher. So the driver treats it as an empty
-        # list.
+        # A list of operators without a cipher selects no cipher.
         older = []
     if not names or not (older or suites):
         refuse(option, text, "it selects no cipher", "Name at least one cipher, or remove this option.")
