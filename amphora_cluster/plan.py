@@ -116,8 +116,6 @@ def _one(group: Group, pool: Pool, server: ServerMembers, node: Node | None, now
     return _wanted(group, pool, server, node, now)
 
 
-
-
 def _vanished(group: Group, server: ServerMembers, node: Node | None, now: float) -> _Outcome:
     if server.own:
         steps = (_leave(server.server_id, server.own),)
@@ -131,8 +129,6 @@ def _vanished(group: Group, server: ServerMembers, node: Node | None, now: float
         return _Outcome(node=None)
     # A request may name a server that the source does not show yet. It is forgotten after the time-out.
     return _timed(group, node, NodeState.WAITING, NOT_SHOWN, now)
-
-
 
 
 def _deselected(group: Group, pool: Pool, server: ServerMembers, node: Node | None, now: float) -> _Outcome:
@@ -204,8 +200,6 @@ def _overdue(group: Group, node: Node, own: tuple[Member, ...], now: float) -> N
     statuses = ", ".join(f"{member.id} in {member.provisioning_status}" for member in own)
     reason = f"{node.reason} The members were not drained and removed within {limit} s: {statuses}."
     return _moved(node, NodeState.FAILED, reason.strip(), now)
-
-
 
 
 def _wanted(group: Group, pool: Pool, server: ServerMembers, node: Node | None, now: float) -> _Outcome:

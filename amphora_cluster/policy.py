@@ -223,7 +223,6 @@ def _given(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value is not None}
 
 
-
 _Check = Callable[[Any, str], Any]
 
 
