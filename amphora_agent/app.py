@@ -49,8 +49,8 @@ from amphora_agent.tls_identity import Identity
 
 _log = logging.getLogger(__name__)
 LARGEST_BODY = 32 * 1024 * 1024
-# The responder daemon tells HAProxy whether members with PING monitors are up. Without an answer, HAProxy would report
-# these members as down. So the agent waits at most this number of seconds for the responder before it starts HAProxy.
+# Seconds to wait for the responder daemon before HAProxy starts. Without it, HAProxy would report members with PING
+# monitors as down.
 RESPONDER_SECONDS = 3.0
 
 
@@ -67,8 +67,7 @@ def create(settings: Settings, paths: Paths, identity: Identity, inheritance: In
 
     def sender_for(wanted: Settings) -> Sender:
         if wanted.heartbeat_format == "octavia":
-            # The variable `octavia` is assigned further below. The lambda expression may already use it, because the
-            # heartbeat sender calls the expression only later.
+            # `octavia` is assigned further below. The heartbeat sender calls the lambda later.
             return OctaviaSender(wanted, paths, collector, lambda: octavia.draining())  # noqa: PLW0108
         return HeartbeatSender(
             wanted,

@@ -30,8 +30,7 @@ Octavia plugs an amphora before it names the load balancer. No other controller 
 _MAC = re.compile(r"(?:[0-9a-f]{2}:){5}[0-9a-f]{2}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,14}")
 _MIN_MTU, _MAX_MTU = 68, 65535
-# The pattern allows no leading dot in any part of a TLS file's name. A name can therefore not refer to a hidden file or
-# to a parent directory.
+# No part of the name of a TLS file may begin with a dot, so that it cannot refer to a parent directory.
 _FILE = re.compile(r"tls/[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}/[a-z0-9_][a-z0-9_.-]{0,99}")
 _PARTNER = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 _MAX_PORT = 65535
@@ -193,8 +192,7 @@ class Bundle:
             "interfaces": [_plain(interface) for interface in self.interfaces],
             "allowed": [_allowed_document(one) for one in self.allowed],
             "vrrp": None if self.vrrp is None else _plain(self.vrrp),
-            # An agent older than version 2.0 refuses the key `virtual_servers`. A bundle without virtual servers
-            # therefore omits the key.
+            # Agents before version 2.0 refuse the key `virtual_servers`.
             **({"virtual_servers": model.to_document(self.virtual_servers)} if self.virtual_servers else {}),
         }
 

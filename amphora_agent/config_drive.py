@@ -30,8 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Python's option -I removes the directory of the agent's package from the search path. So the program adds the
-# directory again, which it derives from its own path.
+# Python's option -I removes the directory of the agent's package from the search path.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from amphora_agent import cloud_network
@@ -50,11 +49,9 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _HOSTNAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?)*")
 _PUBLIC_KEY = re.compile(r"(ssh|ecdsa|sk-ssh|sk-ecdsa)-[ -~]{16,8192}")
 _KEYS = "authorized_keys"
-# The user data is a JSON document with the agent's files under this key. The driver writes the document
-# (`amphora_driver/compute/config_drive.py`).
+# Key of the agent's files in the user data, a JSON document of `amphora_driver/compute/config_drive.py`.
 USER_DATA_KEY = "amphora_files"
-# The program mounts the config drive read-only. Further flags of mount(2) forbid set-user-id programs, device files,
-# running programs, and following symbolic links.
+# Flags of mount(2): read-only, and no set-user-id programs, device files, running programs and symbolic links.
 _MOUNT_FLAGS = 1 | 2 | 4 | 8 | 256
 _KOBJECT_UEVENT = 15
 
@@ -92,8 +89,7 @@ def label(header: bytes) -> tuple[str, str] | None:
     if descriptor[:6] == b"\x01CD001":
         return "iso9660", descriptor[40:72].decode("ascii", "replace").strip()
     if header[510:512] == b"\x55\xaa":
-        # A FAT file system stores its type and label at different offsets in FAT32 than in FAT12 and FAT16. So the
-        # program tries both pairs of offsets.
+        # FAT32 has its type and label at other offsets than FAT12 and FAT16.
         for kind, name in ((82, 71), (54, 43)):
             if header[kind : kind + 3] == b"FAT":
                 return "vfat", header[name : name + 11].decode("ascii", "replace").strip()
@@ -104,8 +100,7 @@ def find(places: Places, seconds: float) -> tuple[Path, str]:
     """Wait up to `seconds` for the drive; return its device and file system. Raises SettingsError."""
     deadline = time.monotonic() + seconds
     with socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM, _KOBJECT_UEVENT) as events:
-        # The program subscribes to the kernel's device events before it searches for the config drive. Otherwise, it
-        # could miss a drive that appears between the search and the subscription.
+        # The subscription precedes the search. Otherwise, a drive that appears between them would be missed.
         events.bind((0, 1))
         first = True
         while True:
@@ -124,7 +119,7 @@ def find(places: Places, seconds: float) -> tuple[Path, str]:
                 first = False
             events.settimeout(min(left, _LOOK_SECONDS))
             with suppress(OSError):
-                # After a time-out or a lost device event, the program searches for the config drive again.
+                # The loop searches again after each event, after a time-out and after lost events.
                 events.recv(65536)
 
 
@@ -168,8 +163,7 @@ def read(root: int) -> DriveContent:
         if _agent_file(f"{_FOLDER}/{name}") is None:
             skipped.append(f"user_data: {name[:200]}")
         elif name in files:
-            # The file is in meta_data.json and in the user data. The program cannot know which content is correct, so
-            # it accepts neither.
+            # A file with two different contents is refused, because the right one is unknown.
             raise SettingsError("read the files of the config drive", f"{name} is in meta_data.json and in user_data")
         else:
             files[name] = data
@@ -221,8 +215,7 @@ def _user_data_files(root: int) -> dict[str, bytes] | None:
     try:
         files = {name: data.encode() for name, data in listed.items()}
     except UnicodeEncodeError:
-        # The program hides the encoder's error, because the error contains the text of the file, which may be a private
-        # key.
+        # `from None` drops the encoder's error, which contains the text of the file, perhaps a private key.
         raise SettingsError(wanted, "the content of a file is not Unicode") from None
     for name, data in files.items():
         if len(data) > LARGEST_FILE:
@@ -282,8 +275,7 @@ def _document(root: int, name: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
-        # The program hides the JSON parser's error, because the error would quote a document of the config drive, which
-        # may contain keys.
+        # `from None` drops the parser's error, which would quote a document that may contain keys.
         raise SettingsError(f"read {name}", f"it is not JSON ({type(error).__name__})") from None
     if not isinstance(found, dict):
         raise SettingsError(f"read {name}", "it is not an object")
@@ -379,8 +371,7 @@ def main() -> None:
             socket.sethostname(told.hostname)
         write_files(places, told)
     except (AgentError, OSError) as error:
-        # If the program cannot read the config drive, the amphora gets a fallback network, so that an operator can log
-        # in with ssh.
+        # With a fallback network, an operator can log in with ssh and find the cause.
         if not places.network.exists():
             _write(places.network, cloud_network.FALLBACK)
         sys.exit(f"amphora: {error}")

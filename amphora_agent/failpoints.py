@@ -72,7 +72,7 @@ def _stop(armed: Path) -> None:
             armed.unlink()
             os.kill(os.getpid(), signal.SIGKILL)
     while armed.exists():
-        # A test waits for this file with the suffix `.here`. The file shows that the agent has reached the failpoint.
+        # A test waits for the file with the suffix `.here`, which means that this process has reached the failpoint.
         armed.with_suffix(".here").touch()
         time.sleep(_POLL_SECONDS)
     armed.with_suffix(".here").unlink(missing_ok=True)

@@ -12,7 +12,7 @@ import re
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-# HAProxy and the L4 daemon send log lines as datagrams to this UDP port of the load balancer's loopback address.
+# UDP port of the loopback address to which HAProxy and the L4 daemon send log lines.
 LOG_ADDRESS, LOG_PORT = "127.0.0.1", 9102
 SCHEMES = ("udp", "tcp", "tls", "https")
 ENCRYPTED = ("tls", "https")

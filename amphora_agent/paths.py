@@ -17,78 +17,71 @@ class Paths:
         self.var = var = root / "var/lib/amphora-agent"
         self.run = run = root / "run/amphora-agent"
         self.inner_namespace = root / "run/netns/amphora-haproxy"
-        # If an amphora runs in a network namespace, the supervisor keeps the files of the amphora in directories below
-        # `private`.
+        # Files of an amphora in a network namespace, below which the supervisor keeps them.
         self.private = root / "run/private"
         self.supervisor_socket = run / "supervisor.sock"
-        # Each daemon that systemd runs has a directory of state files below `services`, and a unit file below `units`.
+        # State files and unit files of the daemons that systemd runs, one directory or file each.
         self.services = run / "services"
         self.units = root / "run/systemd/system"
 
         self.confirmed = var / "confirmed.json"
-        # While the file `unfinished` exists, `haproxy.cfg` may differ from the configuration of the running HAProxy.
-        # The next change then reloads HAProxy.
+        # While this file exists, HAProxy may run another configuration than `haproxy.cfg`. The next change then reloads
+        # HAProxy.
         self.unfinished = var / "unfinished"
-        # The file `callers.json` has the CA of the controllers and the digests of replaced CAs.
+        # The CA of the controllers, and the digests of replaced CAs.
         self.callers = var / "callers.json"
-        # The directory `files` is in memory, and has a subdirectory for each set of TLS files.
+        # In memory, with a subdirectory for each set of TLS files.
         self.files = run / "files"
 
-        # HAProxy reads two configuration files: `machine.cfg` for the amphora itself, and `haproxy.cfg` for the load
-        # balancer.
+        # HAProxy reads `machine.cfg` for the amphora itself and `haproxy.cfg` for the load balancer.
         self.machine_configuration = var / "machine.cfg"
         self.configuration = var / "haproxy.cfg"
         self.candidate = var / "haproxy.cfg.new"
         self.previous = var / "haproxy.cfg.old"
-        # HAProxy can check the file `haproxy.cfg.abridged` instead of a full configuration. The file lacks the servers
-        # that HAProxy has already accepted.
+        # A shorter file that HAProxy checks in place of a long configuration, without servers that HAProxy has accepted
+        # before.
         self.abridged = run / "haproxy.cfg.abridged"
-        # From the file `server-state`, HAProxy's new worker reads the results of the old worker's health checks.
+        # Results of the old worker's health checks, for HAProxy's new worker.
         self.server_state = run / "server-state"
         self.stats_socket = run / "haproxy.sock"
         self.master_socket = run / "haproxy-master.sock"
-        # The responder reads HAProxy's statistics from the socket `metrics.sock`, on which HAProxy accepts no changes.
+        # The responder reads statistics from this socket, on which HAProxy accepts no changes.
         self.metrics_socket = run / "metrics.sock"
-        # keepalived reads the file `haproxy.health`. The value 0 means that HAProxy serves, or that the amphora needs
-        # no HAProxy. In all other cases, the value is 1.
+        # keepalived reads this file: 0 if HAProxy serves or is not needed, otherwise 1.
         self.haproxy_health = run / "haproxy.health"
-        # HAProxy uses the directory `empty` as its root directory. The directory always stays empty, so HAProxy cannot
-        # open other files.
+        # HAProxy's root directory (chroot), which always stays empty.
         self.empty = run / "empty"
 
-        # The file `earlier` has the counters of ended HAProxy workers. The responder adds these counters to the
-        # counters of the present worker.
+        # Counters of ended HAProxy workers, which the responder adds to those of the present worker.
         self.earlier = run / "earlier"
         self.totals = var / "totals.json"
         self.epoch = var / "epoch"
-        # The file `settings.json` has the settings that a controller sent last. They replace values of agent.conf.
+        # The last settings of a controller, which replace values of agent.conf.
         self.settings = var / "settings.json"
-        # The file `log-settings.json` is in memory, because the authorization for a log target is a secret.
+        # In memory, because the authorization for a log target is a secret.
         self.log_settings = run / "log-settings.json"
-        # The log forwarder has its sockets in the directory `log-forwarder`.
+        # Sockets of the log forwarder.
         self.log_forwarder = run / "log-forwarder"
         self.admin_log_socket = self.log_forwarder / "admin.sock"
         self.pings = run / "pings"
 
-        # The file `vrrp.released` has 1 while the VIPs move to the partner, and otherwise 0. keepalived reads the file.
+        # keepalived reads this file: 1 while the VIPs move to the partner, otherwise 0.
         self.released = run / "vrrp.released"
-        # When the VIPs move, both amphorae of a pair continue with the existing connections until a deadline. The file
-        # `handover.json` contains the deadlines of this amphora. A reboot deletes the file.
+        # Deadlines until which this amphora continues existing connections after a move of the VIPs. A reboot deletes
+        # the file.
         self.handover = run / "handover.json"
         self.keepalived_configuration = run / "keepalived.conf"
         self.keepalived_candidate = run / "keepalived.conf.new"
-        # keepalived has a parent process and a child process for VRRP. Each process writes its process id into a file.
+        # The process ids of keepalived's parent process and of its child process for VRRP.
         self.keepalived_pid_files = run / "keepalived.pid", run / "keepalived-vrrp.pid"
 
-        # In a virtual machine, the L4 daemon (for UDP and SCTP listeners) can write only into the directory `checker`.
+        # The only directory into which the L4 daemon (for UDP and SCTP) can write in a virtual machine.
         self.checker = run / "checker"
         self.checker_socket = self.checker / "checker.sock"
-        # The L4 daemon stores its virtual servers and the states of their members in two files. After a restart, the L4
-        # daemon reads the files.
+        # The virtual servers and the states of their members, which the L4 daemon reads after a restart.
         self.virtual_servers = self.checker / "virtual-servers.json"
         self.virtual_states = self.checker / "virtual-states.json"
-        # The file `virtual-totals.json` has the counters of virtual servers since their creation, over all boots of the
-        # machine.
+        # Counters of virtual servers since their creation, also before the last boot.
         self.virtual_totals = var / "virtual-totals.json"
 
 

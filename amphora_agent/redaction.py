@@ -11,21 +11,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 SECONDS = 30.0
-# The agent waits at most 5 s for an answer of HAProxy. After the first time-out, the agent waits only 0.3 s for each
-# answer.
+# Seconds to wait for an answer of HAProxy, and for each answer after the first time-out.
 FIRST_TIMEOUT, LATER_TIMEOUT = 5.0, 0.3
-# Largest number of characters of one text in the diagnostics. The agent cuts a longer text.
+# Maximum number of characters of one text in the diagnostics.
 MOST = 6 << 20
 HIDDEN = "***"
 _KEY_BLOCK = re.compile(
     r"-----BEGIN [A-Z0-9 ]*PRIVATE KEY-----.*?(?:-----END [A-Z0-9 ]*PRIVATE KEY-----|\Z)", re.DOTALL
 )
-# The diagnostics hide the values of the following directives, because the values are passwords or keys.
+# Words whose values are passwords or keys, which the diagnostics hide.
 _SECRET_WORDS = re.compile(
     r"\b(dynamic-cookie-key|auth_pass|password|insecure-password|heartbeat_key)([ \t]*[=:][ \t]*|[ \t]+)\S+"
 )
-# The pattern matches the lines of HAProxy's answer to `show errors` that quote received data. An example is
-# "  00000  GET / HTTP/1.1\r\n".
+# Lines of HAProxy's `show errors` that quote received data, such as "  00000  GET / HTTP/1.1\r\n".
 _CAPTURED = re.compile(r"^ +\d{5}[+ ] .*\n?", re.MULTILINE)
 _SESSION = re.compile(r"\bfe=(\S+)(?: .*?\bbe=(\S+))?(?: .*?\bsrv=(\S+))?")
 

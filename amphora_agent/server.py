@@ -28,8 +28,8 @@ THREADS = 16
 KEEPALIVE_SECONDS = 75
 _PR_SET_PDEATHSIG = 1
 _M_ARENA_MAX = -8
-# Python switches threads after 0.5 ms. With Python's default of 5 ms, a thread that reads many counters would delay
-# each step of a configuration change.
+# Seconds between switches of Python's threads. With the default of 5 ms, a thread that reads many counters would delay
+# configuration changes.
 SWITCH_SECONDS = 0.0005
 
 
@@ -64,15 +64,14 @@ class Server(BaseApplication):
             options["child_exit"] = _exit_with_worker
         for name, value in options.items():
             if name in self.cfg.settings:
-                # Older versions of gunicorn lack the option `control_socket_disable`. The agent therefore sets only the
-                # options that gunicorn has.
+                # Older versions of gunicorn lack the option `control_socket_disable`.
                 self.cfg.set(name, value)
 
     def load(self) -> Any:
-        # Only gunicorn's worker imports the application. After an import in gunicorn's master, Python's reference
-        # counting would make the kernel copy nearly all shared memory pages.
+        # Only the worker imports the application. After an import in gunicorn's master, reference counting would copy
+        # nearly all shared memory pages.
         sys.setswitchinterval(SWITCH_SECONDS)
-        # Imports create no garbage, so the agent disables Python's garbage collector during its imports to save time.
+        # Imports create no garbage, so a disabled garbage collector saves time.
         gc.disable()
         from amphora_agent import app  # noqa: PLC0415
         from amphora_agent.tls_identity import Identity  # noqa: PLC0415
@@ -104,8 +103,7 @@ def _exit_with_worker(_arbiter: Any, _worker: Any) -> None:
 def _reduce_memory() -> None:
     """Use one heap for all threads, so that freed memory is reused (mallopt(3)); share the master's pages."""
     ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
-    # Python's garbage collector does not write to frozen objects. gunicorn's master and worker therefore share the
-    # memory pages of the objects.
+    # The garbage collector does not write to frozen objects, so gunicorn's master and worker share their memory pages.
     gc.collect()
     gc.freeze()
 
@@ -122,7 +120,7 @@ def main() -> None:
         sys.exit(str(error))
     logging.getLogger().setLevel(settings.log_level)
     paths.run.mkdir(parents=True, exist_ok=True, mode=0o700)
-    # The responder and the L4 daemon run as other users. So other users may enter the agent's run directory.
+    # The responder and the L4 daemon run as other users and must enter this directory.
     paths.run.chmod(0o711)
     paths.var.mkdir(parents=True, exist_ok=True, mode=0o700)
     paths.empty.mkdir(exist_ok=True, mode=0o755)

@@ -30,21 +30,19 @@ from amphora_agent.tls_identity import Identity
 _log = logging.getLogger(__name__)
 HANDSHAKE_SECONDS = 10.0
 SILENT_SECONDS = 75.0
-# Within a request, each read from the client and each write to the client times out after 30 s.
+# Time-out in seconds of each read and each write within a request.
 EXCHANGE_SECONDS = 30.0
-# At most 128 connections are in a TLS handshake at a time. At most 128 authenticated connections wait for their next
-# request.
+# Maximum number of connections in a TLS handshake, and of authenticated connections that wait for their next request.
 MOST = 128
 _MOST_REASONS = 64
-# The TLS gate limits the rate of handshakes from each address, so that unknown clients cannot use all 128 places for
-# handshakes. In 10 s, the time-out of a handshake, all unknown addresses together can start at most 120 handshakes.
+# Handshakes per second and in a burst, for one address and for all unknown addresses. Within a handshake's time-out (10
+# s), unknown clients cannot use all 128 places.
 ADDRESS_RATE, ADDRESS_BURST = 1.0, 10.0
 UNKNOWN_RATE, UNKNOWN_BURST = 8.0, 40.0
-# For an hour after a controller's handshake, the TLS gate does not limit handshakes from the address of the controller.
+# Seconds after a controller's handshake for which its address has no limit.
 KNOWN_SECONDS = 3600.0
 _MOST_KNOWN, _MOST_UNKNOWN = 256, 1024
-# With the option SO_LINGER and a time of 0 s, close() resets the connection, and the kernel keeps no
-# state of it.
+# SO_LINGER with 0 s: close() resets the connection, and the kernel keeps no state of it.
 _RESET = struct.pack("ii", 1, 0)
 
 
@@ -119,7 +117,7 @@ class TlsGate:
         self._ready: deque[tuple[Connection, Any]] = deque()
         self._wakeup, self._waker = socket.socketpair()
         self._wakeup.setblocking(False)
-        # The dictionaries `_handshakes` and `_idle` are sorted: the connection with the earliest deadline comes first.
+        # Both dictionaries are sorted by deadline, the earliest first.
         self._handshakes: dict[int, _Peer] = {}
         self._idle: dict[int, _Peer] = {}
         self._budget = Budget(time.monotonic())
@@ -188,8 +186,7 @@ class TlsGate:
             plain, address = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return
-        # The agent connects to itself to verify a new certificate. The TLS gate therefore never limits handshakes from
-        # the agent's own address.
+        # The agent connects to itself to verify a new certificate, so its own address has no limit.
         if not self._budget.take(address[0], time.monotonic()) and address[0] != _local_address(plain):
             plain.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
             plain.close()

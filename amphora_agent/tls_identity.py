@@ -31,13 +31,12 @@ from amphora_agent.paths import Paths, file_identity, read_if_exists, write, wri
 
 _log = logging.getLogger(__name__)
 _PEM = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
-# Value of OpenSSL's flag X509_V_FLAG_NO_CHECK_TIME, for which Python's ssl module has no name. With this flag, OpenSSL
-# accepts expired certificates.
+# OpenSSL's flag X509_V_FLAG_NO_CHECK_TIME: accept expired certificates. Python's ssl module has no name for it.
 _NO_CHECK_TIME = 0x200000
 _MOST_FLIGHTS = 8
 SELF_SECONDS = 5.0
 _WANTED = "install a new certificate"
-# Python's ssl module represents the issuer or the subject of a certificate as nested tuples.
+# Issuer or subject of a certificate, as Python's ssl module represents it.
 Name = tuple[tuple[tuple[str, str], ...], ...]
 
 
@@ -90,7 +89,7 @@ class Identity:
                         "The agent cannot read its certificate files, and the former certificates stay in use: %s",
                         error,
                     )
-                # After an error, the agent does not read the certificate files again until a file changes.
+                # After an error, the files are not read again until one of them changes.
                 self._marks = marks
             return self._context
 
@@ -169,7 +168,7 @@ class Identity:
             finally:
                 with suppress(OSError):
                     candidate.unlink(missing_ok=True)
-            # The agent writes the CAs before the certificate, because the certificate is of no use without its CA.
+            # The CAs are written before the certificate, which is of no use without its CA.
             contents = {self._issuers: server_ca, self._callers: client_ca, self._own: pem}
             changed = {file: content for file, content in contents.items() if content is not None}
             self._exchange(changed, found, lambda: prove(anchor))
@@ -234,8 +233,8 @@ class Identity:
             if prove() != wanted.fingerprint:
                 raise MachineError(_WANTED, "handshakes still show another certificate")
             if (callers := contents.get(self._callers)) is not None:
-                # If the agent cannot store the controllers' CA, the next boot would restore the old CA. So the
-                # installation of the certificate fails.
+                # If the CA of the controllers cannot be stored, the next boot would restore the old CA. So the
+                # installation fails.
                 self._note(callers)
         except (AgentError, OSError) as error:
             for file, old in reversed(before.items()):
@@ -264,8 +263,7 @@ def shown_by(host: str, port: int, name: str, authorities: str) -> str:
 def _server(own: Path, callers: Path | None) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    # With an empty password, OpenSSL refuses an encrypted key. If the call had no password, OpenSSL would ask for a
-    # password on the terminal.
+    # With an empty password, OpenSSL refuses an encrypted key. Without a password, it would ask on the terminal.
     context.load_cert_chain(own, password=b"")
     if callers is not None:
         context.verify_mode = ssl.CERT_REQUIRED
@@ -304,8 +302,8 @@ def _shake(server: ssl.SSLContext, client: ssl.SSLContext, name: str | None) -> 
 
 
 def _describe(server: ssl.SSLContext, pem: str) -> Certificate:
-    # Python's ssl module shows the fields of a certificate only after it has verified the certificate. So a test client
-    # in this process trusts the agent's certificate itself, instead of a CA.
+    # Python's ssl module shows the fields of verified certificates only. So a test client trusts the agent's own
+    # certificate.
     client = _client(_leaf(pem), timeless=True)
     client.check_hostname = False
     end = _shake(server, client, None)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from contextlib import suppress
 from functools import cache
 
-# The names of distributions with the agent: its own wheel, and the complete project (a checkout, the image).
+# Distributions with the agent: its own wheel, and the complete project (a checkout, the image).
 DISTRIBUTIONS = ("octavia-amphora-agent", "octavia-amphora-driver")
 
 

@@ -30,13 +30,12 @@ from amphora_driver.model.network import FixedAddress, Port, Subnet
 from sandbox.settings import bind_port
 
 _AGENT_PORT = 9443
-# QEMU's user network always assigns the address 10.0.2.15 to the guest (QEMU's documentation, "Using the user mode
-# network stack"). So the sandbox uses this subnet.
+# QEMU's user network always assigns this address to the guest (QEMU's documentation, "Using the user mode network
+# stack").
 _SUBNET = Subnet(id="qemu", network_id="qemu", cidr="10.0.2.0/24", gateway="10.0.2.2")
 _ADDRESS, _MAC = "10.0.2.15", "52:54:00:12:34:56"
 _DAYS = 30
-# A disk image in the format qcow2 begins with a magic number (QEMU's docs/interop/qcow2.txt), which distinguishes qcow2
-# from raw images.
+# The first bytes of a disk image in the format qcow2 (QEMU's docs/interop/qcow2.txt). A raw image has no such mark.
 _QCOW2 = b"QFI\xfb"
 
 
@@ -76,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _boot(folder: Path, chosen: argparse.Namespace, kind: Architecture) -> int:
     amphora_id = str(uuid.uuid4())
     _write_drive(folder, amphora_id)
-    # The probe of KVM runs an amd64 guest, so the probe cannot show whether KVM supports an arm64 image.
+    # The probe runs an amd64 guest, so it does not show whether KVM supports an arm64 image.
     found = chosen.accelerator == "auto" and kind is AMD64 and kvm_probe.usable(kind.program)
     accelerated = chosen.accelerator == "kvm" or found
     with chosen.image.open("rb") as image:

@@ -27,7 +27,7 @@ PROGRAM = "qemu-system-x86_64"
 HEALTH_PORT = 9879
 STATUS_PORT = 9878
 _CLIENT_DAYS = 3650
-# On a busy host, an emulated virtual machine may need up to 900 s to boot.
+# Boot time-out in seconds of an emulated virtual machine on a busy host.
 _EMULATED_BOOT = "900"
 _Sections = dict[str, dict[str, str]]
 
@@ -56,8 +56,7 @@ def _driver_options(settings: Settings) -> _Sections:
             "socket_dir": str(settings.run / "sockets"),
             **({"engine": "celery", "broker_url": settings.broker_url} if settings.broker_url else {}),
         },
-        # All controllers of a sandbox run on one machine. So if a controller has not renewed its leases for 3 s, the
-        # controller has ended.
+        # All controllers of a sandbox run on one host, so a controller without a renewal for 3 s has ended.
         "amp_controller": {"lease": "3"},
         "amp_agent": {"services": "supervisor"},
         "amp_octavia": {f"{name}_socket": str(settings.run / f"{name}.sock") for name in ("status", "stats", "get")},
@@ -67,8 +66,8 @@ def _driver_options(settings: Settings) -> _Sections:
             "targets": f"{topology.CONTROL_ADDRESS}:{HEALTH_PORT}",
             "interval": "1",
         },
-        # A sandbox has few amphorae. If all amphorae are silent, the controller tries to connect to the witness,
-        # another host on the management network. An answer of the witness shows that the management network works.
+        # The witness is another host on the management network. If all of the few amphorae are silent, its answer shows
+        # that this network works.
         "amp_failover": {"witnesses": f"{topology.WITNESS_ADDRESS}:{topology.WITNESS_PORT}"},
         "amp_status_page": {"bind_address": "127.0.0.1", "bind_port": str(STATUS_PORT)},
         "amp_compute_netns": {
@@ -118,8 +117,7 @@ def _qemu_options(*, emulated: bool) -> _Sections:
 
 def _octavia_options(settings: Settings) -> _Sections:
     ours: _Sections = {
-        # The driver uses no workers of Octavia. So Octavia's API server sends no messages to workers, and needs no
-        # message broker.
+        # The driver uses no workers of Octavia, so octavia-api needs no message broker.
         "DEFAULT": {"transport_url": "fake://"},
         "oslo_messaging_notifications": {"driver": "noop"},
         "oslo_concurrency": {"lock_path": str(settings.run / "lock")},
@@ -135,8 +133,8 @@ def _octavia_options(settings: Settings) -> _Sections:
             "default_provider_driver": "haproxy",
         },
         "controller_worker": {"network_driver": "amphora_sandbox_network"},
-        # Octavia copies its default time-outs into every listener unless they are 0. The time-outs of a flavor would
-        # then have no effect.
+        # Octavia copies its default time-outs into each listener unless they are 0. The time-outs of a flavor would
+        # have no effect.
         "haproxy_amphora": {f"timeout_{one}": "0" for one in ("client_data", "member_connect", "member_data")},
         "certificates": {"cert_manager": "local_cert_manager", "storage_path": str(settings.tls)},
         "driver_agent": {
@@ -162,8 +160,7 @@ def _clouds(settings: Settings) -> str:
 def _env(settings: Settings) -> str:
     """The shell environment for clients of this sandbox."""
     exports = {**settings.environment(), "PATH": f"{Path(sys.executable).parent}:$PATH"}
-    # All programs of the sandbox must use the directory of Python's bytecode cache that the quickstart script has
-    # chosen.
+    # All programs of the sandbox use the bytecode cache that the quickstart script has chosen.
     prefix = os.environ.get("PYTHONPYCACHEPREFIX")
     if prefix:
         exports["PYTHONPYCACHEPREFIX"] = prefix
@@ -178,8 +175,7 @@ def _certificates(folder: Path) -> None:
     certificate, key = create_authority("sandbox controllers")
     _write(folder / "controller_ca.pem", certificate.decode())
     client = Authority(certificate, key).issue_client("sandbox controller", _CLIENT_DAYS)
-    # If controller.pem exists, the sandbox creates no certificates. The sandbox therefore writes controller.pem after
-    # all other files.
+    # controller.pem is written last: if it exists, all certificates exist.
     _write(folder / "controller.pem", client.bundle().reveal().decode())
 
 

@@ -48,8 +48,7 @@ def wait_active(settings: Settings, connection: Any, load_balancer_id: str, note
         if emulated:
             note(f"still waiting: load balancer is {found.provisioning_status}, amphora boots ({seconds:.0f} s)")
 
-    # Frequent polling would slow down the boot of an emulated amphora. So the demo polls at the longer default interval
-    # if the amphora is emulated.
+    # Frequent polling would slow the boot of an emulated amphora down.
     for _ in vm_wait.poll(settings.wait_timeout, note_progress, None if emulated else _POLL_INTERVAL):
         found = connection.load_balancer.get_load_balancer(load_balancer_id)
         if found.provisioning_status == "ACTIVE":

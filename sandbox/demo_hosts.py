@@ -28,8 +28,8 @@ class _Server(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    # The response is buffered and sent at once. Otherwise, the kernel would hold back a small body until the client
-    # acknowledges the headers (Nagle's algorithm).
+    # Without a buffer, the kernel holds a small body back until the client acknowledges the headers (Nagle's
+    # algorithm).
     wbufsize = -1
     disable_nagle_algorithm = True
 

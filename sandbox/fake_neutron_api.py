@@ -26,8 +26,7 @@ from sandbox.local_requests import rejection_reason
 
 _SINGULAR = {f"{name}s": name for name in ("network", "subnet", "port")}
 _SINGULAR |= {"security-groups": "security_group", "policies": "policy"}
-# Clients of Neutron also request extensions, subnet pools and routers. For these kinds, the fake Neutron API returns
-# empty lists.
+# Clients also request these kinds, of which the fake Neutron has no objects.
 _EMPTY = {"extensions", "subnetpools", "routers"}
 _PROJECT = {"project_id": "sandbox", "tenant_id": "sandbox"}
 _Row = dict[str, Any]
@@ -121,8 +120,7 @@ class _Handler(BaseHTTPRequestHandler):
             return False
         reason = rejection_reason(self.headers.get("Host"), self.headers.get("Origin"))
         if reason is not None:
-            # The fake Neutron API does not read the body of a refused request, so the connection cannot carry another
-            # request.
+            # The body of a refused request is not read, so the connection cannot carry another request.
             self.close_connection = True
             self._respond(403, _error(reason))
         return reason is None

@@ -37,8 +37,7 @@ async def _serve(place: Path, port: int) -> None:
 
 
 async def _forward(place: Path, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    # A socket belongs to the network namespace in which a process creates it, so the forwarder connects inside the
-    # namespace.
+    # A socket belongs to the network namespace in which it was created.
     connect = functools.partial(socket.create_connection, (_LOOPBACK_ADDRESS, port))
     try:
         inside = await asyncio.to_thread(namespaces.run_inside, place, connect)

@@ -57,8 +57,7 @@ def main(arguments: list[str]) -> int:
     place = namespaces.path(namespace)
     listeners = {}
     for port in map(int, numbers):
-        # A socket belongs to the network namespace in which a process creates it, so the forwarder creates its
-        # listening sockets inside the namespace.
+        # A socket belongs to the network namespace in which it was created.
         listen = functools.partial(socket.create_server, (_LOOPBACK_ADDRESS, port), backlog=128)
         listeners[port] = namespaces.run_inside(place, listen)
     asyncio.run(_serve(listeners))
@@ -89,8 +88,7 @@ async def copy_stream(source: asyncio.StreamReader, target: asyncio.StreamWriter
             target.write(data)
             await target.drain()
     except OSError:
-        # An OSError means that one side has closed the forwarded connection. So the forwarder closes the connection to
-        # the other side.
+        # One side has closed the forwarded connection.
         pass
     finally:
         target.close()

@@ -43,8 +43,8 @@ def _is_octavia_database(connection: Any) -> bool:
 
 
 def _begin(connection: Any) -> None:
-    # The sandbox sends BEGIN itself, because it must take its write lock before the transaction begins. While
-    # `in_transaction` is set, oslo.db sends no second BEGIN. oslo.db removes the mark at the end of the transaction.
+    # The write lock must be taken before BEGIN, so the sandbox sends BEGIN itself. The mark `in_transaction` tells
+    # oslo.db not to send another one.
     if not _is_octavia_database(connection) or "in_transaction" in connection.info:
         return
     connection.info["in_transaction"] = True
@@ -59,8 +59,7 @@ def _begin(connection: Any) -> None:
 
 
 def _checkin(dbapi_connection: Any, _record: Any) -> None:
-    # SQLAlchemy raises the event "commit" before the database commits. So the sandbox releases the write lock only when
-    # the connection returns to the pool.
+    # SQLAlchemy raises the event "commit" before the database commits. Only a returned connection has surely committed.
     if _write_lock.lock is not None and _write_lock.holder == id(dbapi_connection):
         os.close(_write_lock.lock)
         _write_lock.lock = _write_lock.holder = None
@@ -97,7 +96,7 @@ def api() -> Application:
     octavia_schema.ensure_schema()
 
     def with_project(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
-        # Octavia requires a project id, but clients with the auth type "none" send no project, so the sandbox adds one.
+        # Octavia requires a project id, which clients with the auth type "none" do not send.
         environ.setdefault("HTTP_X_PROJECT_ID", _PROJECT)
         environ.setdefault("HTTP_X_USER_ID", _PROJECT)
         return application(environ, start_response)  # type: ignore[no-any-return]
@@ -123,8 +122,7 @@ def driver_agent() -> int:
         read_options(arguments)
         _compile_statements()
 
-    # octavia-driver-agent has no hook between reading the options and the first fork, so the sandbox wraps the function
-    # that reads the options.
+    # octavia-driver-agent has no hook before the first fork except the function that reads the options.
     service.prepare_service = read_options_and_compile
     return int(agent.main() or 0)
 

@@ -99,8 +99,7 @@ class Supervision:
         ran = {name: process for name in names if (process := self.running(name)) is not None}
         signal_and_wait(list(ran.values()), signal.SIGTERM, _STOP_SECONDS)
         for process in ran.values():
-            # Each sandbox program is the leader of a process group. So a signal to the group also ends the child
-            # processes of the program.
+            # The signal goes to the process group, so it also ends child processes of the program.
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait(_STOP_SECONDS)

@@ -21,8 +21,8 @@ OCTAVIA_PORT = 9876
 NETWORK_PORT = 9696
 STATUS_PORT = 9878
 _START_AGAIN = "Remove the state directory to create a new sandbox."
-# The kernel permits at most 107 bytes in the path of a Unix socket. The socket of a controller has the longest path
-# below the state directory, so it limits the length of the state directory's path.
+# The kernel permits 107 bytes in the path of a Unix socket. A controller's socket has the longest path below the state
+# directory.
 _LONGEST_STATE = 107 - len("/run/sockets/controller-4194304-7fffffffffff")
 
 
@@ -194,8 +194,8 @@ def load_or_create_settings(
         octavia_port=_free_port(OCTAVIA_PORT),
         network_port=_free_port(NETWORK_PORT),
         status_port=_free_port(STATUS_PORT),
-        # Agents start in another directory, so the path of the interpreter is absolute. The path keeps symbolic links,
-        # because Python finds its virtual environment by the link.
+        # Agents start in another directory. Symbolic links stay, because Python finds its virtual environment by the
+        # link.
         agent_python=str(Path(agent_python or sys.executable).absolute()),
         store_url=store_url,
         octavia_url=octavia_url,
@@ -206,7 +206,7 @@ def load_or_create_settings(
         octavia_options=octavia_options or {},
     )
     state.mkdir(parents=True, exist_ok=True, mode=0o755)
-    # The URLs in the settings file may contain passwords, so only the owner of the settings file may read it.
+    # The URLs may contain passwords.
     _file(state).touch(mode=0o600)
     _file(state).write_bytes(msgspec.json.format(msgspec.json.encode(settings)))
     return settings

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 Report = Callable[[str], None]
 _READY_SECONDS = 60.0
 _KILL_SECONDS = 5.0
-# Value of the flag __SO_ACCEPTCON in /proc/net/unix, which marks a listening socket.
+# The flag __SO_ACCEPTCON in /proc/net/unix: a listening socket.
 _LISTENING = "00010000"
 _NEEDED = {
     "haproxy": "haproxy",
@@ -70,8 +70,7 @@ class Stack:
                 self._power_on(network)
             (self.settings.run / "sockets").mkdir(exist_ok=True, mode=0o700)
             programs = self.programs()
-            # The sandbox starts its programs in parallel, because each program spends most of its start-up time on
-            # imports.
+            # The programs start in parallel, because they spend most of this time on imports.
             started = [program for program in programs if self.supervision.start(program)]
             for program in started:
                 self.supervision.wait_ready(program, _READY_SECONDS)
@@ -88,8 +87,7 @@ class Stack:
                     self._power_off(network)
             removed = namespaces.names(f"{self.settings.prefix}-")
             for name in removed:
-                # A network namespace may contain processes that the sandbox has not recorded. So the sandbox kills all
-                # processes in the namespace before it removes the namespace.
+                # A namespace may contain processes that the sandbox has not recorded.
                 if not signal_and_wait(namespaces.processes(name), signal.SIGKILL, _KILL_SECONDS):
                     raise SandboxError(f"remove the namespace {name}", "a process in it does not end after SIGKILL")
                 namespaces.remove(name)
@@ -101,8 +99,8 @@ class Stack:
         settings, control = self.settings, self.settings.control
         gunicorn = _python(
             *("gunicorn", "--bind", "fd://3", "--workers", "1", "--threads", "8", "--timeout", "120"),
-            # A client must not send a request on a connection at the moment at which gunicorn closes it as idle. The
-            # default of gunicorn is two seconds.
+            # gunicorn closes idle connections after two seconds by default. A client could send a request at this
+            # moment and lose it.
             *("--keep-alive", "300"),
             *("--no-control-socket", "--log-level", "warning", "sandbox.octavia_start:api()"),
         )
@@ -150,7 +148,7 @@ class Stack:
     def _compute_backends(self, network: LocalNetwork) -> tuple[NetnsCompute | QemuCompute, ...]:
         """All compute backends: a flavor can select each of them."""
         options = config.load([str(self.settings.driver_configuration)])
-        # A sandbox of an older version has no directory for virtual machines, so such a sandbox has no QEMU backend.
+        # A sandbox of an older version has no directory for virtual machines.
         qemu = [QemuCompute(options, network)] if self.settings.machines.exists() else []
         return (NetnsCompute(options, network), *qemu)
 

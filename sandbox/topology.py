@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from sandbox.settings import Settings
 
 CONTROL_ADDRESS = "203.0.113.2"
-# The witness is a host on the management network that runs no programs. The kernel of the witness refuses each
-# connection. This answer proves to the controller that the management network works.
+# The witness is a host without programs on the management network. Its kernel refuses connections, which proves that
+# the network works.
 WITNESS_ADDRESS = "203.0.113.3"
 WITNESS_PORT = 22
 MEMBERS = {"member1": 11, "member2": 12, "member3": 13}

@@ -18,8 +18,7 @@ from amphora_driver.host import namespaces
 if TYPE_CHECKING:
     from sandbox.settings import Settings
 
-# While a machine boots, the sandbox polls the agent of the machine once a second and reports progress every 30 s. A TLS
-# handshake with the agent lasts at most 10 s.
+# Seconds between two polls of a booting agent, between two reports of progress, and time-out of a TLS handshake.
 _POLL_INTERVAL, _NOTE_INTERVAL, _HANDSHAKE_TIMEOUT = 1.0, 30.0, 10.0
 
 

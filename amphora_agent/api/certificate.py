@@ -66,8 +66,7 @@ def _read(body: bytes) -> dict[str, Any]:
     try:
         document = json.loads(body)
     except (ValueError, RecursionError):
-        # The agent hides the JSON parser's error, because the error would quote the request, which may contain a
-        # private key.
+        # `from None` drops the parser's error, which would quote the request, perhaps with a private key.
         raise MalformedCertificate(_ACTION, "the request is not JSON") from None
     if not isinstance(document, dict) or not isinstance(document.get("certificate"), str):
         raise MalformedCertificate(_ACTION, "the request has no string 'certificate'")

@@ -36,10 +36,9 @@ from amphora_agent.tls_identity import Identity
 from amphora_agent.version import agent_version
 
 VIRTUAL_TABLE = "amphora_virtual"
-# For the diagnostics, the agent reads at most this number of bytes of each answer of HAProxy.
+# Maximum number of bytes of one answer of HAProxy in the diagnostics.
 _MOST = 8 << 20
-# HAProxy's answers to the following commands contain no private keys and no entries of stick tables. An operator can
-# therefore share the answers.
+# Commands whose answers contain no keys and no entries of stick tables, so that operators can share them.
 _QUESTIONS = {
     "show info": "show info",
     "show stat": "show stat -1 7 -1",

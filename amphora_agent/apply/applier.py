@@ -160,8 +160,7 @@ class Applier:
         with self._lock:
             reach(Point.TAKEN)
             bundle_check.refuse_stale(bundle, self._last, lost=self._lost is not None)
-            # If a controller pushes the confirmed bundle again, the agent does not change the stored time of the
-            # confirmation.
+            # A repeated push of the confirmed bundle does not change the time of its confirmation.
             same = self._confirmed is not None and self._confirmed.digest == received
             record = None if same else confirmed_bundle.confirmed_now(bundle, received)
             draft = None if record is None else Draft(self._paths.confirmed, record)
@@ -199,8 +198,8 @@ class Applier:
         Returns False if another attempt is necessary.
         """
         with self._lock:
-            # A controller may have pushed a bundle since the agent's start. The agent then keeps the pushed bundle, and
-            # does not apply the older bundle from the disk.
+            # A controller may have pushed a bundle since the start of the agent. The older bundle from the disk must
+            # not replace it.
             if self._confirmed is None or (self._has_applied and not self._parts.swap.is_interrupted):
                 return True
             try:
@@ -245,8 +244,7 @@ class Applier:
     def _verifiable(self) -> Bundle | None:
         """The confirmed bundle, if drift from that bundle has to be repaired."""
         bundle = self._served
-        # If Octavia's own worker controls the amphora, the worker also repairs it. On such an amphora, the agent
-        # repairs no drift.
+        # On an amphora under Octavia's own worker, the worker repairs drift.
         ours = bundle is not None and bundle.load_balancer_id != OCTAVIA_API_V1_ID
         return bundle if ours and self._has_applied and not self._parts.swap.is_interrupted else None
 
@@ -286,8 +284,7 @@ class Applier:
             else:
                 change, loaded = self._update_haproxy(attempt, bundle.haproxy, network)
             change = self._update_udp(bundle, change)
-            # keepalived announces the VIPs. So the agent updates keepalived last, after all other parts of the amphora
-            # are ready to serve.
+            # keepalived announces the VIPs, so it is updated last, when all other parts are ready to serve.
             self._parts.keepalived.apply(bundle.vrrp_instance)
             self._confirm(attempt.draft)
         except (AgentError, OSError) as error:
@@ -305,8 +302,8 @@ class Applier:
         for listener in self._change_listeners:
             listener()
         if self._confirmed is not None and bundle == self._confirmed.bundle:
-            # If a controller pushes the confirmed bundle again, the agent compares the whole amphora with the bundle.
-            # So the agent first empties its caches of the amphora's state.
+            # A repeated push of the confirmed bundle compares the whole amphora with it, so the caches are emptied
+            # first.
             self._parts.plumbing.invalidate()
             self._parts.files.invalidate()
             self._parts.swap.invalidate()

@@ -32,8 +32,7 @@ class ConfigSwap:
         """The document of HAProxy's file; None without a file."""
         try:
             found = self._paths.configuration.stat()
-            # At each change, the agent writes a new configuration file with a new inode. So an unchanged inode, size
-            # and time mean unchanged content.
+            # Each change writes a file with a new inode. So equal inode, size and time mean equal content.
             identity = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
             if self._read is None or self._read[0] != identity:
                 self._read = identity, config_file.read(self._paths.configuration.read_text(encoding="utf-8"))

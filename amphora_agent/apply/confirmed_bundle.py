@@ -94,8 +94,7 @@ class Draft:
         try:
             self._new_path.unlink()
         except FileNotFoundError:
-            # If the file `_new_path` of a new record is missing, HAProxy's configuration text at `_text_path` may
-            # belong to the confirmed bundle. So the agent must not delete the text.
+            # Without a new record, this text may belong to the confirmed bundle and must stay.
             return
         self._text_path.unlink(missing_ok=True)
 
@@ -123,8 +122,7 @@ def _link(file: Path, name: Path) -> None:
     temporary.unlink(missing_ok=True)
     os.link(file, temporary)
     temporary.replace(name)
-    # rename(2) does nothing if `name` and `temporary` are already the same file (inode). So the agent deletes
-    # `temporary` itself.
+    # rename(2) does nothing if both names refer to the same inode, so `temporary` may still exist.
     temporary.unlink(missing_ok=True)
 
 

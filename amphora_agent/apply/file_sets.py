@@ -32,7 +32,7 @@ class FileSets:
         self._root = paths.files
         self._empty = paths.empty
         self._known: set[Path] = set()
-        # `_intact` has the inode number, size and times of each TLS file whose content was correct at the last check.
+        # Inode number, size and times of each TLS file at its last check, in which its content was correct.
         self._intact: dict[Path, tuple[int, ...]] = {}
 
     def directory(self, files: Sequence[File]) -> Path:
@@ -96,8 +96,7 @@ class FileSets:
                     os.link(source, target)
                 else:
                     _write(target, file)
-            # A directory of this set of TLS files may already exist, with missing or modified files. The agent replaces
-            # such a directory.
+            # A directory of this set may exist with missing or modified files.
             _remove(directory)
             incomplete.rename(directory)
         except BaseException:

@@ -33,8 +33,8 @@ class NetworkUpdate:
         if not self.is_needed:
             return
         if self._bundle.virtual_servers:
-            # Clients send packets as soon as the agent announces the VIPs. So the agent writes the kernel's forwarding
-            # rules before the announcement.
+            # Clients send packets as soon as the VIPs are announced, so the kernel's forwarding rules are written
+            # first.
             self._parts.udp_update.apply(self._bundle)
         keepalived = self._parts.keepalived
         ends_vrrp = self._bundle.vrrp_instance is None and keepalived.is_running()

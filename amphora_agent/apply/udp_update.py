@@ -27,8 +27,7 @@ class UdpUpdate:
 
     def __init__(self, service: CheckerClient) -> None:
         self._service = service
-        # `_served` has the virtual servers (UDP and SCTP listeners) that the L4 daemon has confirmed. `_served` is None
-        # if the agent does not know the state of the L4 daemon.
+        # UDP and SCTP listeners that the L4 daemon has confirmed; None if its state is unknown.
         self._served: _Wanted | None = None
         self._validated: _Wanted | None = None
 
@@ -52,8 +51,7 @@ class UdpUpdate:
             return
         known, self._served = self._served, None
         if known is None:
-            # The agent does not know which rules the L4 daemon has applied. So it first requests a drift check, in
-            # which the L4 daemon reads the kernel's rules before it writes new ones.
+            # The rules in the kernel are unknown. In a drift check, the L4 daemon reads them before it writes new ones.
             self._service.find_drift(wanted[0], paired=wanted[1])
         self._serve(bundle)
 
@@ -66,8 +64,7 @@ class UdpUpdate:
         """Restore the virtual servers of the previous bundle, unless they are still served."""
         before = replace(failed, virtual_servers=(), vrrp=None) if served is None else served
         wanted = _wanted(before)
-        # A failed change may have started the L4 daemon. If the configuration before has no virtual servers, the agent
-        # stops the L4 daemon again.
+        # The failed change may have started the L4 daemon, which the configuration before may not need.
         is_idle = bool(failed.virtual_servers) and not wanted[0]
         if not is_idle and (wanted == self._served or (self._served is None and not wanted[0])):
             return

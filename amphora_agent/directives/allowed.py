@@ -17,16 +17,15 @@ from amphora_agent.directives.expressions import CONDITION, EXPRESSION, IDENTIFI
 
 _NUMBER = r"[0-9]{1,10}"
 _TIME = rf"{_NUMBER}(?:us|ms|s|m|h|d)?"
-# The pattern refuses an IPv4 address with leading zeros. HAProxy would look up such an address as a host name.
+# HAProxy looks an IPv4 address with leading zeros up as a host name.
 _OCTET = r"(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _IPV4 = rf"(?:{_OCTET}\.){{3}}{_OCTET}"
-# The pattern of an IPv6 address requires two colons. HAProxy would look up a text with fewer colons as a host name.
+# HAProxy looks a text with fewer than two colons up as a host name.
 _IPV6 = r"[0-9A-Fa-f]*:[0-9A-Fa-f]*:[0-9A-Fa-f:.]*"
 _ADDRESS = rf"(?:{_IPV4}|{_IPV6}|\[{_IPV6}\])"
 _PORT = r"[1-9][0-9]{0,4}"
 _ENDPOINT = re.compile(rf"(?:({_IPV4})|\[({_IPV6})\]|({_IPV6})):{_PORT}")
-# The path of a TLS file is relative, and no part of the path begins with a dot. The path therefore cannot leave the
-# directory of TLS files.
+# No part of the path begins with a dot, so it cannot leave the directory of TLS files.
 FILE = r"tls/[A-Za-z0-9_][A-Za-z0-9_.-]*/[A-Za-z0-9_][A-Za-z0-9_.-]*"
 _CIPHERS = r"[A-Za-z0-9+!:@=_.-]+"
 _PROTOCOLS = r"[A-Za-z0-9./,-]+"
@@ -85,7 +84,7 @@ _RETURN = (
 _REDIRECT = rf"(?:code 30[1-8] )?(?:(?:location|prefix) {LOG_FORMAT}|scheme https?)(?: code 30[1-8])?{_WHEN}"
 _SIZES = rf"size {_NUMBER}[kmg]?(?: expire {_TIME})?(?: peers amphora)?"
 
-# For each allowed HAProxy directive, the mapping has a pattern of the arguments that the agent accepts.
+# Allowed HAProxy directives, with a pattern of their arguments.
 _ARGUMENTS: Mapping[str, str] = {
     "acl": rf"{IDENTIFIER} {MATCH}",
     "backend": IDENTIFIER,
@@ -141,7 +140,7 @@ _CRT_LIST_LINE = re.compile(
     rf"[ \t]*(?:{FILE}(?:[ \t]+\[[ \t]*alpn[ \t]+[A-Za-z0-9./,-]+[ \t]*\])?(?:[ \t]+[!A-Za-z0-9*._-]+)*[ \t]*)?(?:#.*)?"
 )
 _OPTIONS = {"bind": (2, _BIND), "server": (3, _SERVER)}
-# If the agent refuses a directive such as `http-request`, the error message names the first two words of the directive.
+# Directives that an error message names with their first two words.
 _COMPOUND = {
     "http-after-response", "http-check", "http-request", "http-response", "no", "option", "stick", "tcp-request",
     "timeout",

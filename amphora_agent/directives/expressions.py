@@ -7,14 +7,12 @@ separated by line ends, which no word contains.
 
 from __future__ import annotations
 
-# A value of an ACL must not begin with a dash, except after `--`. HAProxy would read such a value as a flag, and the
-# flag `-f` makes HAProxy open a file.
+# HAProxy reads a value with a leading dash as a flag, except after `--`. The flag `-f` would make it open a file.
 WORD = r"[^\n]+"
 _PATTERN = r"[^\n-][^\n]*"
 IDENTIFIER = r"[A-Za-z0-9][A-Za-z0-9_.:-]*"
 
-# HAProxy interprets quotes, backslashes, commas and parentheses in arguments. The pattern therefore accepts these
-# characters only within double quotes.
+# HAProxy interprets quotes, backslashes, commas and parentheses, so they are accepted within double quotes only.
 _ARGUMENT = r"""(?:"(?:[^"\\\n]|\\[^\n])*"|[^\n"'(),\\]*)"""
 _ARGUMENTS = rf"(?:\({_ARGUMENT}(?:,{_ARGUMENT})*\))?"
 _FETCH = (
@@ -37,8 +35,7 @@ MATCH = (
     rf"{EXPRESSION}(?: -i)?(?: -m (?:str|beg|end|sub|dir|dom|reg|len|int|bool|found))?"
     rf"(?: --(?: {WORD})+|(?: {_PATTERN})*)"
 )
-# HAProxy ends an ACL in braces at the first closing brace. The pattern therefore accepts no value that is a closing
-# brace.
+# HAProxy ends an ACL in braces at the first closing brace, so no value may be one.
 _INLINE = (
     rf"{EXPRESSION}(?: -i)?(?: -m (?:str|beg|end|sub|dir|dom|reg|len|int|bool|found))?"
     r"(?: --)?(?: (?!\}\n|\}$)[^\n-][^\n]*)*"

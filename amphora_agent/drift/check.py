@@ -28,8 +28,8 @@ class DriftChecker:
         self._applier = applier
         self._parts = parts
         self._file = parts.paths.configuration
-        # Result of the last check that found the correct content in HAProxy's configuration file. The first value has
-        # the file's inode number, size and times. The second value is the process id of HAProxy's worker.
+        # Of the last check with a correct configuration file: the file's inode number, size and times, and the process
+        # id of HAProxy's worker.
         self._intact: tuple[tuple[int, ...] | None, int | None] | None = None
         self._misread = False
         applier.add_change_listener(self.invalidate)
@@ -79,8 +79,7 @@ class DriftChecker:
         if not haproxy.is_wanted():
             yield Difference("haproxy", "HAProxy does not run, and the service manager does not start it")
         elif haproxy.worker_pid() is not None:
-            # HAProxy gives no answer while it starts or when the load is high. So the agent does not count a missing
-            # answer as drift.
+            # HAProxy does not answer while it starts or under high load. A missing answer is no drift.
             try:
                 haproxy.verify(wanted, directory)
             except (HaproxyError, OSError) as error:
@@ -94,8 +93,8 @@ class DriftChecker:
             if identity is None or self._file.read_bytes() != wanted.content.encode():
                 yield Difference("haproxy.cfg", "haproxy.cfg was modified")
                 return
-            # The file has the correct content now. But another program may have changed and restored it since the last
-            # check. A HAProxy worker that started in this time may have read the changed content.
+            # The file is correct now, but may have been different for a while. A worker that started in this time may
+            # have read other content.
             earlier = None if self._intact is None else self._intact[1]
             self._misread = self._misread or (None not in (earlier, worker) and earlier != worker)
         self._intact = identity, worker

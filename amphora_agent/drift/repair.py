@@ -19,12 +19,11 @@ from amphora_agent.errors import AgentError
 
 _log = logging.getLogger(__name__)
 DUTY_DIVISOR = 200
-# If a check finds drift, the agent checks again one second later. The agent repairs only drift that both checks have
-# found.
+# Seconds until a second check. Only drift that both checks find is repaired.
 _CONFIRM_SECONDS = 1.0
-# If drift returns after each repair, the agent repairs only at every second check, then every fourth, up to every 16th.
+# Drift that returns after each repair is repaired at every second check, then every fourth, up to this number.
 _MAX_BACKOFF = 16
-# If drift returns within 10 checks after a repair, the agent repairs less often.
+# Number of checks after a repair within which new drift of the same kind slows the repairs down.
 _RECENT_CHECKS = 10
 
 
@@ -44,7 +43,7 @@ class DriftRepair:
         self._on_finding = on_finding
         self._min_pause = 0.0
         self._backoff, self._skip = 1, 0
-        # For each kind of drift, `_seen` has the time on the monotonic clock at which the agent last found this kind.
+        # Monotonic time at which each kind of drift was last found.
         self._seen: dict[str, float] = {}
         self._generation: int | None = None
 
@@ -111,8 +110,7 @@ class DriftRepair:
     def _has_returned(self, new: set[str]) -> bool:
         """Whether an earlier difference, which a repair or a push has removed, has returned."""
         if self._checker.generation != self._generation:
-            # A bundle of a new generation replaces the configuration, so the agent forgets the drift from the earlier
-            # generation.
+            # A new generation replaces the configuration, so earlier drift is forgotten.
             self._seen, self._generation = {}, self._checker.generation
         before = self._recent_kinds()
         self._seen = {kind: self._seen[kind] for kind in before}
@@ -158,8 +156,7 @@ class DriftRepair:
             )
             unrepaired: tuple[Difference, ...] = tuple(found)
         else:
-            # `_check` returns None while a change of the configuration runs. The agent then assumes that its repair has
-            # succeeded, because the next periodic check finds any remaining drift.
+            # `_check` returns None during a change of the configuration. The next periodic check finds remaining drift.
             unrepaired = self._check() or ()
         self._report.record(found, unrepaired)
         if unrepaired:

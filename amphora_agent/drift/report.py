@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# A report of drift has at most five sentences. The agent shortens each sentence to 160 characters.
+# Maximum number of sentences of a report, and of characters of a sentence.
 _MAX_SENTENCES, _MAX_SENTENCE_LENGTH = 5, 160
 
 
@@ -73,7 +73,7 @@ class DriftReport:
         with self._lock:
             new = {one.kind for one in differences} - {one.kind for one in self._unrepaired}
             self._counts.update(new)
-            # While a difference stays, the drift report keeps the time at which the agent first found the difference.
+            # While a difference stays, the report keeps the time of its discovery.
             if new or self._last is None or not unrepaired:
                 self._last = Finding(time.time(), tuple(differences), repaired=not unrepaired)
             self._unrepaired = tuple(unrepaired)

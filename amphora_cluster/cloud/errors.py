@@ -14,8 +14,8 @@ from amphora_driver.openstack.errors import ApiError
 from amphora_driver.untrusted_text import printable
 
 _MOST = 500
-# Octavia's refusals of a change while another one is in progress: of an object of a load balancer, and of the load
-# balancer itself ("Invalid state PENDING_UPDATE of loadbalancer resource ID").
+# Words of Octavia's refusals while another change is in progress: of an object ("immutable") and of its load balancer
+# ("Invalid state PENDING_UPDATE ...").
 _PENDING = ("immutable", "invalid state pending_")
 
 
@@ -69,8 +69,7 @@ def translate(error: ApiError, wanted: str) -> CloudError:
         case 429:
             return CloudError(wanted, f"the service limits the rate of requests: {reason}")
         case status if 400 <= status < 500 or status == 501:
-            # Octavia answers 501 if the provider of the load balancer does not support an option. A repetition would
-            # not help, so the error is final.
+            # Octavia answers 501 if the provider does not support an option, so a repetition would not help.
             return CloudError(wanted, reason, final=True)
         case status:
             return CloudError(wanted, f"status {status}: {reason}")
@@ -84,8 +83,7 @@ def no_answer(error: Exception, wanted: str) -> CloudError | ConfigurationError:
     if isinstance(error, exceptions.Unauthorized | exceptions.NotFound) and not isinstance(
         error, exceptions.EndpointNotFound
     ):
-        # Keystone answers 401 if the secret is wrong, and 404 if the application credential was deleted. So the user
-        # must give the group a new credential.
+        # Keystone answers 401 for a wrong secret and 404 for a deleted application credential.
         remedy = "Give the group a new application credential."
         return CredentialRefused(wanted, reason, remedy, final=True)
     if isinstance(error, exceptions.MissingRequiredOptions | exceptions.EndpointNotFound):

@@ -17,7 +17,7 @@ from amphora_cluster.cloud.session import CloudConnection
 
 _SERVER = "OS::Nova::Server"
 _DEPTH = "5"
-# A stack resource in one of these states has no server any more.
+# States of a stack resource that has no server any more.
 _GONE = frozenset({"DELETE_COMPLETE"})
 
 
@@ -70,8 +70,7 @@ class HeatStacks:
         wanted = f"read resource {name} of stack {stack}"
         if not (stack and name):
             raise CloudError(wanted, f"{value!r} is not STACK/RESOURCE", "Correct the selector.", final=True)
-        # Heat redirects a request with the name of a stack to the full path of the stack. The HTTP session follows the
-        # redirection.
+        # Heat redirects a request with the name of a stack to the stack's full path, and the session follows.
         found = self._connection.request(
             "heat",
             "GET",

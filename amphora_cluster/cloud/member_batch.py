@@ -90,8 +90,8 @@ class MemberBatch:
         return [
             _body(change, one, self._tag)
             for change, one in members
-            # A member without the group's tag belongs to its user. If a member lost the tag since the plan, a drain or
-            # repair must not change it. A drain must not create a member that does not exist any more.
+            # A member without the group's tag belongs to its user, also if it lost the tag since the plan. A drain must
+            # not create a member again.
             if (one is None and step.kind is not StepKind.DRAIN) or (one is not None and self._changes(change, one))
         ]
 

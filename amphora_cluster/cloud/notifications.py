@@ -20,13 +20,13 @@ from typing import Any
 from amphora_driver.untrusted_text import printable
 
 LOG = logging.getLogger(__name__)
-# Nova sends each notification with one of these two priorities.
+# Priorities of Nova's notifications.
 _PRIORITIES = ("info", "error")
 _CONNECT_SECONDS = 3.0
 _HEARTBEAT_SECONDS = 10
 _FIRST_BACKOFF, _LONGEST_BACKOFF = 1.0, 60.0
-# Nova sends several notifications of one server in a burst. So the controller collects notifications for this number of
-# seconds, and then searches for due groups only once.
+# Seconds for which notifications are collected before one search for due groups. Nova sends several notifications of
+# one server in a burst.
 _COLLECT_SECONDS = 0.5
 _MOST_COLLECTED = 1000
 
@@ -74,8 +74,7 @@ class NovaNotifications:
             except Exception as error:  # noqa: BLE001 - library, broker and network errors have no common base
                 if self._ending.is_set():
                     return
-                # The text of a connection error can contain the broker's URL with its password. So the log contains
-                # only the type of the error.
+                # The text of the error may contain the broker's password.
                 text = "the receiver of Nova's notifications lost its connection (%s) and connects again in %g s"
                 LOG.warning(text, type(error).__name__, self._backoff)
             self._ending.wait(self._backoff)
@@ -95,8 +94,8 @@ class NovaNotifications:
         try:
             with connection.Consumer(queue, callbacks=[self._receive], no_ack=True, accept=["json"]):
                 self._backoff = _FIRST_BACKOFF
-                # Nova's notifications from the time without a connection may be lost. The next poll of each group finds
-                # the changes of its servers.
+                # Notifications from the time without a connection may be lost. The next poll of each group finds the
+                # changes.
                 while not self._ending.is_set():
                     self._drain(connection)
         finally:

@@ -28,8 +28,8 @@ from amphora_cluster.cloud.heat import HeatStacks
 from amphora_cluster.cloud.session import CloudConnection
 from amphora_cluster.model import Address, Selector, SelectorKind, Server
 
-# Minimum microversion of Nova's API. Tags need 2.26, the flavor of a server needs 2.47, and servers of a cell that does
-# not answer need 2.69. Nova has 2.69 since OpenStack Stein (2019).
+# Minimum microversion of Nova's API, which Nova has since OpenStack Stein (2019). Servers of a cell that does not
+# answer need 2.69.
 MICROVERSION = "2.69"
 _HEADERS = {"OpenStack-API-Version": f"compute {MICROVERSION}"}
 _FIXED = "fixed"
@@ -110,7 +110,7 @@ class _Interfaces(msgspec.Struct, frozen=True):
     interfaceAttachments: list[_Interface]  # noqa: N815 - Nova's name
 
 
-# A pair for one server: the addresses of the server when the subnets were last read, and the subnet id of each address.
+# Of one server: its addresses at the last read of the subnets, and the subnet of each address.
 _Known = tuple[tuple[tuple[str, int], ...], dict[str, str]]
 
 
@@ -160,8 +160,7 @@ class NovaServers:
             if one is None:
                 continue
             found[server_id] = one
-            # If a cell of Nova does not answer, Nova shows no tags and metadata of its servers. The group selected this
-            # server before, so the server stays selected.
+            # Nova shows no tags and metadata of servers in a cell that does not answer. Such a server stays selected.
             unreadable = ids is None and one.status == "UNKNOWN"
             if not unreadable and not selected(one):
                 former.add(server_id)
@@ -186,8 +185,7 @@ class NovaServers:
 
     def _all(self, wanted: str, *, fresh: bool) -> list[ServerRecord]:
         age = 0.0 if fresh else self._connection.settings.server_list_age
-        # While a thread reads the list, the lock makes the threads of other groups wait. These threads then use the
-        # same list instead of reading it again.
+        # Threads of other groups wait here while one thread reads the list, and then use the same list.
         with self._lock:
             read_at, listed = self._listed
             if time.monotonic() - read_at >= age:
@@ -203,8 +201,8 @@ class NovaServers:
             last = [("marker", found[-1].id)] if found else []
             page: _Servers = self._get("/servers/detail", _Servers, wanted, [*params, limit, *last])
             found += page.servers
-            # Nova has its own limit, so a page may be shorter than the requested limit although more servers follow.
-            # Nova then adds a link to the page, so the loop reads on until a page has no link.
+            # A page may be shorter than the requested limit although more servers follow. Only the last page has no
+            # link to the next one.
             if not (page.servers and page.servers_links):
                 return found
 
@@ -227,7 +225,7 @@ class NovaServers:
         try:
             answer: _Interfaces = self._get(f"/servers/{record.id}/os-interface", _Interfaces, wanted)
         except Missing:
-            # The server was deleted after Nova returned the list. The next pass finds no such server.
+            # The server was deleted after Nova returned the list.
             return record.server()
         found = {ip.ip_address: ip.subnet_id for one in answer.interfaceAttachments for ip in one.fixed_ips or ()}
         if all(ip in found for ip, _ in addresses):

@@ -29,8 +29,8 @@ from amphora_driver.deadline import Deadline, part_of_current
 
 T = TypeVar("T")
 
-# Octavia has additive batches since API version 2.11 (OpenStack Train, 2019). An older Octavia would ignore the
-# parameter, and delete all members that the batch does not name.
+# API version with additive batches (OpenStack Train, 2019). An older Octavia would delete all members that a batch does
+# not name.
 _NEEDED = (2, 11)
 _POOL_FIELDS = ("id", "healthmonitor_id", "listeners")
 _FIRST_WAIT, _LONGEST_WAIT = 0.1, 1.0
@@ -125,8 +125,6 @@ class OctaviaPools:
         self._patience = patience
         self._version_known = False
 
-    # --- reads --------------------------------------------------------------------------------------------------------
-
     def read_pool(self, group: Group, *, connections: bool = False) -> Pool:
         """Return the pool of a group with all members.
 
@@ -167,8 +165,8 @@ class OctaviaPools:
         """Return whether the pool has a monitor that is enabled."""
         if pool.healthmonitor_id is None:
             return False
-        # If a health monitor is disabled, all members have the status NO_MONITOR. Without such a member, the request
-        # for the monitor is not necessary.
+        # With a disabled health monitor, all members have the status NO_MONITOR. Another status makes the request for
+        # the monitor needless.
         if not any(one.operating_status == "NO_MONITOR" for one in members):
             return True
         path = f"/v2/lbaas/healthmonitors/{pool.healthmonitor_id}"
@@ -181,12 +179,12 @@ class OctaviaPools:
     def _active_connections(self, load_balancer_id: str, listeners: list[str], wanted: str) -> int | None:
         if not listeners:
             return None
-        # A pool with several listeners uses the statistics of the whole load balancer, because this needs only one
-        # request. They are the sum of all listeners, so they are never too small.
+        # Statistics of the load balancer are the sum over its listeners, so they are never too small. For several
+        # listeners, they save requests.
         path = f"/v2/lbaas/listeners/{listeners[0]}/stats" if len(listeners) == 1 else f"{_LB}/{load_balancer_id}/stats"
         found = self._get(path, _StatisticsAnswer, wanted).stats
-        # Octavia answers zeros if the provider reports no statistics, for example with OVN. Only a listener that has
-        # counted a connection proves that its number of active connections has a meaning.
+        # Octavia answers zeros if a provider reports no statistics, for example OVN. A counted connection proves that
+        # the provider reports them.
         return found.active_connections if found.total_connections > 0 else None
 
     def _members(self, pool_id: str, wanted: str) -> list[MemberRecord]:
@@ -198,12 +196,10 @@ class OctaviaPools:
             path = f"/v2/lbaas/pools/{pool_id}/members"
             page = self._request("GET", path, kind=_Members, wanted=wanted, params=params)
             found += page.members
-            # Octavia adds a link to the next page to every full page, even to the last page. So the loop also ends at
-            # an empty page.
+            # Octavia adds a link to the next page to each full page, even to the last one. So an empty page also ends
+            # the loop.
             if not page.members or not any(one.get("rel") == "next" for one in page.members_links):
                 return found
-
-    # --- changes of members -------------------------------------------------------------------------------------------
 
     def apply(self, group: Group, steps: Sequence[Step]) -> Applied:
         """Make the changes of a plan: one batch for joins, drains and repairs, then single deletions.
@@ -286,8 +282,6 @@ class OctaviaPools:
             raise CloudError(wanted, happened, "Upgrade Octavia.", final=True)
         self._version_known = True
 
-    # --- load balancers of policies -----------------------------------------------------------------------------------
-
     def create_load_balancer(self, group_id: str, body: Mapping[str, object]) -> LoadBalancerIds:
         """Create the load balancer of a policy with all its objects; return their ids.
 
@@ -359,8 +353,6 @@ class OctaviaPools:
             listener_id=str(listeners[0]["id"]) if listeners else None,
             health_monitor_id=pool.healthmonitor_id,
         )
-
-    # --- requests -----------------------------------------------------------------------------------------------------
 
     def _get(self, path: str, kind: type[T], wanted: str, fields: Iterable[str] = ()) -> T:
         return self._request("GET", path, kind=kind, wanted=wanted, params=_fields(fields))

@@ -34,7 +34,7 @@ _KINDS = {"octavia": "load-balancer", "nova": "compute", "heat": "orchestration"
 _POOL_SIZE = 32
 _PROJECT_HEADER = "X-Project-Id"
 _lock = threading.Lock()
-# The HTTP sessions of this process. The keys are the time-outs in seconds.
+# HTTP sessions of this process, by time-out in seconds.
 _http_sessions: dict[float, Any] = {}
 
 
@@ -110,8 +110,7 @@ class CloudConnection:
         from keystoneauth1 import exceptions  # noqa: PLC0415
 
         try:
-            # keystoneauth's debug log would contain all answers, and would take time in each request. So the log is
-            # disabled.
+            # keystoneauth's log would contain all answers and would slow each request down.
             return self._adapter(service).request(path, method, raise_exc=False, connect_retries=0, log=False, **more)
         except exceptions.ConnectFailure as error:
             if not repeat or isinstance(error, exceptions.ConnectTimeout):
@@ -148,8 +147,7 @@ class CloudConnection:
             return self._adapters[service]
 
     def _connect(self, service: str) -> Any:
-        # The webhook API imports this package too, but never connects to the cloud. The imports take a second, so they
-        # run only at the first connection.
+        # These imports take a second, and the webhook API, which imports this package too, never connects to the cloud.
         from keystoneauth1 import adapter, session  # noqa: PLC0415
 
         settings = self.settings

@@ -21,10 +21,10 @@ from amphora_cluster.cloud.session import CloudConnection
 from amphora_cluster.credential import ApplicationCredential
 from amphora_cluster.model import Group, Pool, Server, Step
 
-# The controller drops a connection to a cloud that it has not used for this number of seconds.
+# Seconds after which an unused connection to a cloud is dropped.
 _UNUSED_SECONDS = 3600.0
-# If Octavia refuses a change because the load balancer is busy, the pass repeats the change for this number of seconds.
-# Then the pass ends, so that its thread can work for other groups. The next pass continues.
+# Seconds for which a pass repeats a change that Octavia refuses because the load balancer is busy. Afterwards, its
+# thread must be free for other groups.
 _PATIENCE = 3.0
 
 
@@ -77,8 +77,7 @@ class Clouds:
 
     def get(self, group: Group, credential: ApplicationCredential | None) -> Cloud:
         """Return the cloud of a group's owner."""
-        # The key of a connection contains a digest of the secret. So a replaced secret makes a new connection, which
-        # uses no token of the old secret.
+        # The digest of the secret is a part of the key, so a replaced secret makes a new connection.
         secret = b"" if credential is None else hashlib.sha256(credential.secret.reveal()).digest()
         key = (group.project_id, "" if credential is None else credential.id, secret)
         now = time.monotonic()

@@ -31,12 +31,12 @@ from amphora_driver.errors import AmphoraDriverError, LeaseLost
 
 LOG = logging.getLogger(__name__)
 
-# Seconds until the next pass over a group if Octavia refused a change because the load balancer was busy.
+# Seconds until the next pass after Octavia refused a change of a busy load balancer.
 BUSY_SECONDS = 1.0
-# A load balancer can stay pending for hours after a failure of its provider. After this number of passes in a row with
-# a busy load balancer, the controller waits for the poll interval.
+# Number of passes in a row with a busy load balancer, after which the next pass waits for the poll interval. A failed
+# provider may leave a load balancer pending for hours.
 _MOST_BUSY = 60
-# While Octavia deletes a load balancer, the controller checks it again after this number of seconds.
+# Seconds between two checks while Octavia deletes a load balancer.
 _DELETION_SECONDS = 2.0
 _DELETED = "The group is being deleted."
 
@@ -89,7 +89,7 @@ class GroupPass:
         self._cloud = cloud
         self._settings = settings
         self._rng = random.SystemRandom()
-        # For each group id, the number of passes in a row in which the load balancer was busy.
+        # By group: the number of passes in a row with a busy load balancer.
         self._busy: dict[str, int] = {}
 
     def run(self, claimed: ClaimedGroup) -> PassEnd | None:
@@ -124,14 +124,11 @@ class GroupPass:
         nodes, busy = self._apply(claimed, cloud, view)
         return self._finish(claimed, view, nodes, measured, busy=busy)
 
-    # --- reading and planning -----------------------------------------------------------------------------------------
-
     def _view(self, claimed: ClaimedGroup, cloud: Cloud, begun: float) -> _View:
         group, nodes = claimed.group, claimed.nodes
         new = any(not one.applied for one in claimed.requests)
-        # A request may name new servers, which an older list from Nova does not contain. So a new request causes a
-        # fresh read of the servers. An expected server has no members, and appears in the list when it exists. So its
-        # deletion needs no proof.
+        # A new request may name new servers, which an older list of Nova does not contain. An expected server is not
+        # known to exist, so its absence needs no proof.
         known = [node.server_id for node in nodes if not requests.is_expected(node)]
         servers = cloud.servers(group, known, fresh=new)
         pool = cloud.read_pool(group, connections=new or any(map(_drains, nodes)))
@@ -160,15 +157,13 @@ class GroupPass:
             applied.append(StoredRequest(request=request, applied=True))
         return nodes, tuple(applied)
 
-    # --- changes ------------------------------------------------------------------------------------------------------
-
     def _apply(self, claimed: ClaimedGroup, cloud: Cloud, view: _View) -> tuple[tuple[Node, ...], bool]:
         """Record the plan and do its steps; return the nodes after them, and whether Octavia was busy."""
         nodes = view.plan.nodes
         if not view.plan.steps:
             return nodes, not view.pool.changeable and not view.plan.complete
-        # The controller records the plan before it changes members. So after a crash, the next pass knows which servers
-        # are leaving, and since when.
+        # The plan is recorded before members change. After a crash, the next pass then knows which servers leave, and
+        # since when.
         self._moved(claimed.group, self._store.record(claimed.claim, claimed.nodes, nodes, view.requests))
         for one in view.requests:
             _count(one.request)
@@ -222,7 +217,7 @@ class GroupPass:
         ended: tuple[StoredRequest, ...],
     ) -> PassEnd | None:
         """Record what differs from the database and return the lease, or leave both to the caller."""
-        # If the plan has steps, the database already contains the plan and the applied requests.
+        # With steps, the plan and its requests are in the database already.
         nodes_before, requests_before = (
             (view.plan.nodes, view.requests) if view.plan.steps else (claimed.nodes, claimed.requests)
         )
@@ -236,8 +231,7 @@ class GroupPass:
         return None
 
     def _due_at(self, claim: Claim, view: _View, nodes: tuple[Node, ...], now: float, *, busy: bool) -> float:
-        # The poll interval counts from the start of the pass. So the duration of the pass does not make the interval
-        # longer.
+        # The interval counts from the start of the pass, so its duration does not extend the interval.
         poll = max(view.begun + self._settings.poll_interval, now)
         if busy:
             number = self._busy[claim.group_id] = self._busy.get(claim.group_id, 0) + 1
@@ -245,12 +239,9 @@ class GroupPass:
         self._busy.pop(claim.group_id, None)
         failed = {node.server_id for node in nodes if node.state is NodeState.FAILED}
         if view.plan.steps and all(step.server_id in failed for step in view.plan.steps):
-            # Octavia has refused all steps, and would refuse them again within a second. So the next pass waits for the
-            # poll interval.
+            # Octavia has refused all steps and would refuse them again within a second.
             return poll
         return poll if view.plan.again_at is None else min(poll, max(view.plan.again_at, now))
-
-    # --- deletion -----------------------------------------------------------------------------------------------------
 
     def _delete(self, claimed: ClaimedGroup, cloud: Cloud, measured: Pass) -> PassEnd | None:
         """Remove the members of a group that is being deleted, then its load balancer, then its record."""
@@ -261,12 +252,11 @@ class GroupPass:
         try:
             view = self._view_of_deletion(claimed, cloud)
             nodes, busy = self._apply(claimed, cloud, view)
-            # Octavia refuses to change members while the load balancer is in ERROR, but deletes it with all members.
+            # While a load balancer is in ERROR, Octavia refuses to change its members, but deletes it with all members.
             deletable = group.owns_load_balancer and view.pool.failed
             there = not deletable and any(group.tag in member.tags for member in view.pool.members)
         except Missing as error:
-            # The user has deleted the pool, the load balancer, or the source of the servers before the group. This does
-            # not prevent the deletion of the group.
+            # The user has deleted the pool, the load balancer or the source of the servers before the group.
             LOG.info(
                 "group %s: the pool or the source of the servers does not exist any more, but the controller "
                 "continues to delete the group: %s",
@@ -315,8 +305,7 @@ class GroupPass:
             pool = cloud.read_pool(claimed.group, connections=False)
         except Missing:
             return False
-        # The plan sees no servers, because the source of the servers does not exist. So it removes all members of the
-        # group at once.
+        # Without a source of servers, the plan sees no server and removes all members at once.
         steps = plan(claimed.group, (), pool, (), self._now()).steps
         if steps:
             self._store.record(claimed.claim, claimed.nodes, claimed.nodes)
@@ -333,8 +322,6 @@ class GroupPass:
                 error.happened,
             )
             return False
-
-    # --- failures -----------------------------------------------------------------------------------------------------
 
     def _failed(self, claimed: ClaimedGroup, error: str) -> PassEnd | None:
         """Record an error and return the lease; the group is due again after a back-off."""
@@ -360,8 +347,7 @@ class GroupPass:
         if not overdue:
             return end
         try:
-            # A failed pass may have outdated states of the servers. So it does not change the recorded states, and
-            # records only that requests have failed.
+            # The failed pass may have outdated states of the servers, so only the failure of requests is recorded.
             self._store.finish(end, (), (), overdue)
         except AmphoraDriverError as failure:
             LOG.warning(

@@ -42,22 +42,19 @@ from amphora_driver.queue.jobs import process_name
 from amphora_driver.queue.process_locks import ProcessLock
 
 LOG = logging.getLogger(__name__)
-# Seconds between two searches for groups that are due. A shorter time would start requests earlier, but would put fewer
-# groups into one transaction.
+# Seconds between two searches for due groups. A longer time puts more groups into one transaction.
 _TICK = 0.25
 # Seconds between two searches for dead controllers on the same host.
 _REAP_EVERY = 1.0
 # Seconds between two deletions of old requests, events and nonces.
 _PURGE_EVERY = 60.0
-# Maximum number of seconds for which a stopping controller waits for its running passes. At the stop, the controller
-# shortens the deadlines of these passes to the second number.
+# Seconds to wait for running passes when the controller stops, and the deadline in seconds that these passes then get.
 _STOP_TIMEOUT, _STOP_GRACE = 20.0, 3.0
-# Seconds for which the controller pauses after an error of the database.
+# Pause in seconds after an error of the database.
 _ERROR_BACKOFF = 1.0
-# Seconds without a successful search after which the controller reports itself as unhealthy.
+# Seconds without a successful search, after which the controller reports itself as unhealthy.
 _UNHEALTHY_AFTER = 15.0
-# A pass over a group has a due time. If the due time is further ahead than this multiple of the longest pause, the
-# database clock was set back.
+# A due time further ahead than this multiple of the longest pause means that the database clock was set back.
 _PAUSE_FACTOR = 2
 
 CloudOf = Callable[[Group, ApplicationCredential | None], Cloud]
@@ -82,8 +79,8 @@ class Controller:
     def __init__(self, conf: ConfigOpts, clouds: CloudOf | None = None) -> None:
         own = conf.amp_cluster
         self._conf = conf
-        # If a crash loses the commit of a pass, the next pass does the same work again. So only the commits of
-        # requests, which the API makes, must be durable.
+        # A pass whose commit is lost in a crash is repeated. Only requests need durable commits, and the API makes
+        # these.
         self._database = Database(own.connection, durable=False, schema=SCHEMA)
         self._name = process_name()
         self._claims = Claims(self._database, self._name, own.lease)
@@ -131,8 +128,7 @@ class Controller:
                 self._notifications.stop(_STOP_GRACE)
             self._idle.set()
             for thread in threads:
-                # A thread may wait for a database that does not answer. So the controller waits only a limited time for
-                # the end of each thread.
+                # The thread may wait for a database that does not answer.
                 thread.join(_STOP_GRACE)
             self._end()
         self._database.dispose()
@@ -146,8 +142,6 @@ class Controller:
     def wait(self, seconds: float) -> bool:
         """Wait for the end of `run`; return whether it has ended."""
         return self._ended.wait(seconds)
-
-    # --- the main thread ----------------------------------------------------------------------------------------------
 
     def _search_or_back_off(self, pool: ThreadPoolExecutor) -> float:
         """Return leases and start passes; return the seconds until the next search."""
@@ -163,8 +157,7 @@ class Controller:
             )
             return _ERROR_BACKOFF
         except Exception:
-            # An error must not end the main thread of the controller. Otherwise, the process would still run, but would
-            # work on no group.
+            # An error must not end the main thread. The process would run without working on any group.
             LOG.exception(
                 "the controller cannot claim the groups that are due because of an unexpected error, and tries "
                 "again in %g s",
@@ -197,8 +190,8 @@ class Controller:
                 claims += self._claims.claim(more)
             loaded = self._load(claims)
         except BaseException:
-            # The controller could not read the claimed groups, so it returns their leases. The groups are due again at
-            # once, for any controller.
+            # The claimed groups could not be read. Their leases are returned, so that any controller may claim them at
+            # once.
             now = self._database.now()
             self._keep_ends([PassEnd(claim=one, due_at=now, attempts=one.attempts) for one in claims])
             raise
@@ -240,8 +233,6 @@ class Controller:
                 error,
             )
 
-    # --- worker threads -----------------------------------------------------------------------------------------------
-
     def _run_pass(self, one: _Running) -> None:
         end: PassEnd | None = None
         try:
@@ -253,10 +244,8 @@ class Controller:
                 self._running.discard(one)
                 self._ends += [end] if end is not None else []
             if full:
-                # All threads were in use, so other groups may wait for a free thread.
+                # Other groups may wait for the thread that is free now.
                 self._wakeup.set()
-
-    # --- repeated tasks -----------------------------------------------------------------------------------------------
 
     def _repeat(self, task: str, every: float, work: Callable[[], None]) -> None:
         """Call `work` every few seconds until the last pass has ended; errors are only logged."""
@@ -269,8 +258,8 @@ class Controller:
                 pause = min(_ERROR_BACKOFF, every)
                 LOG.warning("the controller could not %s and tries again in %g s: %s", task, pause, error)
             except Exception:
-                # An error must not end the thread of a repeated task, for example of the renewal of leases. Otherwise,
-                # the controller's leases would expire during passes.
+                # An error must not end the thread of a repeated task. For example, leases would expire without their
+                # renewal.
                 LOG.exception("the controller could not %s because of an unexpected error, and tries again later", task)
 
     def _renew(self) -> None:
@@ -298,8 +287,6 @@ class Controller:
 
     def _purge(self) -> None:
         self._requests.purge(self._conf.amp_cluster.request_retention)
-
-    # --- the rest -----------------------------------------------------------------------------------------------------
 
     def _on_servers(self, changed: Mapping[str, str]) -> None:
         """Make the groups of changed servers and of their projects due: a new server is in no group."""

@@ -31,7 +31,7 @@ from amphora_driver.telemetry.http_request import Request, RequestRefused, autho
 from amphora_driver.telemetry.http_server import StatusServer
 
 LOG = logging.getLogger(__name__)
-# The status page reads the database at most once in this number of seconds.
+# Minimum seconds between two reads of the database.
 _MAX_AGE = 1.0
 
 

@@ -27,15 +27,14 @@ from amphora_driver.database.engine import Database
 from amphora_driver.database.rows import chunks
 from amphora_driver.errors import LeaseLost
 
-# A new lease ends after one lease time. If a lease ends later than this number of lease times from now, the database
-# clock was set back. The number is high, because hosts may configure different lease times.
+# A lease with more than this number of lease times left means that the database clock was set back. Hosts may configure
+# different lease times.
 _LEASES = 4
-# A lease that ends within this number of seconds is always plausible, also with a short lease time.
+# A lease with less than this number of seconds left is never regarded as too long.
 _LEAST = 60.0
-# After a crash of a controller, each of its groups pauses. The pause is this number of seconds for each failed pass
-# since the last success.
+# Seconds of the pause of a group after a crash of its controller, for each failed pass since the last success.
 _CRASH_BACKOFF = 1.0
-# A recorded error has at most this number of characters.
+# Maximum number of characters of a recorded error.
 _MAX_ERROR = 2000
 
 
@@ -96,8 +95,8 @@ class Claims:
             connection.execute(
                 group_row.update()
                 .where(group_row.c.id.in_([row.id for row in rows]))
-                # In an UPDATE statement, MySQL and MariaDB assign columns from left to right. The new `attempts`
-                # depends on the old `owner`, so the statement sets `attempts` first.
+                # MySQL and MariaDB assign columns from left to right, and the new `attempts` depends on the old
+                # `owner`.
                 .ordered_values(
                     (group_row.c.attempts, group_row.c.attempts + sa.case((group_row.c.owner.is_(None), 0), else_=1)),
                     (group_row.c.owner, self._owner),
@@ -110,16 +109,14 @@ class Claims:
                     group_id=row.id,
                     owner=self._owner,
                     epoch=row.epoch + 1,
-                    # If the row still has an owner, the owner did not return the lease: it has crashed, or was
-                    # suspended. So the claim counts a failed attempt.
+                    # An owner in the row has crashed or was suspended, which counts as a failed attempt.
                     attempts=row.attempts + (row.owner is not None),
                     events=row.events,
                 )
                 for row in rows
             )
 
-        # Most searches find no due group, and a read is cheaper than a write. So the controller first searches without
-        # a write.
+        # Most searches find no group, and a read costs less than a write.
         due = self._database.read(
             lambda connection: connection.execute(
                 sa.select(group_row.c.id).where(*_due(clock.now(connection), fresh=fresh)).limit(1)
@@ -162,8 +159,8 @@ class Claims:
         def write(connection: sa.Connection) -> int:
             values: list[tuple[Any, Any]] = [(group_row.c.owner, None), (group_row.c.leased_until, None)]
             if owner is not None:
-                # In an UPDATE statement, MySQL and MariaDB assign columns from left to right. The new `due_at` depends
-                # on the old `attempts`, so the statement sets `due_at` first.
+                # MySQL and MariaDB assign columns from left to right, and the new `due_at` depends on the old
+                # `attempts`.
                 later = clock.now(connection) + _CRASH_BACKOFF * group_row.c.attempts
                 values = [(group_row.c.due_at, later), (group_row.c.attempts, group_row.c.attempts + 1), *values]
             mine = group_row.update().where(group_row.c.owner == (owner or self._owner))
@@ -208,7 +205,7 @@ def _late(
     return group_row.c.due_at > now + longest, group_row.c.leased_until > now + lease
 
 
-# The SQL statements are module constants, because SQLAlchemy needs more time to build a statement than to execute it.
+# SQLAlchemy needs more time to build these statements than to execute them.
 _MINE = (
     group_row.c.id == sa.bindparam("of"),
     group_row.c.owner == sa.bindparam("whose"),
@@ -242,7 +239,7 @@ def guard_claim(connection: sa.Connection, claim: Claim) -> None:
 def end_passes(connection: sa.Connection, ends: Sequence[PassEnd]) -> None:
     """Return the leases of passes; see `Claims.end_passes`."""
     now = connection.execute(sa.select(clock.now(connection))).scalar_one()
-    # All processes update the rows of groups in the order of the ids. So concurrent processes cause no deadlock.
+    # All processes update groups in the order of their ids, so that no deadlock occurs.
     for part in chunks(sorted(ends, key=lambda end: end.claim.group_id)):
         connection.execute(
             _END,

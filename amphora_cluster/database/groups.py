@@ -24,7 +24,7 @@ from amphora_driver.database.vault import SecretLocation, Vault
 from amphora_driver.errors import Conflict, UnknownObject
 from amphora_driver.secret import Secret
 
-# An event in the history of a server contains at most this number of characters of its reason.
+# Maximum number of characters of a reason in the history of a server.
 _MAX_REASON = 2000
 
 
@@ -304,7 +304,7 @@ def remove_group(connection: sa.Connection, claim: Claim) -> None:
 
 
 def _delete_rows(connection: sa.Connection, group_id: str) -> None:
-    # The row of the group comes first: afterwards, no transaction can record a request for the group.
+    # The row of the group is deleted first, so that no transaction can record a request for the group.
     connection.execute(group_row.delete().where(group_row.c.id == group_id))
     for table in (node_row, request_row, event_row, token_row):
         connection.execute(table.delete().where(table.c.group_id == group_id))

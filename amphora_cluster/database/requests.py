@@ -23,8 +23,7 @@ from amphora_driver.database.engine import Database, set_commit_marker
 from amphora_driver.database.rows import chunks
 from amphora_driver.errors import Conflict, ContentRefused, RequestError, UnknownObject
 
-# Open requests of one group. A group without successful passes ends its requests after some minutes only, and each pass
-# reads all open ones.
+# Maximum number of open requests of one group, all of which each pass reads.
 MOST_OPEN = 1000
 _REQUESTS = msgspec.json.Decoder(Request)
 _MARKER = sa.select(request_row.c.id).where(request_row.c.id == sa.bindparam("of"))
@@ -65,8 +64,7 @@ class RequestStore:
             TooManyOpen: the group has `MOST_OPEN` open requests.
         """
         request = msgspec.structs.replace(request, id=request.id or str(uuid.uuid4()))
-        # MariaDB ignores the case of texts when it compares them. Without the digest, a request with the key `A` could
-        # be taken for the repetition of another one with the key `a`.
+        # MariaDB ignores the case of texts. Without the digest, the keys `A` and `a` would be equal.
         key = None if key is None else hashlib.sha256(key.encode()).hexdigest()
 
         def write(connection: sa.Connection) -> Request:
@@ -86,8 +84,7 @@ class RequestStore:
         try:
             return self._database.write(write)
         except ContentRefused:
-            # The insert fails if another process has just recorded a request with the same idempotency key. The client
-            # then gets the recorded request.
+            # Another process has just recorded a request with the same key, which is the answer for this client.
             found = None if key is None else self._database.read(lambda c: _with_key(c, request.group_id, key))
             if found is None:
                 raise

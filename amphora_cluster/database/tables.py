@@ -24,18 +24,15 @@ metadata = sa.MetaData(
 )
 
 Id = sa.String(36)
-# Server ids of Nova have 36 characters. A group with an explicit list may name servers of another cloud, whose ids may
-# be longer.
+# Nova's server ids have 36 characters. Other clouds, in a group with an explicit list, may have longer ones.
 ServerId = sa.String(64)
-# MySQL's TEXT and BLOB hold at most 64 KiB, but an explicit list of servers may be longer. So the types on MySQL and
-# MariaDB are larger.
+# A list of servers may exceed the 64 KiB of MySQL's TEXT and BLOB.
 Body = sa.Text().with_variant(mysql.MEDIUMTEXT(), "mysql", "mariadb")
 Sealed = sa.LargeBinary().with_variant(mysql.MEDIUMBLOB(), "mysql", "mariadb")
 Serial = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 
-# The table `cluster_group` has one row per group. The column `body` is the JSON of `model.Group`. The column
-# `credential` is the encrypted application credential, or NULL in a cloud without Keystone. If `deleting` is set, a
-# controller removes the members of the group, and then the row.
+# Groups. `credential` is the encrypted application credential, or NULL in a cloud without Keystone. With `deleting`, a
+# controller removes the group's members and then this row.
 group_row = sa.Table(
     "cluster_group",
     metadata,
@@ -46,19 +43,17 @@ group_row = sa.Table(
     sa.Column("credential", Sealed, nullable=True),
     sa.Column("deleting", sa.Boolean, nullable=False, default=False),
     sa.Column("created_at", sa.Double, nullable=False),
-    # These columns are the lease of a controller: its owner, a number that grows with each owner, and its end. Every
-    # write under a lease increments `writes`, because MariaDB does not replicate an update that changes no value.
+    # The lease of a controller. `epoch` grows with each owner. Each write increments `writes`, because Galera
+    # replicates only changed rows.
     sa.Column("owner", sa.String(128), nullable=True),
     sa.Column("epoch", sa.BigInteger, nullable=False, default=0),
     sa.Column("writes", sa.BigInteger, nullable=False, default=0),
     sa.Column("leased_until", sa.Double, nullable=True),
-    # The column `due_at` is the time of the next pass. An event, such as a request or a notification, increments
-    # `events` and makes the group due. At its end, a pass compares `events` with the value at its start, so that no
-    # event is lost.
+    # Each event (a request or a notification) increments `events` and makes the group due. A pass compares `events` at
+    # its end, so that no event is lost.
     sa.Column("due_at", sa.Double, nullable=False, default=0.0),
     sa.Column("events", sa.BigInteger, nullable=False, default=0),
-    # The columns contain the number of failed passes since the last success, the last error, and the time of the last
-    # success.
+    # Failed passes since the last success, the last error, and the time of the last success.
     sa.Column("attempts", sa.Integer, nullable=False, default=0),
     sa.Column("error", sa.Text, nullable=True),
     sa.Column("passed_at", sa.Double, nullable=True),
@@ -66,8 +61,7 @@ group_row = sa.Table(
     sa.Index("ix_cluster_group_due_at", "due_at"),
 )
 
-# The table `cluster_node` has one row per server of a group. The column `body` is the JSON of `model.Node`. The columns
-# `state` and `since` also exist in the JSON; queries need them as columns.
+# Servers of groups. `state` and `since` repeat values of the JSON for queries.
 node_row = sa.Table(
     "cluster_node",
     metadata,
@@ -79,9 +73,8 @@ node_row = sa.Table(
     sa.Index("ix_cluster_node_server_id", "server_id"),
 )
 
-# The table `cluster_request` has one row per request to a group. The column `body` is the JSON of `model.Request`. If
-# `applied` is set, the request has changed the recorded nodes. A repeated request with the same key and the same
-# `digest` gets the row of the first request.
+# Requests to groups. `applied` means that the request has changed the recorded nodes. A repetition with the same key
+# and `digest` returns the first request.
 request_row = sa.Table(
     "cluster_request",
     metadata,
@@ -98,7 +91,7 @@ request_row = sa.Table(
     sa.Index("ix_cluster_request_ended_at", "ended_at"),
 )
 
-# The table `cluster_event` is the history of the servers in groups. Each change of a state adds one row.
+# The history of servers in groups, with a row for each change of a state.
 event_row = sa.Table(
     "cluster_event",
     metadata,
@@ -112,8 +105,8 @@ event_row = sa.Table(
     sa.Index("ix_cluster_event_at", "at"),
 )
 
-# The table `cluster_token` has one row per webhook token. The column `digest` is the SHA-256 of the token, which is
-# also the key of signatures. The vault encrypts the digest, so that a copy of the database does not reveal it.
+# Webhook tokens. `digest` is the SHA-256 of the token and the key of signatures. The vault encrypts it, so that a copy
+# of the database does not reveal it.
 token_row = sa.Table(
     "cluster_token",
     metadata,
@@ -126,8 +119,7 @@ token_row = sa.Table(
     sa.Column("expires_at", sa.Double, nullable=True),
 )
 
-# The table `cluster_nonce` contains the nonces of signed requests. A row stays until the timestamp of the request is
-# too old.
+# Nonces of signed requests, until the timestamp of the request is too old.
 nonce_row = sa.Table(
     "cluster_nonce",
     metadata,

@@ -26,7 +26,7 @@ from amphora_driver.errors import ContentRefused, UnknownObject
 from amphora_driver.secret import Secret
 
 _RANDOM_BYTES = 32
-# The API accepts nonces of at most this number of characters.
+# Maximum number of characters of a nonce.
 MOST_NONCE = 128
 
 
@@ -142,8 +142,7 @@ class TokenStore:
         try:
             return self._database.write(write)
         except ContentRefused:
-            # The insert fails if another process has just recorded the same nonce. So this request is a repetition, and
-            # is refused.
+            # Another process has just recorded the same nonce, so this request is a repetition.
             return False
 
 
