@@ -20,8 +20,8 @@ from amphora_agent.errors import AgentError, ConfigurationRefused, MachineError
 from amphora_agent.haproxy.config_file import Document
 from amphora_agent.haproxy.config_parser import Configuration, Section
 
-# The agent waits at most 60 s, plus 20 ms for each server, until HAProxy has read a configuration. On a busy machine,
-# HAProxy needs up to a minute for 10,000 servers.
+# Seconds to wait until HAProxy has read a configuration, and additional seconds for each server. On a busy machine,
+# HAProxy needs a minute for 10,000 servers.
 MIN_READ_SECONDS, READ_SECONDS_PER_SERVER = 60.0, 0.02
 ALERT = re.compile(r"^\[ALERT\]\s+\(\d+\) : (?:config : )?(?P<text>.*)$", re.MULTILINE)
 _PLACE = re.compile(r"(?:[Pp]arsing )?\[(?P<file>[^\]]*):(?P<line>\d+)\]\s*:?\s*")
@@ -29,20 +29,19 @@ _NAMES = re.compile(r"'(?:server |backend |frontend )?([^' ]+)'")
 _ACTION = "load the configuration into HAProxy"
 _REMEDY = "The configuration served before is still served."
 _KEY = "PRIVATE KEY-----"
-# HAProxy's error message may repeat a part of a private key. The agent hides a message that has the first 12 characters
-# of a line of the key.
+# HAProxy's error message may repeat a part of a private key. A message with this number of characters of the key is
+# hidden.
 _KEY_MATCH_LENGTH = 12
-# If a configuration has at least 50 servers, HAProxy checks a text without the unchanged servers. With fewer servers, a
-# check of the full configuration is faster.
+# Minimum number of servers for a check of a text without the unchanged servers. With fewer servers, a full check is
+# faster.
 MIN_SERVERS = 50
-# If a new server has one of these keywords, HAProxy checks the full configuration. A `guid` must be unique in all
-# backends, and `track` may name a server of another backend.
+# Keywords of a new server that need a full check: `guid` is unique in all backends, and `track` may name a server of
+# another backend.
 _GLOBAL_KEYWORDS = frozenset({"guid", "track"})
-# A directive such as `use-server` refers to servers by name. If a backend has such a directive, the checked text
-# therefore contains all servers of the backend.
+# Directives that name servers. The checked text must contain all servers of a backend with such a directive.
 _REFERRING = frozenset({"use-server", "force-persist", "ignore-persist", "server-template"})
-# A sample fetch with the prefix `srv_` reads the state of any server (HAProxy manual, 7.3.2). If a configuration has
-# such a fetch, the checked text therefore contains all servers.
+# Prefix of sample fetches that read the state of any server (HAProxy manual, 7.3.2), so the checked text must contain
+# all servers.
 _STATE_FETCH = "srv_"
 
 

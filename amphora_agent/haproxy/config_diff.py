@@ -18,24 +18,21 @@ from amphora_agent.haproxy.config_parser import Configuration, Section, Server
 from amphora_agent.haproxy.features import MINIMAL_FEATURES, Features
 from amphora_agent.haproxy.tls_diff import TlsChanges
 
-# The agent does not add a server with one of the following keywords to a running HAProxy. HAProxy 2.6 refuses most of
-# the keywords, such as `cookie`. HAProxy 3.0 refuses `enabled`, and no test of the agent covers `track`.
+# Keywords of servers that are not added to a running HAProxy. HAProxy 2.6 refuses most of them, HAProxy 3.0 refuses
+# `enabled`, and `track` is untested.
 _NOT_AT_RUNTIME = {
     "cookie", "enabled", "init-addr", "log-proto", "max-reuse", "namespace", "no-check", "no-check-send-proxy",
     "no-check-ssl", "no-ssl", "non-stick", "redir", "resolve-net", "resolve-opts", "resolve-prefer", "resolvers",
     "socks4", "stick", "tcp-ut", "track",
 }  # fmt: skip
-# HAProxy 2.6 stops for 22 ms to compute the dynamic cookies of a backend with 1,000 servers. If a backend has more than
-# 1,500 servers, the agent reloads HAProxy instead.
+# Maximum number of servers of a backend for a change of its dynamic cookies at run time. HAProxy 2.6 stops for 22 ms
+# with 1,000 servers.
 MAX_COOKIE_SERVERS = 1500
-# HAProxy accepts new servers at run time with the balancing methods `roundrobin`, `leastconn`, `first` and `random`.
-# With another method, HAProxy accepts new servers only if the backend uses a consistent hash.
+# Balancing methods that accept new servers at run time. Other methods need a consistent hash.
 _DYNAMIC_METHODS = {"roundrobin", "leastconn", "first", "random"}
-# If a change replaces more than 20 servers, the agent reloads HAProxy, because the reload is faster than runtime
-# commands.
+# Maximum number of servers that are replaced at run time. For more servers, a reload is faster.
 MAX_REPLACED = 20
-# For a server, HAProxy's runtime commands can change the weight, the connection limit, and the address and port of
-# health checks.
+# Keywords of a server that runtime commands can change.
 _SETTABLE = ("weight", "maxconn", "addr", "port")
 
 
@@ -79,8 +76,7 @@ def compare_configurations(
     order_only = False
     for before, after in zip(old.sections, new.sections, strict=True):
         if before.servers is after.servers and before.lines is after.lines:
-            # The parser reuses the objects of unchanged lines. So a section has not changed if both configurations have
-            # the same objects in it.
+            # The parser reuses the objects of unchanged lines, so equal objects mean an unchanged section.
             continue
         was, now = _changed_range(before.servers, after.servers)
         change = _section_actions(before, after, {server.name: server for server in was}, now, new, features)
@@ -181,8 +177,7 @@ def _section_actions(
     for name, server in after.items():
         was = before.get(name)
         if was is server:
-            # The parser reuses the object of an unchanged server. So a server has not changed if both configurations
-            # contain the same object.
+            # The parser reuses the object of an unchanged server.
             continue
         if was is None:
             why = _not_addable(new, server, wanted, features)
@@ -291,8 +286,7 @@ def _fixed_keywords(server: Server, other: Server) -> tuple[str, ...]:
     """Return the keywords whose values no command can change to the values of the other server."""
     words = list(server.keywords)
     for keyword in _SETTABLE:
-        # A runtime command can change the address and port of a health check, but cannot remove them. So a removed
-        # address or port needs a reload.
+        # A runtime command can change the address and port of a health check, but cannot remove them.
         is_check = keyword in ("addr", "port")
         if is_check and not (keyword in other.keywords and server.checked and "agent-check" not in words):
             continue

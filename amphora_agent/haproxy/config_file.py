@@ -50,8 +50,7 @@ class Peer:
     port: int
 
 
-# If an amphora has no partner, HAProxy's old worker passes the stick tables to the new worker of a reload, over the
-# loopback address.
+# Without a partner, HAProxy's old worker passes its stick tables to the new worker over the loopback address.
 SINGLE = (Peer("local", ipaddress.IPv4Address("127.0.0.1"), 9102),)
 PAIR_PORT = 1025
 

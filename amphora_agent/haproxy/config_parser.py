@@ -20,28 +20,24 @@ from typing import TypeVar
 from amphora_agent.directives import allowed
 from amphora_agent.errors import ConfigurationRefused
 
-# HAProxy's server keywords `ca-file`, `crl-file` and `crt` each take the name of a TLS file.
+# Server keywords whose value is the name of a TLS file.
 FILE_KEYWORDS = ("ca-file", "crl-file", "crt")
 _RELATED = frozenset({"cookie", "guid", "id", "track"})
 ALLOWED = frozenset({"defaults", "frontend", "backend"})
 AGENT_PREFIX = "amphora:"
 """The prefix of the names of the agent's own sections."""
-# HAProxy up to version 3.2 starts a new section at a word such as `global` or `peers`, even in an indented line. So the
-# parser refuses a configuration with such a line.
+# Words at which HAProxy up to version 3.2 starts a new section, even in an indented line.
 _AGENT_SECTIONS = {
     "acme", "cache", "crt-store", "fcgi-app", "global", "haterm", "http-errors", "listen", "log-forward", "log-profile",
     "mailers", "peers", "program", "resolvers", "ring", "traces", "userlist",
 }  # fmt: skip
 _BLANKS = " \t\r\v\f"
 _TO_SPACES = str.maketrans(_BLANKS, " " * len(_BLANKS))
-# The pattern matches characters that HAProxy may interpret in a line or in a command, such as quotes. If a line has no
-# such characters, HAProxy splits the line only at spaces.
+# Characters that HAProxy may interpret, such as quotes. A line without them is split at spaces only.
 _SPECIAL = re.compile(r"""[^ -~]|["#$';<\\]""")
-# The pattern splits a line of HAProxy's configuration into tokens: comments, blanks, quoted strings, escaped
-# characters, and other text.
+# Tokens of a line: comments, blanks, quoted strings, escaped characters, and other text.
 _TOKENS = re.compile(r"""#.*|[ \t\r\v\f]+|"(?:\\.|[^"\\])*"?|'[^']*'?|\\.?|[^ \t\r\v\f"'\\#]+""", re.DOTALL)
-# HAProxy replaces some tokens by other text, for example a variable by its value. The pattern matches such tokens. A
-# line with such a token is not literal text for the parser.
+# Tokens that HAProxy replaces by other text, for example a variable by its value.
 _AMBIGUOUS = re.compile(r"""\\[^ \\'"#]?|"[^\\$]*[\\$].*""", re.DOTALL)
 
 
@@ -351,8 +347,7 @@ def _read(text: str, before: Configuration) -> tuple[list[Row], CommonLines]:
     same = common_lines(before.text, text) if before.rows else CommonLines()
     kept = len(before.rows) - same.last
     new, old = (_lines(each, same) for each in (text, before.text))
-    # If a new line has the same text as an old line, the parser reuses the object of the old line, even at another
-    # place.
+    # A new line with the text of an old line gets the old line's object, even at another place.
     seen = dict(zip(old, before.rows[same.first : kept], strict=True)) if before.rows else {}
     middle: list[Row] = []
     for number, raw in enumerate(new, start=same.first + 1):

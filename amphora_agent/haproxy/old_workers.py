@@ -17,8 +17,7 @@ from amphora_agent.errors import HaproxyError
 from amphora_agent.haproxy.runtime_socket import ANSWER_SECONDS
 
 _PROMPT = b"\n> "
-# The pattern matches clients' sessions in HAProxy's answer to `show sess`. Connections of the agent and connections to
-# peers do not match.
+# Sessions of clients in HAProxy's answer to `show sess`, without connections of the agent and of peers.
 _SESSION = re.compile(r"^(0x[0-9a-f]+): proto=(?!unix_stream|\?)", re.MULTILINE)
 _COUNTS = re.compile(r"^(CurrConns|Listeners|Unstoppable Jobs): (\d+)$", re.MULTILINE)
 _POLL_SECONDS = 0.01
@@ -114,7 +113,7 @@ class OldWorker:
         while self.jobs() > 0:
             if time.monotonic() >= deadline:
                 return False
-            # HAProxy sends no notification when a client's connection ends. So the agent polls HAProxy's old worker.
+            # HAProxy sends no notification when a connection ends, so its old worker is polled.
             time.sleep(_POLL_SECONDS)
         return True
 

@@ -45,19 +45,18 @@ SERVICE = "haproxy"
 MAX_THREADS = 64
 STICK_TABLES_SECONDS = 11.0
 STOP_SECONDS, OLD_WORKER_END_SECONDS = 1.0, 2.0
-# The service manager probes HAProxy every 0.15 s. After 0.6 s without an answer, the service manager treats HAProxy as
-# frozen.
+# Seconds between two probes of HAProxy, and seconds without an answer after which HAProxy is frozen.
 PROBE_SECONDS, FROZEN_SECONDS = 0.15, 0.6
 _POLL_SECONDS = 0.002
 _SLOW_POLL_SECONDS = 0.05
-# HAProxy 2.6 may lose a reload command while its master executes itself again. If the master has counted no reload
-# after two seconds, the agent sends the command again.
+# Seconds after which a reload command without a counted reload is sent again. HAProxy 2.6 may lose a command while its
+# master executes itself again.
 _LOST_COMMAND_SECONDS = 2.0
-# Maximum number of seconds after a reload until HAProxy's old worker must have stopped accepting connections.
+# Seconds after a reload within which HAProxy's old worker must stop accepting connections.
 _STOPPING_SECONDS = 2.0
-# Maximum number of seconds after a failed reload until HAProxy's old worker must accept connections again.
+# Seconds after a failed reload within which HAProxy's old worker must accept connections again.
 _OPENING_SECONDS = 10.0
-# HAProxy alerts such as "Fatal errors" give no reason. So the agent's error message quotes an earlier alert instead.
+# Alerts of HAProxy without a reason. An error message quotes an earlier alert in place of them.
 _EMPTY_PHRASES = ("Fatal errors", "Error(s) found", "exited with code", "failed to start their listeners")
 
 
@@ -74,8 +73,7 @@ class Haproxy:
         self._inner = inner
         self.counters = counters
         self.ended_workers: list[int] = []
-        # After its restart, the agent does not know whether HAProxy's stick tables have entries. So the agent assumes
-        # that the tables have entries.
+        # The state of HAProxy's stick tables is unknown after a restart of the agent, so entries are assumed.
         self._had_table_entries = True
         self._features: Features | None = None
         self._read_seconds = config_check.MIN_READ_SECONDS
@@ -169,12 +167,12 @@ class Haproxy:
         if serving == wanted:
             return self._paths.configuration
         if read_if_exists(self._paths.previous) == wanted.content:
-            # An interrupted change may have left a file with the wanted content. The agent renames this file instead of
-            # writing a new one, because the disk may be full.
+            # An interrupted change left a file with the wanted content. It is renamed, because a full disk may prevent
+            # writing a new one.
             self._paths.previous.replace(self._paths.candidate)
         else:
-            # The old candidate file may be a hard link to the stored HAProxy text of the confirmed bundle. Writing to
-            # the candidate file would change this text, so the agent first deletes the link.
+            # The old candidate file may be a hard link to the stored text of the confirmed bundle, which must not
+            # change.
             self._paths.candidate.unlink(missing_ok=True)
             write(self._paths.candidate, wanted.content, durable=False)
         return self._paths.candidate
@@ -199,9 +197,9 @@ class Haproxy:
                 why = self._last_alert() or f"no answer within {self._read_seconds:.0f} s"
                 self._services.stop(SERVICE, missed=True)
                 raise HaproxyError("start HAProxy", why)
-            # The agent polls HAProxy, because HAProxy 2.6 reports a completed start to systemd only.
+            # HAProxy 2.6 reports a completed start to systemd only, so it is polled.
             time.sleep(_POLL_SECONDS)
-        # The agent reads HAProxy's counters at once, because the responder serves no metrics before the first reading.
+        # The responder serves no metrics before the first reading of HAProxy's counters.
         self.counters.sample()
 
     def ensure_wanted(self) -> None:
@@ -229,8 +227,8 @@ class Haproxy:
                 worker = self.worker_pid()
                 if worker is not None:
                     self.counters.hold(drain)
-                    # SIGUSR1 makes HAProxy's worker close its listeners. The agent does not send the signal to
-                    # HAProxy's master, because the master would end and the service manager would restart it.
+                    # SIGUSR1 makes a worker close its listeners. HAProxy's master would end at this signal and be
+                    # restarted.
                     os.kill(worker, signal.SIGUSR1)
                 self.counters.finish_all(STOP_SECONDS)
         self._services.stop(SERVICE)
@@ -259,26 +257,24 @@ class Haproxy:
         except HaproxyError:
             self._await_open_listeners()
             with suppress(HaproxyError):
-                # The reload has failed, so the agent ends the draining of the servers. The commands fail if HAProxy's
-                # worker has crashed. The agent ignores this, because a new worker drains no server.
+                # The reload has failed, so the servers must accept requests again. A crashed worker does not answer,
+                # and its successor drains no server.
                 for command in drained:
                     self.worker.ask(worker_replacement.ready_command(command))
             raise
         finally:
-            # After a reload, HAProxy no longer needs the file with the states of servers. If HAProxy starts again after
-            # a crash, it must not read these outdated states. So the agent empties the file.
+            # A HAProxy that starts after a crash must not read these states, which are outdated soon.
             self._write_server_state(worker_replacement.NO_STATES)
             self.counters.sample()
 
     def _drain_removed_servers(self, states: str, wanted: Configuration) -> list[str]:
         """Stop requests of the old worker to removed members; return the commands."""
         sent: list[str] = []
-        # After the first error, the agent sends no more drain commands, because each unanswered command takes a full
-        # time-out. As a consequence, HAProxy's old worker may still send requests to a removed server.
+        # Each unanswered command takes a full time-out, so the first error ends the commands. The old worker may then
+        # send requests to a removed server.
         with suppress(HaproxyError):
             for command in worker_replacement.drain_commands(wanted, runtime_state.parse_servers(states)):
-                # HAProxy may carry out a command without answering. So the agent records each command as sent before it
-                # waits for the answer.
+                # HAProxy may carry out a command without answering, so each command is recorded before it is sent.
                 sent.append(command)
                 self.worker.ask(command)
         return sent
@@ -314,8 +310,7 @@ class Haproxy:
             deadline = time.monotonic() + OLD_WORKER_END_SECONDS
             while pid in self._workers().replaced:
                 if time.monotonic() > deadline:
-                    # HAProxy's old worker stays while another process is connected to the worker, or while a client's
-                    # connection is open. So the agent kills the worker.
+                    # An old worker stays while a client or another process is connected to it.
                     _log.warning(
                         "The agent kills HAProxy's old worker with process id %d, because HAProxy has too many old "
                         "workers and this worker does not end",
@@ -333,7 +328,7 @@ class Haproxy:
         had = self._had_table_entries
         answer = self.worker.ask(worker_replacement.TABLES)
         while worker_replacement.would_lose_entries(answer, has_predecessor=had) and time.monotonic() < deadline:
-            # The agent polls HAProxy's worker, because HAProxy sends no notification when a stick table changes.
+            # HAProxy sends no notification when a stick table changes, so its worker is polled.
             time.sleep(_SLOW_POLL_SECONDS)
             answer = self.worker.ask(worker_replacement.TABLES)
         self._had_table_entries = worker_replacement.has_entries(answer)
@@ -353,8 +348,8 @@ class Haproxy:
                     self.master.ask("reload", seconds=self._read_seconds)
                     again = time.monotonic() + _LOST_COMMAND_SECONDS
             except HaproxyError:
-                # During a reload, HAProxy's master executes itself again and does not answer. So a missing answer does
-                # not mean that the reload has failed.
+                # During a reload, HAProxy's master executes itself again and does not answer. A missing answer is no
+                # failure.
                 count, worker = reloads, None
                 if self._starts() > starts + 1:
                     raise HaproxyError("reload HAProxy", self._last_alert() or "it crashed twice") from None
@@ -364,7 +359,7 @@ class Haproxy:
             if worker not in (None, old) and self.worker_pid() == worker:
                 self._await_stopping(old)
                 return
-            # The agent polls HAProxy, because HAProxy 2.6 answers the command `reload` before the new worker serves.
+            # HAProxy 2.6 answers the command `reload` before the new worker serves, so it is polled.
             time.sleep(_POLL_SECONDS)
         raise HaproxyError("reload HAProxy", f"no new worker within {self._read_seconds:.0f} s")
 
@@ -391,16 +386,15 @@ class Haproxy:
         """
         deadline = time.monotonic() + _STOPPING_SECONDS
         with suppress(HaproxyError):
-            # The agent waits until HAProxy's old worker has closed its listeners. A worker that does not answer is
-            # frozen and accepts no connections, so the agent then ends the wait.
+            # An old worker that does not answer is frozen and accepts no connections.
             while old is not None and time.monotonic() < deadline:
                 if "\nStopping: 0\n" not in self.master.ask(f"@!{old} show info", seconds=_STOPPING_SECONDS):
                     return
                 time.sleep(_POLL_SECONDS)
 
     def _workers(self) -> Workers:
-        # HAProxy's master gives no answer while HAProxy reads its configuration. So the time-out is as long as HAProxy
-        # may need to read the whole configuration.
+        # HAProxy's master does not answer while HAProxy reads its configuration, so the time-out is as long as such a
+        # read.
         answer = self.master.ask("show proc", seconds=self._read_seconds)
         found = workers.parse(answer)
         if found is None:
@@ -413,8 +407,8 @@ class Haproxy:
         For about 50 ms after a start (2.6, 2.8 and 3.0) the master executes itself again and refuses connections.
         """
         with suppress(HaproxyError):
-            # After a failed reload, HAProxy's master reports no worker, so the agent asks the worker itself. Any answer
-            # of the master shows only that the master runs.
+            # After a failed reload, the master reports no worker. So the worker itself is asked, and any answer of the
+            # master suffices.
             self._workers()
             return self.worker_pid() is not None
         return False

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 REMOVAL_SECONDS = 0.1
 _POLL_SECONDS = 0.002
-# HAProxy reads lines of at most 16 KiB. A line with 50 commands is shorter.
+# Maximum number of commands in one line, which HAProxy limits to 16 KiB.
 _MAX_BATCH = 50
-# If a change removes more than 10 servers, the agent reads the counters of all servers with one command. One command
-# for each removed server would be slower.
+# Maximum number of removed servers whose counters are read with one command each. For more servers, one command for all
+# is faster.
 MAX_COUNTED_SEPARATELY = 10
 _ADDED = "New server registered."
 _DELETED = "Server deleted."
@@ -63,8 +63,8 @@ class ActionRunner:
             case act.AddServer():
                 self._add(action)
             case act.ComputeCookies(backend, key, names):
-                # HAProxy 2.6 computes the dynamic cookies of servers when a command sets the cookie key. After adding
-                # servers, the agent therefore sets the same key again.
+                # HAProxy 2.6 computes the dynamic cookies of servers when a command sets the key, even to the same
+                # value.
                 self._worker.order(f"set dynamic-cookie-key backend {backend} {key}")
                 self._order_all([f"enable server {backend}/{name}" for name in names])
             case act.ReplaceServer():
@@ -84,8 +84,8 @@ class ActionRunner:
             case act.SetMaintenance(backend, name, maintenance):
                 worker.order(f"set server {backend}/{name} state {'maint' if maintenance else 'ready'}")
             case act.SetAddress(backend, name, address, port):
-                # HAProxy's answer to `set server addr` differs between versions. The agent ignores the answer, and
-                # verifies the address afterwards.
+                # The answer to `set server addr` differs between versions of HAProxy. A later read verifies the
+                # address.
                 worker.ask(f"set server {backend}/{name} addr {address} port {port}")
             case act.SetCheck(backend, name, check_address, check_port):
                 place = f"check-addr {check_address}" if check_address is not None else ""
@@ -112,8 +112,7 @@ class ActionRunner:
             commands.append(f"enable health {name}")
         if not server.disabled and not action.awaits_cookie:
             commands.append(f"enable server {name}")
-        # If all commands succeed, HAProxy answers only with the sentence `_ADDED`. If HAProxy answers anything else, a
-        # command has failed, and `order` raises an error.
+        # Any other answer than `_ADDED` means that a command has failed.
         self._worker.order("; ".join(commands), _ADDED)
 
     def _replace(self, action: act.ReplaceServer) -> None:
@@ -151,18 +150,17 @@ class ActionRunner:
         self._order_all([f"set server {backend}/{name} state drain" for name in draining])
         found = self._usage(backend, names)
         while any(found[name].used for name in draining if name in found) and time.monotonic() < deadline:
-            # HAProxy's command `wait` (since 3.0) can wait for one server only. So the agent polls HAProxy.
+            # HAProxy's command `wait` (since 3.0) can wait for one server only, so HAProxy is polled.
             time.sleep(_POLL_SECONDS)
             found = self._usage(backend, names)
         self._order_all([f"set server {backend}/{action.name} state maint" for action in actions])
         deadline = max(deadline, time.monotonic() + REMOVAL_SECONDS / 2)
         if self._features.wait_command:
-            # HAProxy's command `wait` accepts only one server, so the agent waits for the last of the removed servers.
-            # Then the agent deletes all removed servers, and retries if HAProxy refuses.
+            # HAProxy's command `wait` accepts one server, so it waits for the last one. If HAProxy then refuses to
+            # delete a server, the deletion is tried again.
             left = max(1, int(1000 * (deadline - time.monotonic())))
             self._worker.ask(f"wait {left}ms srv-removable {backend}/{actions[-1].name}")
-        # A server in maintenance gets no more requests, so its counters are final. The agent reads the counters before
-        # deleting the server.
+        # Counters of a server in maintenance are final, so they are read before its deletion.
         if found and len(names) <= MAX_COUNTED_SEPARATELY:
             self._counters.sample_servers([use.numbers for use in found.values()])
         else:
@@ -195,8 +193,7 @@ class ActionRunner:
         head = lines[0].split() if lines else []
         if "used_cur" not in head:
             return {}
-        # In HAProxy's answer, the line of column names begins with the additional word "#". The index of a value is
-        # therefore one less than the index of the column's name.
+        # The line of column names begins with the additional word "#".
         column = head.index("used_cur") - 1
         found = {}
         for line in lines[1:]:

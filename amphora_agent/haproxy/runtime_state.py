@@ -19,17 +19,15 @@ _Key = tuple[str, str]
 # Positions of columns in HAProxy's answer to `show servers state` (management guide, 9.3).
 _BACKEND, _NAME, _ADDRESS, _RUNNING, _ADMIN, _WEIGHT, _PORT = 1, 3, 4, 5, 6, 7, 18
 _CHECK_PORT, _CHECK_ADDRESS, _FIELDS = 21, 22, 25
-# In HAProxy's administrative state of a server, the bit 0x01 means maintenance, and the bit 0x08 means draining. The
-# agent ignores all other bits.
+# Bits of HAProxy's administrative state of a server: maintenance and draining.
 _FORCED_MAINTENANCE, _FORCED_DRAIN = 0x01, 0x08
 _UP = "2"
 _PROXY, _KIND, _LIMIT, _STATUS = 0, 1, 6, 17
 _LISTENS = ("OPEN", "FULL")
-# In HAProxy's answer to `show servers state`, the first server is in line 3. Line 1 has the version of the format, and
-# line 2 has the column names.
+# Number of the first line with a server, after the version of the format and the column names.
 _HEAD_LINES = 3
-# To find more than 20 servers in HAProxy's answer, the agent parses all lines. For fewer servers, searching the answer
-# for each server is faster.
+# Maximum number of servers that are searched one by one in HAProxy's answer. For more servers, parsing all lines is
+# faster.
 _MAX_SEARCHED = 20
 
 
@@ -206,8 +204,8 @@ def _server_difference(server: Server, state: ServerState) -> str:
         if port.isdecimal() and int(port) != state.check_port:
             return f"is monitored on port {state.check_port}, not {port}"
     if "agent-check" in server.keywords:
-        # With the keyword `agent-check`, HAProxy gets the weight and maintenance of a server from the server itself.
-        # Both may then differ from the configuration, so the agent does not compare them.
+        # With `agent-check`, a server itself sets its weight and its maintenance, which may differ from the
+        # configuration.
         return ""
     if (state.weight, state.maintenance) != (server.weight, server.disabled):
         wanted = (server.weight, server.disabled)
@@ -217,13 +215,12 @@ def _server_difference(server: Server, state: ServerState) -> str:
 
 def _same_endpoint(server: Server, host: str, port: int) -> bool:
     if server.address == f"{host}:{port}":
-        # The agent first compares addresses as texts, because most addresses have the same text in the configuration
-        # and in HAProxy's answer. With 10,000 servers, comparing texts is faster than parsing the addresses.
+        # Most addresses have the same text in the configuration and in HAProxy's answer. Comparing texts is faster than
+        # parsing addresses.
         return True
     wanted, number = server.endpoint
     if not (_is_address(wanted) and number.isdecimal()):
-        # No runtime command can change a host name, a socket path or a port offset. So the agent does not compare
-        # addresses of these kinds.
+        # No runtime command can change a host name, a socket path or a port offset.
         return True
     return _same_address(wanted, host) and int(number) == port
 

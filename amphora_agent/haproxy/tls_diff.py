@@ -20,8 +20,7 @@ MAX_COMMAND_LENGTH = 15_000
 TICKET_KEYS = 3
 """HAProxy uses the last three keys of a file (manual, "tls-ticket-keys")."""
 _STORES: dict[str, Store] = {"crt": "cert", "ca-file": "ca-file", "crl-file": "crl-file"}
-# The agent loads the revocation list (CRL) of a new CA before the CA. HAProxy therefore never accepts a revoked
-# certificate of the CA.
+# A revocation list is loaded before its CA, so that HAProxy never accepts a revoked certificate.
 _ORDER: tuple[Store, ...] = ("crl-file", "ca-file", "cert")
 
 

@@ -23,8 +23,7 @@ class Verifier:
 
     def __init__(self, worker: Socket) -> None:
         self._worker = worker
-        # `_loaded` is the state that HAProxy's worker reported at the last verification. If the last verification
-        # failed, `_loaded` is None.
+        # State that HAProxy's worker reported at the last verification; None after a failed one.
         self._loaded: Loaded | None = None
 
     def invalidate(self) -> None:

@@ -67,8 +67,7 @@ def drain_commands(wanted: Configuration, states: Mapping[tuple[str, str], Serve
     found = []
     for backend, names in serving.items():
         if backend not in wanted.backends:
-            # Only clients of a removed listener could reach a removed backend. So the agent need not drain the servers
-            # of a removed backend.
+            # Only clients of a removed listener could reach a removed backend, so its servers need no drain.
             continue
         removed = [name for name in names if not _stays(wanted.servers.get((backend, name)), states[backend, name])]
         if len(removed) < len(names):

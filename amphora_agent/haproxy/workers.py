@@ -6,8 +6,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-# Maximum number of HAProxy's old workers after a reload. Each worker needs the memory of a whole HAProxy, so the agent
-# ends the oldest workers before the reload if necessary.
+# Maximum number of HAProxy's old workers after a reload. Each worker needs the memory of a whole HAProxy.
 MAX_OLD_WORKERS = 8
 _LINE = re.compile(r"^(?P<pid>\d+)\s+(?P<kind>master|worker)\s+(?P<reloads>\d+)", re.MULTILINE)
 

@@ -12,13 +12,11 @@ from pathlib import Path
 from amphora_agent.bundle import VrrpInstance
 from amphora_agent.services.template_files import load_template
 
-# Interval in seconds at which keepalived repeats gratuitous ARP for the VIPs. If both amphorae had the VIPs for a short
-# time, neighbours may send packets to the wrong amphora. The repetition corrects the neighbours within this time
-# instead of eight seconds (the expiry of neighbour entries, arp(7)). Its cost: while both amphorae have the VIPs,
-# clients change between the amphorae every second.
+# Seconds between two repetitions of gratuitous ARP for the VIPs. If both amphorae had the VIPs for a moment, neighbours
+# correct their entries within this time, not within eight seconds (arp(7)).
 REFRESH_SECONDS = 1
-# Without a partner, keepalived sends VRRP advertisements to the loopback address. With an empty "unicast_peer",
-# keepalived would send the advertisements by multicast, and disturb another load balancer with the same router id.
+# Target of advertisements without a partner. With an empty "unicast_peer", keepalived would use multicast and disturb
+# other load balancers with the same router id.
 _LOOPBACK = {4: "127.0.0.1", 6: "::1"}
 _CENTISECONDS = 100
 

@@ -25,9 +25,8 @@ from amphora_agent.services.health_file import ALIVE
 
 SERVICE = "keepalived"
 CHECK_SECONDS = 20.0
-# If keepalived fails, the service manager restarts it after four advertisement intervals plus 1.5 s. In this time, the
-# partner takes over (RFC 9568, section 6.1) and announces the VIPs twice. This amphora keeps the VIPs until the
-# restart, and still serves neighbours that missed the first announcement.
+# A failed keepalived is restarted after this number of advertisement intervals plus seconds. Meanwhile, the partner
+# takes over (RFC 9568, section 6.1) and announces the VIPs twice.
 _ADVERTS_TO_WAIT = 4
 _SPARE_SECONDS = 1.5
 
@@ -85,8 +84,7 @@ class Keepalived:
         changed = text != self._current_text()
         if changed:
             write_atomically(self._paths.keepalived_configuration, text, durable=False)
-        # The agent creates missing health files with the content ALIVE. So keepalived can add the VIPs before HAProxy
-        # listens for the first time.
+        # With ALIVE in new health files, keepalived adds the VIPs before HAProxy listens for the first time.
         for watched in (self._paths.haproxy_health, self._paths.released):
             with suppress(FileExistsError), watched.open("x", encoding="ascii") as file:
                 file.write(ALIVE)
@@ -111,9 +109,8 @@ class Keepalived:
 
     def _start(self, wanted: VrrpInstance) -> None:
         files = self._paths.keepalived_pid_files
-        # The option -P disables keepalived's own health checks. With the option -R, keepalived does not restart its
-        # failed processes. The service manager restarts keepalived after the partner has taken over; until then, the
-        # VIPs stay and HAProxy serves.
+        # -P disables keepalived's own health checks, and -R the restart of its failed processes. The service manager
+        # restarts keepalived after the partner has taken over.
         argv = ["keepalived", "-n", "-l", "-P", "-R", "-f", str(self._paths.keepalived_configuration)]
         argv += ["-p", str(files[0]), "-r", str(files[1])]
         delay = wanted.vrrp.advert_interval * _ADVERTS_TO_WAIT + _SPARE_SECONDS

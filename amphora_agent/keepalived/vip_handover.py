@@ -113,9 +113,8 @@ class VipHandover:
                 with self._recording(replace(self._deadlines, draining=time.monotonic() + drain)):
                     self._create_tunnel(instance)
                     self._start_answers(instance, direct_allowed=direct_answers)
-            # The value DEAD in the file `released` makes keepalived give up the VIPs. keepalived sends a last
-            # advertisement with priority 0 (RFC 9568, section 6.4.3), so the partner takes over at once. The value
-            # ALIVE makes keepalived healthy again, but it takes the VIPs only if no other amphora has them.
+            # DEAD makes keepalived give up the VIPs with a last advertisement of priority 0 (RFC 9568, section 6.4.3).
+            # After ALIVE, keepalived takes the VIPs only if no other amphora has them.
             self._paths.released.write_text(DEAD, encoding="ascii")
             try:
                 deadline = time.monotonic() + RELEASE_SECONDS
@@ -171,8 +170,7 @@ class VipHandover:
         except _FAILURES:
             self._deadlines = _expire_new(before, deadlines, time.monotonic())
             with suppress(*_FAILURES):
-                # The agent tries to end the failed hand-over now. If this fails too, the background thread of the
-                # hand-over retries.
+                # If this attempt to end the failed hand-over fails too, the background thread retries.
                 self._end_expired()
             raise
 
@@ -214,14 +212,13 @@ class VipHandover:
                 return
             if left == HandoverDeadlines():
                 self._remove_tunnel()
-            # The agent removes the deadlines of the hand-over only after it has removed the tunnel. So the background
-            # thread retries a failed removal of the tunnel.
+            # The deadlines stay until the tunnel is removed, so that the background thread retries a failed removal.
             self._deadlines = left
             self._write_deadlines()
 
     def _remove_tunnel(self) -> None:
         self._inner.run(tunnel_answers.stop_answers)
-        # The agent removes only its own end of the hand-over tunnel, because the partner may still need the other end.
+        # The partner may still need its own end of the tunnel.
         self._inner.run(connection_tunnel.remove_tunnel)
         with suppress(FirewallError):
             self._inner.run(connection_tunnel.remove_guard)

@@ -35,7 +35,7 @@ class VrrpState:
         self._inner = inner
         self._instance = instance
         self._changed = changed
-        # `holds_vip` is None for a load balancer with a single amphora, because such an amphora uses no VRRP.
+        # None for a single amphora, which uses no VRRP.
         self.holds_vip: bool | None = None
         self._lock = threading.Lock()
         self._announcements = netlink_watch.watch_addresses(inner)
@@ -91,7 +91,7 @@ def _has_first_vip(instance: VrrpInstance) -> bool:
     try:
         index = socket.if_nametoindex(instance.vrrp.interface)
     except OSError:
-        # The VRRP interface does not exist, so the amphora cannot have a VIP.
+        # Without the VRRP interface, the amphora cannot have a VIP.
         return False
     with IPRoute() as route:
         return any(
@@ -116,7 +116,7 @@ def remove_stale_vips(instance: VrrpInstance) -> None:
                 try:
                     route.addr("del", index=index, address=str(address.ip), prefixlen=address.max_prefixlen)
                 except NetlinkError as error:
-                    # EADDRNOTAVAIL means that the kernel no longer has the stale VIP, so the agent ignores the error.
+                    # EADDRNOTAVAIL: the kernel has already removed the VIP.
                     if error.code != errno.EADDRNOTAVAIL:
                         raise
 

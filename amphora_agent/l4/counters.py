@@ -12,8 +12,8 @@ from typing import Any
 from amphora_agent.l4.model import Host
 
 SUMMED = ("total_connections", "bytes_in", "bytes_out", "request_errors")
-# A removed virtual server may return, and its counters must never decrease. So the L4 daemon keeps the counters of at
-# most this number of removed virtual servers.
+# Maximum number of removed virtual servers whose counters are kept. A removed one may return, and its counters must
+# never decrease.
 MAX_FORMER = 500
 _Sums = tuple[int, ...]
 _ZERO: _Sums = (0,) * len(SUMMED)

@@ -12,11 +12,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-# libnftables waits with select(2), which supports only file descriptors below 1024. So the L4 daemon keeps the
-# descriptors from 512 to 1023 free for libnftables.
+# Descriptors that stay free for libnftables, which uses select(2) and therefore descriptors below 1024.
 _RESERVED_FROM, _RESERVED_BELOW = 512, 1024
-# epoll_wait(2) accepts at most 2^31 milliseconds (24 days) as a time-out. So the event loop waits at most this number
-# of seconds at a time.
+# Longest wait in seconds, because epoll_wait(2) accepts at most 2^31 milliseconds.
 _MAX_WAIT_SECONDS = 3600.0
 
 
@@ -62,8 +60,7 @@ class EventLoop:
     def run_once(self, longest: float | None = None) -> None:
         """Wait for the next event, at most for this number of seconds, and handle everything that is due."""
         for key, _ in self._selector.select(self._timeout(longest)):
-            # An earlier event may have closed the socket of this event, and a new socket may have the same file
-            # descriptor. In both cases, the event loop skips this event.
+            # An earlier event may have closed this socket, and a new socket may have its descriptor.
             is_open = isinstance(key.fileobj, socket.socket) and key.fileobj.fileno() >= 0
             present = self._selector.get_map().get(key.fileobj) if is_open else None
             if present is not None and present.data is key.data:
@@ -94,7 +91,7 @@ def make_nonblocking(one: socket.socket) -> socket.socket:
     try:
         number = fcntl.fcntl(one.fileno(), fcntl.F_DUPFD_CLOEXEC, _RESERVED_BELOW)
     except OSError:
-        # If the L4 daemon may open at most 1024 files, fcntl() fails. Then the socket keeps its low descriptor.
+        # fcntl() fails if the process may open at most 1024 files. The socket then keeps its low descriptor.
         return one
     with one:
         moved = socket.socket(fileno=number)

@@ -20,11 +20,10 @@ METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "TRACE", "OPTIONS", "PATCH", 
 VERSIONS = ("1.0", "1.1")
 LARGEST_PORT, LARGEST_WEIGHT, LONGEST = 65535, 256, 2**31 - 1
 LONGEST_FORMAT = 2048
-# Bundles from an older controller do not have these keys, so the agent does not require them.
+# Keys that bundles of an older controller do not have.
 _OPTIONAL = ("log_format",)
 _CODES = re.compile(r"[1-5][0-9]{2}(?:-[1-5][0-9]{2})?")
-# The path of an HTTP check has no space and no line end, because both would break the request line (RFC 9112, section
-# 3).
+# A space or a line end would break the request line of an HTTP check (RFC 9112, section 3).
 _PATH = re.compile(r"/[!-~]*")
 _HOST = re.compile(r"[A-Za-z0-9.:\[\]_-]{1,255}")
 

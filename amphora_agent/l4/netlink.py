@@ -12,12 +12,12 @@ ROUTE, NETFILTER = 0, 12
 REQUEST, ACK, REPLACE, DUMP = 1, 4, 0x100, 0x300
 ERROR, DONE = 2, 3
 NESTED = 0x8000
-# In a netlink message of netfilter, the first attribute follows the structs nlmsghdr (16 bytes) and nfgenmsg (4 bytes).
+# Offset of the first attribute, after the structs nlmsghdr (16 bytes) and nfgenmsg (4 bytes).
 FIRST_ATTRIBUTE = 20
-# Each netlink attribute begins with its length and its type.
+# Length and type of a netlink attribute.
 ATTRIBUTE = struct.Struct("=HH")
 TYPE_MASK = 0x3FFF
-# Each netlink message begins with its length, type, flags, sequence number and port.
+# Length, type, flags, sequence number and port of a netlink message.
 _HEAD = struct.Struct("=IHHII")
 _SO_ATTACH_FILTER = 26
 

@@ -9,8 +9,8 @@ from typing import Any
 _IDENTITY = ("pxname", "svname", "type", "mode", "status")
 COLUMNS = (*_IDENTITY, "scur", "stot", "conn_tot", "bin", "bout", "ereq", "weight", "lbtot")
 _LISTENER, _POOL, _MEMBER = "0", "1", "2"
-# In HAProxy's statistics, the column lbtot counts the sessions that the balancing algorithm assigned to a member. For
-# UDP and SCTP, the algorithm assigns every session, so lbtot equals stot (all sessions).
+# Columns of HAProxy's statistics. lbtot counts the sessions that the balancing algorithm assigned: for UDP and SCTP,
+# all sessions (stot).
 _OF_MEMBERS = {
     "scur": "active_connections",
     "stot": "total_connections",
@@ -32,8 +32,7 @@ def render_rows(servers: Mapping[str, Mapping[str, Any]]) -> str:
         if (pool := found["pool"]) is None:
             continue
         proxy = f"{pool['id']}:{name}"
-        # All flows of a UDP or SCTP listener go to the listener's pool, so the row of the pool repeats the counters of
-        # the listener.
+        # All flows of a listener go to its pool, so the pool has the same counters.
         lines.append(_row(proxy, "BACKEND", _POOL, pool["status"], counted))
         for member, one in pool["members"].items():
             own = {column: one[field] for column, field in _OF_MEMBERS.items() if field in one}

@@ -14,8 +14,7 @@ from amphora_agent.l4.model import Member, Monitor
 
 OnResult = Callable[[bool, str], None]
 """Called with the result: whether the member serves, and the reason in a few words."""
-# These errors come from the amphora itself, for example if no socket is available. They say nothing about the member,
-# so the health check reports no result.
+# Errors of the amphora itself, for example a lack of sockets, which say nothing about the member.
 _LOCAL_ERRORS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL, errno.EAGAIN))
 
 

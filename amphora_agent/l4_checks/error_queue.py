@@ -8,14 +8,13 @@ import socket
 import struct
 from collections.abc import Iterator
 
-# Python's socket module does not name these constants of the Linux headers, so this module defines the numbers.
+# Constants of the Linux headers that Python's socket module does not have.
 _IP_RECVERR, _IPV6_RECVERR, _MSG_ERRQUEUE = 11, 25, 0x2000
-# Layout of the kernel's struct sock_extended_err: the fields errno, origin, type, code, padding, info and data.
+# The kernel's struct sock_extended_err: errno, origin, type, code, padding, info and data.
 _EXTENDED = struct.Struct("=IBBBBII")
 _LEVELS = {(socket.IPPROTO_IP, _IP_RECVERR), (socket.IPPROTO_IPV6, _IPV6_RECVERR)}
 _LARGEST = 512
-# These errors mean that the member is unreachable. Other errors, such as a packet that is too large, concern only the
-# path, so the health check ignores them.
+# Errors that mean an unreachable member. Others, such as a packet that is too large, concern the path only.
 _UNREACHABLE = {
     errno.ECONNREFUSED: "port unreachable",
     errno.ENOPROTOOPT: "protocol unreachable",
@@ -35,8 +34,7 @@ def enable(one: socket.socket) -> None:
 
 def read_errors(one: socket.socket) -> Iterator[tuple[str, str, bytes]]:
     """Yield each error: its text, the address it is about, and the packet without the IP header."""
-    # If the socket has a pending error, the next call on the socket would raise it. Reading SO_ERROR clears the pending
-    # error, so that recvmsg() can read the error queue.
+    # Reading SO_ERROR clears a pending error, which recvmsg() would raise before it reads the error queue.
     one.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
     while True:
         try:

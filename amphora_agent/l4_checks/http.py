@@ -15,8 +15,7 @@ from amphora_agent.l4_checks.check import Check, OnResult, Target, error_text
 from amphora_agent.l4_checks.tcp import Connection, TcpChecks
 
 MAX_LINE_BYTES = 1024
-# An HTTP check accepts a status line without a reason phrase, and also without the space before the phrase (RFC 9112,
-# section 4).
+# A status line may lack the reason phrase and the space before it (RFC 9112, section 4).
 _FIRST_LINE = re.compile(rb"HTTP/1\.[0-9] ([1-9][0-9]{2})(?: [^\r\n]*)?\r?\n")
 
 

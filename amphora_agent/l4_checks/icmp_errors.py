@@ -27,8 +27,8 @@ OnIcmpError = Callable[[str, int, str], None]
 _ETH_P_IP, _ETH_P_IPV6, _PACKET_HOST = 0x0800, 0x86DD, 0
 _NEIGHBOR_GROUP, _NEW_NEIGHBOUR, _FAILED, _DESTINATION = 0x4, 28, 0x20, 1
 _MAX_BYTES, _MAX_AT_ONCE = 8192, 64
-# Instructions of classic BPF (linux/filter.h): load a byte, load a byte after the IP header, load the length of the IP
-# header, compare, and return.
+# Instructions of classic BPF (linux/filter.h): load a byte, load a byte after the IP header, load the length of the
+# header, compare, return.
 _LOAD, _LOAD_BEHIND, _LENGTH, _IS, _RETURN = 0x30, 0x50, 0xB1, 0x15, 0x06
 _ONLY_UNREACHABLE = {
     socket.AF_INET: (
@@ -50,12 +50,10 @@ _ONLY_UNREACHABLE = {
     ),
 }
 _IPV6_HEADER, _ICMP_HEADER = 40, 8
-# An ICMP "destination unreachable" message with this code means that the port is closed (RFC 792; RFC 4443, section
-# 3.1).
+# Code of the ICMP message "destination unreachable" for a closed port (RFC 792; RFC 4443, section 3.1).
 _PORT = {socket.AF_INET: 3, socket.AF_INET6: 4}
 
-# Numbers of the request to the kernel's connection tracking, and of its attributes. The header
-# linux/netfilter/nfnetlink_conntrack.h defines them.
+# A request to the kernel's connection tracking and its attributes (linux/netfilter/nfnetlink_conntrack.h).
 _GET = 1 << 8 | 1
 _TUPLE_REPLY, _TUPLE_IP, _TUPLE_PROTO = 2, 1, 2
 _SOURCE_OF, _DESTINATION_OF = {socket.AF_INET: 1, socket.AF_INET6: 3}, {socket.AF_INET: 2, socket.AF_INET6: 4}
@@ -122,13 +120,11 @@ class IcmpErrorMonitor:
 
 def _open_icmp_socket(family: socket.AddressFamily) -> socket.socket:
     """Open a socket that receives a copy of each ICMP "unreachable" packet, on every interface."""
-    # Python's socket module binds a packet socket only to a named interface, so the L4 daemon builds the struct
-    # sockaddr_ll for all interfaces itself (packet(7)).
+    # Python binds a packet socket only to a named interface. This struct sockaddr_ll means all interfaces (packet(7)).
     link = socket.htons(_ETH_P_IP if family == socket.AF_INET else _ETH_P_IPV6)
     address = struct.pack("=HHiHBB8s", socket.AF_PACKET, link, 0, 0, 0, 0, b"")
     libc = ctypes.CDLL(None, use_errno=True)
-    # A packet socket with protocol 0 receives nothing before bind(2), so no packet arrives before the filter is
-    # attached.
+    # With protocol 0, no packet arrives before bind(2), and thus none before the filter is attached.
     one = socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, 0)
     netlink.attach_filter(one, _ONLY_UNREACHABLE[family])
     if libc.bind(one.fileno(), address, len(address)) != 0:

@@ -26,7 +26,7 @@ class Status:
     DRAIN = "DRAIN"
     MAINT = "MAINT"
     NO_CHECK = "no check"
-    # UNKNOWN is the status of a member for which the L4 daemon has no check result yet.
+    # Status of a member without a check result.
     UNKNOWN = "NOLB"
     OPEN = "OPEN"
     FULL = "FULL"

@@ -20,15 +20,13 @@ from typing import NamedTuple
 
 from amphora_agent.l4 import netlink
 
-# Numbers of the netlink messages and attributes for routes and neighbours, as the header linux/rtnetlink.h defines
-# them.
+# Netlink messages and attributes for routes and neighbours (linux/rtnetlink.h).
 _GET_ROUTE, _NEW_ROUTE, _GET_NEIGHBOUR, _NEW_NEIGHBOUR = 26, 24, 30, 28
 _ROUTE_TO, _ROUTE_LINK, _ROUTE_GATEWAY, _ROUTE_VIA = 1, 4, 5, 18
 _NEIGHBOUR_ADDRESS = 1
 _INCOMPLETE, _REACHABLE, _STALE, _DELAY, _PROBE, _FAILED = 0x01, 0x02, 0x04, 0x08, 0x10, 0x20
 _USABLE, _UNRESOLVED = _REACHABLE | _STALE | _DELAY, _INCOMPLETE | _FAILED
-# The flags NTF_SELF and NTF_EXT_LEARNED mark neighbour entries that the kernel has not learned from ARP or neighbour
-# discovery.
+# Flags NTF_SELF and NTF_EXT_LEARNED of neighbour entries that do not come from ARP or neighbour discovery.
 _NOT_LEARNED = 0x02 | 0x10
 _UNICAST = 1
 _ANSWER_SECONDS, _LARGEST = 0.2, 8192
@@ -82,8 +80,7 @@ class NeighborProbe:
         """Return the index of the interface that connects a host; 0 if it is behind a router."""
         body = struct.pack("=BBBBBBBBI", family, 8 * len(packed), 0, 0, 0, 0, 0, 0, 0)
         answer = self._request(_GET_ROUTE, body + netlink.attribute(_ROUTE_TO, packed), _NEW_ROUTE)
-        # The eighth byte of the kernel's struct rtmsg is the type of the route. Only a unicast route can lead to a
-        # member's host.
+        # The eighth byte of struct rtmsg is the type of the route. Only a unicast route leads to a member's host.
         if answer is None or answer[7] != _UNICAST:
             return 0
         found = netlink.attributes(answer, 12)

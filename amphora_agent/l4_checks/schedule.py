@@ -14,8 +14,7 @@ from amphora_agent.l4.stderr_log import log
 from amphora_agent.l4_checks.check import Check, CheckType, Factories, Target, error_text, is_local_error
 from amphora_agent.l4_checks.member_state import MemberKey
 
-# Maximum number of first checks of new members that the scheduler starts per second. Without the limit, the first
-# checks of all new members would start at the same moment.
+# Maximum number of first checks per second. Without the limit, the checks of all new members would start at once.
 _STARTS_PER_SECOND = 200
 _LATE_SECONDS, _CATCH_UP_SHARE = 1.0, 0.2
 

@@ -15,7 +15,7 @@ from amphora_agent.l4_checks.check import Check, OnResult, Target
 from amphora_agent.network.icmp_echo import open_raw_socket
 
 _MAX_BYTES = 2048
-# SCTP checks send from the ports of Linux's default range of client ports, 32768 to 60999.
+# Source ports of SCTP checks: Linux's default range of client ports, 32768 to 60999.
 _FIRST_PORT, _PORTS = 32768, 28232
 
 
@@ -25,7 +25,7 @@ class SctpChecks:
     def __init__(self, loop: EventLoop) -> None:
         self._loop = loop
         self._sockets: dict[socket.AddressFamily, socket.socket] = {}
-        # `_pending` maps a local port to the pending SCTP check that sends from the port.
+        # Pending checks by local port.
         self._pending: dict[int, _Init] = {}
         self._next = int.from_bytes(os.urandom(2), "big") % _PORTS
         try:
@@ -53,8 +53,8 @@ class SctpChecks:
         else:
             raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
         check = _Init(_FIRST_PORT + self._next, target, on_result, self)
-        # All SCTP checks share one socket, so sendto() could raise an error about another member. To prevent this, the
-        # check first reads all waiting packets and errors from the socket.
+        # All SCTP checks share one socket, so sendto() could raise an earlier error of another member. Reading the
+        # socket first prevents this.
         self._read_packets(opened)
         opened.sendto(sctp_packet.init(check.port, target.port, check.tag), (target.address, 0))
         self._pending[check.port] = check
@@ -76,8 +76,7 @@ class SctpChecks:
                 return
             except OSError:
                 continue
-                # The SCTP checks ignore an error of recvfrom(), because the socket's error queue reports the same error
-                # together with the member's address.
+                # The error queue of the socket reports the same error with the member's address.
             start = 4 * (data[0] & 0x0F) if opened.family == socket.AF_INET and data else 0
             packet = sctp_packet.parse(data[start:])
             if packet is not None:

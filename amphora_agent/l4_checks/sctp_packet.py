@@ -11,14 +11,14 @@ import struct
 from dataclasses import dataclass
 
 INIT, INIT_ACK, ABORT = 1, 2, 6
-# An SCTP packet begins with source port, destination port, verification tag and checksum (RFC 9260, section 3).
+# Source port, destination port, verification tag and checksum of an SCTP packet (RFC 9260, section 3).
 _HEADER = struct.Struct("!HHII")
-# Each chunk of an SCTP packet begins with its type, its flags and its length.
+# Type, flags and length of a chunk.
 _CHUNK = struct.Struct("!BBH")
-# An SCTP INIT chunk continues with the initiate tag, the window, the two numbers of streams, and the first TSN.
+# Initiate tag, window, two numbers of streams, and first TSN of an INIT chunk.
 _START = struct.Struct("!IIHHI")
 _CHECKSUM_AT = 8
-# An SCTP check transfers no data, so it announces the smallest permitted receive window (RFC 9260, section 3.3.2).
+# The smallest permitted receive window (RFC 9260, section 3.3.2), because a check transfers no data.
 _WINDOW = 1500
 _CASTAGNOLI = 0x82F63B78
 

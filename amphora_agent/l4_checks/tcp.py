@@ -10,7 +10,7 @@ import socket
 from amphora_agent.l4.event_loop import EventLoop, make_nonblocking
 from amphora_agent.l4_checks.check import Check, OnResult, Target
 
-# These bytes are a struct linger with a time of 0 seconds, which makes close() reset the connection of a TCP check.
+# A struct linger with 0 seconds: close() resets the connection.
 _RESET_ON_CLOSE = b"\1\0\0\0\0\0\0\0"
 
 

@@ -17,12 +17,10 @@ from amphora_agent.l4_checks.check import Check, OnResult, Target
 from amphora_agent.l4_checks.icmp_errors import IcmpErrorMonitor
 from amphora_agent.l4_checks.neighbor_probe import NeighborProbe
 
-# A UDP check sends one line feed, which does not disturb programs that log lines. For some programs, an empty datagram
-# would mean the end of input.
+# A line feed does not disturb programs that log lines. An empty datagram would mean the end of input for some programs.
 PAYLOAD = b"\n"
 _MAX_BYTES = 512
-# An ICMP error may arrive after the UDP check that caused it has ended. The UDP checks keep at most this number of such
-# late errors, including errors about removed members.
+# Maximum number of kept ICMP errors that arrived after the end of their check.
 _MAX_LATE_ERRORS = 4096
 
 
@@ -31,7 +29,7 @@ class UdpChecks:
 
     def __init__(self, loop: EventLoop) -> None:
         self._loop = loop
-        # `_checks` maps the address of a member to the pending UDP checks of the address.
+        # Pending checks by address of the member.
         self._checks: dict[str, set[_Datagram]] = {}
         self._late_errors: dict[tuple[str, int], tuple[float, str]] = {}
         self.neighbors = NeighborProbe()
@@ -45,7 +43,7 @@ class UdpChecks:
         when, error = self._late_errors.pop(target.endpoint, (0.0, ""))
         check = _Datagram(self._loop, target, on_result, self)
         self._checks.setdefault(target.address, set()).add(check)
-        # A failed host sends no ICMP error, so the L4 daemon also makes the kernel probe the host's link-layer address.
+        # A failed host sends no ICMP error, so the kernel also probes its link-layer address.
         self.neighbors.probe(target.address)
         if error and when >= time.monotonic() - target.monitor.interval:
             self._loop.call_at(0.0, lambda: check.report(False, error))

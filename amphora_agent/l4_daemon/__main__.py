@@ -17,8 +17,7 @@ import socket
 import sys
 from functools import partial
 
-# The agent starts the L4 daemon with the Python options -I and -S, which save a megabyte of memory. The options also
-# remove the package from Python's search path, so the L4 daemon adds the package's directory.
+# Python's options -I and -S save a megabyte, but remove the package from the search path.
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))  # noqa: PTH100, PTH118, PTH120
 
 from amphora_agent.l4.event_loop import EventLoop
@@ -53,8 +52,7 @@ def serve(engine: NftablesEngine, directory: str, path: str) -> int:
     version = source_checksum(PACKAGES, ELSEWHERE)
     checker = Checker(loop, engine, StateFiles(directory), KINDS, version)
     control = ControlSocket(loop, path, checker.handle_request)
-    # The responder runs as another user and must not change anything. So the L4 daemon has a second socket for the
-    # responder, which only returns rows of statistics.
+    # The responder runs as another user. On this socket, it can read statistics and change nothing.
     rows_path = f"{directory}/{ROWS_SOCKET}"
     rows = ControlSocket(loop, rows_path, lambda _: checker.handle_request({"op": "rows"}), mode=0o666)
     while not received:

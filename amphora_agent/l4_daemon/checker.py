@@ -29,10 +29,9 @@ from amphora_agent.l4_flow_log.writer import FlowLog
 from amphora_agent.l4_nftables.engine import NftablesEngine
 
 FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 0.5, 30.0
-# For the algorithm LEAST_CONNECTIONS, the L4 daemon counts flows at this interval, in seconds.
+# Seconds between two counts of flows for the algorithm LEAST_CONNECTIONS.
 _REBALANCE_SECONDS = 1.0
-# If a change alters no member's status, the L4 daemon saves the change after this number of seconds. If the L4 daemon
-# is killed earlier, the change is lost.
+# Seconds until a change without a new member status is saved. A kill before then loses the change.
 _SAVE_SECONDS = 1.0
 
 
@@ -53,11 +52,9 @@ class Checker:
         self._counters = loaded.counters
         self._states = member_state.carry_over(loaded.states, (), loaded.desired.servers, time.time())
         self._monitors: dict[MemberKey, model.Monitor] = {}
-        # `_applied_health` is the member health that the nftables engine uses. After its start, the L4 daemon assumes
-        # that the engine uses the health that the previous process recorded.
+        # Member health in the kernel's rules. At the start, the record of the previous process is assumed to be right.
         self._applied_health = member_state.member_health(loaded.desired.servers, self._states)
-        # The previous process of the L4 daemon may have applied states of members without recording them. So the new
-        # process applies its own states at once.
+        # The previous process may have applied other states than it recorded, so the states are applied at once.
         self._must_apply = bool(loaded.desired.servers)
         self._is_saved = True
         self._last_error: str | None = None
@@ -168,8 +165,7 @@ class Checker:
             try:
                 self._engine.rebalance(self._desired.servers, self._applied_health, paired=self._desired.paired)
             except AgentError:
-                # If the error persists, the next attempt to apply the states of members fails and logs the error. So
-                # the L4 daemon does not log the error here.
+                # If the error stays, the next attempt fails and logs it.
                 self._must_apply = True
         self._schedule_rebalance()
 

@@ -33,15 +33,14 @@ from amphora_agent.source_checksum import source_checksum
 
 _log = logging.getLogger(__name__)
 SERVICE = "amphora-checker"
-# A heartbeat waits at most this number of seconds for the L4 daemon's state. After a time-out, the heartbeat contains
-# the previous state (`stats.udp_stats`).
+# Seconds that a heartbeat waits for the L4 daemon's state. Afterwards, it contains the previous state
+# (`stats.udp_stats`).
 STATE_TIMEOUT_SECONDS = 0.3
 ANSWER_TIMEOUT_SECONDS = 1.0
-# The agent waits at most this number of seconds until the L4 daemon has changed the kernel's nftables table. The change
-# normally takes milliseconds, but longer on a busy machine.
+# Seconds to wait until the L4 daemon has changed the kernel's nftables table, which takes milliseconds on an idle
+# machine.
 SERVE_TIMEOUT_SECONDS = 60.0
-# The agent waits at most this number of seconds for the start of the L4 daemon. On a busy emulated machine, the start
-# took more than fifteen seconds.
+# Seconds to wait for the start of the L4 daemon, which took fifteen seconds on a busy emulated machine.
 START_TIMEOUT_SECONDS = 60.0
 _RESTART_DELAY = 0.1
 _POLL_SECONDS = 0.02
@@ -101,8 +100,8 @@ class CheckerClient:
         self._services = services
         self._lock = threading.Lock()
         self._version = source_checksum(PACKAGES, ELSEWHERE)
-        # `_final_state` is the last state of an L4 daemon that has ended. It has a lock of its own, so that a reader
-        # does not wait for a request to the daemon, which holds `_lock`.
+        # Last state of an ended L4 daemon. Its own lock lets readers avoid the wait for `_lock`, which a request to the
+        # daemon holds.
         self._final_state_lock = threading.Lock()
         self._final_state: CheckerState | None = None
 
@@ -125,8 +124,8 @@ class CheckerClient:
                 return
             document = _desired_document("serve", servers, paired=paired)
             if not servers and not self._may_be_forwarding():
-                # If the L4 daemon never started, this request fails at once. After a failed change, the L4 daemon may
-                # answer late, so the agent waits with the long time-out.
+                # The time-out is long, because the L4 daemon may answer late after a failed change. If it never
+                # started, the request fails at once.
                 with suppress(VirtualServersError, ConfigurationRefused):
                     if (state := _parse_state(self._request(document, SERVE_TIMEOUT_SECONDS))).sums:
                         self._keep_final_state(state)
@@ -181,8 +180,7 @@ class CheckerClient:
         except FileNotFoundError:
             return False
         except (OSError, ValueError, KeyError, TypeError):
-            # If the agent cannot read the file of virtual servers, the agent assumes that the L4 daemon may be
-            # forwarding.
+            # Without a readable file of virtual servers, the L4 daemon may be forwarding.
             return True
 
     def _ensure_running(self) -> None:
@@ -203,14 +201,12 @@ class CheckerClient:
         script = str(Path(__file__).with_name("__main__.py"))
         argv = [sys.executable, "-I", "-S", script, str(self._paths.checker), str(self._paths.checker_socket)]
         policy = ServicePolicy(restart_delay=_RESTART_DELAY)
-        # The agent creates the directory of the L4 daemon. On a virtual machine, systemd then makes the L4 daemon's
-        # user the owner of the directory.
+        # In a virtual machine, systemd makes the L4 daemon's user the owner of this directory.
         self._paths.checker.mkdir(mode=0o711, parents=True, exist_ok=True)
         try:
             self._services.start(SERVICE, argv, inner=True, policy=policy)
         except ServiceError:
-            # The service manager refuses the start if the L4 daemon already runs with another command line. So the
-            # agent first stops the L4 daemon.
+            # The service manager refuses to start a daemon that runs with another command line.
             self._services.stop(SERVICE)
             self._services.start(SERVICE, argv, inner=True, policy=policy)
 

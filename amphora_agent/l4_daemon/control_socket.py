@@ -20,8 +20,7 @@ TIMEOUT_SECONDS = 10.0
 MAX_REQUEST_BYTES = 64 << 20
 _READ_BYTES = 1 << 18
 _BACKLOG = 32
-# After a failed accept(), the control socket pauses for this number of seconds. Without the pause, the retries would be
-# a busy loop.
+# Pause in seconds after a failed accept(), which would otherwise fail in a busy loop.
 _PAUSE_SECONDS = 0.1
 
 HandleRequest = Callable[[dict[str, Any]], dict[str, Any] | str]
@@ -62,7 +61,7 @@ class ControlSocket:
         except (BlockingIOError, ConnectionAbortedError):
             return
         except OSError as error:
-            # accept() fails when the L4 daemon has reached its limit of open files, so the control socket pauses.
+            # accept() fails when the L4 daemon has reached its limit of open files.
             log(f"the control socket of the L4 daemon accepts no connections for {_PAUSE_SECONDS} s: {error}")
             self._loop.remove(self._listener)
             listen = partial(self._loop.add_reader, self._listener, self._accept)
@@ -122,8 +121,7 @@ class _Connection:
             self.end()
         elif data.endswith(b"\n"):
             self._loop.remove(self._socket)
-            # A connection to the control socket has a timer for the request and another timer for the answer. The
-            # request has arrived, so its timer ends.
+            # The request has arrived. Its timer ends, and the answer has a timer of its own.
             self._timer.cancel()
             self._unsent = memoryview(self._server.reply(bytes(self._received)))
             self._timer = self._loop.call_at(time.monotonic() + TIMEOUT_SECONDS, self.end)

@@ -16,7 +16,7 @@ _PROTOCOL_NUMBERS = {"UDP": UDP, "SCTP": SCTP}
 _MAX_FORMER = 4096
 _SECOND = 10**9
 _SETTINGS = "/proc/sys/net/netfilter/nf_conntrack_"
-# States of an SCTP flow, at the positions that the header linux/netfilter/nf_conntrack_sctp.h defines.
+# States of an SCTP flow in the order of linux/netfilter/nf_conntrack_sctp.h.
 _SETUP_STATES = ("", "closed", "cookie_wait", "cookie_echoed", "established")
 _SCTP_STATES = (*_SETUP_STATES, "shutdown_sent", "shutdown_recd", "shutdown_ack_sent", "heartbeat_sent")
 
@@ -38,11 +38,10 @@ class FlowAttribution:
     def __init__(self) -> None:
         self._listeners: dict[_Destination, _Listener] = {}
         self._formats: dict[str, LogFormat] = {}
-        # A member that gets no new flows may keep its existing flows. `_retained` is the set of members whose existing
-        # flows the kernel still forwards.
+        # Members without new flows whose existing flows the kernel still forwards.
         self._retained: set[tuple[_Destination, _MemberAddress]] = set()
-        # The keys of `_cut` are the members whose flows the kernel has ended. Each value has the earliest and the
-        # latest possible time at which the flows ended, in nanoseconds since 1970.
+        # Members whose flows the kernel has ended, with the earliest and the latest possible time of the end in
+        # nanoseconds since 1970.
         self._cut: dict[tuple[_Destination, _MemberAddress], tuple[int, int]] = {}
         self._begun: int | None = None
 
@@ -78,8 +77,7 @@ class FlowAttribution:
         }
         now = time.time_ns()
         for gone in self._retained - retained:
-            # `_cut` is ordered by time. pop() and the new assignment move the member to the end, so that the loop below
-            # deletes the oldest entries first.
+            # `_cut` is ordered by time. The member moves to the end, so that the loop below deletes the oldest entries.
             self._cut.pop(gone, None)
             self._cut[gone] = begun, now
         for old in list(self._cut)[:-_MAX_FORMER]:

@@ -9,8 +9,8 @@ from contextlib import suppress
 
 from amphora_agent.log_settings import LOG_ADDRESS, LOG_PORT
 
-# Syslog priority of each line: facility local1, severity info (RFC 5424, 6.2.1). HAProxy uses the facility local0, so
-# the log forwarder can distinguish the two senders.
+# Syslog priority of a line: facility local1, severity info (RFC 5424, 6.2.1). HAProxy uses local0, which distinguishes
+# the two senders.
 _PRIORITY = b"<142>"
 
 

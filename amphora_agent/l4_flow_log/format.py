@@ -103,7 +103,7 @@ class LogFormat:
             flags = (found["flags"] or "").split(",")
             wanted = "+Q" in flags or (quoted and "-Q" not in flags)
             if found["name"] == "o":
-                # In HAProxy's log format, the variable "%o" has no value. It only sets flags for all later variables.
+                # The variable "%o" of HAProxy's log format has no value and only sets flags for all later variables.
                 quoted = wanted
                 continue
             read = _VARIABLES.get(found["name"] or "") or _EXPRESSIONS.get(found["expression"] or "")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 MAX_BACKLOG = 1 << 18
-# A pipe accepts a write of at most this number of bytes either completely or not at all (pipe(7), PIPE_BUF).
+# Largest write in bytes that a pipe accepts completely or not at all (pipe(7), PIPE_BUF).
 _PIPE_BYTES = 4096
 
 
@@ -25,8 +25,8 @@ class StdoutWriter:
         if stat.S_ISSOCK(mode):
             self._socket = socket.socket(fileno=os.dup(descriptor))
         elif stat.S_ISFIFO(mode):
-            # The flow log opens its standard output, a pipe, a second time with O_NONBLOCK. O_NONBLOCK on the existing
-            # descriptor would affect the other processes that share the descriptor.
+            # The pipe is opened a second time, because O_NONBLOCK on the existing descriptor would affect other
+            # processes that share it.
             self._file = os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         else:
             self._file = os.dup(descriptor)

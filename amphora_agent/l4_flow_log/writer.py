@@ -25,7 +25,7 @@ from amphora_agent.l4_flow_log.stdout_writer import StdoutWriter
 
 SHARE = 5
 REPORT_SECONDS = 10.0
-# When the flow log closes, it handles the kernel's remaining messages for at most this number of seconds.
+# Seconds for which remaining messages of the kernel are handled at the end.
 _CLOSE_SECONDS = 1.0
 _MAX_AT_ONCE = 100
 _GROUP_DESTROYED = 1 << 2
@@ -34,11 +34,10 @@ _SO_RCVBUFFORCE, _SO_MEMINFO = 33, 55
 _MEMINFO = struct.Struct("=9I")
 _BUFFER, _MAX_MESSAGE_BYTES = 8 << 20, 1 << 16
 _SETTINGS = "/proc/sys/net/netfilter/nf_conntrack_"
-# Lines of the flow log contain bytes, packets and times of a flow. The kernel reports these values only if these
-# conntrack settings are enabled.
+# Conntrack settings without which the kernel reports no bytes, packets and times of a flow.
 _REQUIRED_SETTINGS = ("acct", "timestamp", "events")
-# This classic BPF program (linux/filter.h) accepts only conntrack messages whose mark is not zero. The kernel's
-# extension SKF_AD_NLATTR finds the attribute that contains the mark.
+# A classic BPF program (linux/filter.h) that accepts conntrack messages with a mark. The kernel's extension
+# SKF_AD_NLATTR finds the attribute of the mark.
 _ONLY_MARKED = (
     (0x00, 0, 0, 20),  # The BPF accumulator gets the offset of the first attribute.
     (0x01, 0, 0, 8),  # The BPF index register gets the attribute number of the mark.
@@ -111,8 +110,7 @@ class FlowLog:
         try:
             opened.setblocking(False)
             opened.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _BUFFER)
-            # The flow log reads the number of lost messages from the socket. So the flow log disables the ENOBUFS
-            # errors, which would report the same losses.
+            # The number of lost messages is read from the socket, so ENOBUFS errors would report the same losses again.
             opened.setsockopt(_SOL_NETLINK, _NETLINK_NO_ENOBUFS, 1)
             attach_filter(opened, _ONLY_MARKED)
             opened.bind((0, _GROUP_DESTROYED))

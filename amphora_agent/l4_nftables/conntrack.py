@@ -27,14 +27,12 @@ _TUPLE_IP, _TUPLE_PROTO, _PROTO_NUMBER, _PROTO_DESTINATION = 1, 2, 1, 3
 _DESTINATION_OF = {socket.AF_INET: 2, socket.AF_INET6: 4}
 _TIMEOUT_SECONDS = 30.0
 _BUFFER = 1 << 20
-# The pattern finds the mark attribute in a dump of flows. The kernel aligns attributes to four bytes, so the L4 daemon
-# ignores matches at other offsets.
+# The mark attribute in a dump of flows. Attributes are aligned to four bytes, so other matches do not count.
 _MARKED = re.compile(rb"\x08\x00\x08\x00(.{4})" if sys.byteorder == "little" else rb"\x00\x08\x00\x08(.{4})", re.DOTALL)
-# The kernel searches all flows to end the flows of one mark. So for more than this number of marks, one dump of all
-# flows is faster.
+# Maximum number of marks whose flows are ended one by one. For each mark, the kernel searches all flows, so one dump is
+# faster for more marks.
 _MAX_DUMPS = 8
-# Number of requests that the L4 daemon sends before it reads the answers. The answers to 200 requests fit into the
-# receive buffer of the socket.
+# Number of requests before their answers are read. So many answers fit into the receive buffer.
 _BATCH = 200
 
 
@@ -122,8 +120,7 @@ def _flows(link: socket.socket, only: bytes = b"") -> Iterator[tuple[bytes, int]
     for answer, spans in _dump(link, only):
         for at, stop in spans:
             mark = _find(answer, at + netlink.FIRST_ATTRIBUTE, stop, _MARK)
-            # The kernel may omit the mark attribute of a flow whose mark is 0. So a flow without the attribute has the
-            # mark 0.
+            # The kernel may omit the mark attribute of a flow with the mark 0.
             yield answer[at:stop], 0 if mark is None else int.from_bytes(answer[mark + 4 : mark + 8], "big")
 
 

@@ -53,15 +53,14 @@ class NftablesEngine:
     def __init__(self) -> None:
         self._table: Table | None = None
         self._marks = conntrack_marks.NO_MARKS
-        # After each change, the engine records how the kernel lists its table, and the generation of the kernel's
-        # ruleset. A later difference shows that another program has changed the table.
+        # The kernel's listing of the table and the generation of its ruleset after the last change. A difference means
+        # that another program has changed the table.
         self._listed = ""
         self._generation: int | None = None
-        # The engine still has to end the flows with these marks, and the flows without a mark to these addresses and
-        # ports.
+        # Marks of flows that are to be ended, and places whose flows without a mark are to be ended.
         self._marks_to_end: set[int] = set()
         self._unmarked_places: set[ServicePlace] = set()
-        # `_flows` is the engine's latest count of flows by mark.
+        # Latest count of flows by mark.
         self._flows: dict[int, int] = {}
         self._flow_count_due = 0.0
         self._loads = NO_LOADS
@@ -91,15 +90,14 @@ class NftablesEngine:
         """
         self.check_servers(servers)
         with suppress(VirtualServersError):
-            # If the kernel cannot count the flows, the engine uses the last known numbers of flows.
+            # If the kernel cannot count the flows, the last known numbers are used.
             self._update_loads(servers, at_once=self._loads_due - self._loads_read_at < PERIOD_SECONDS)
         former = self._table if self._table is not None and self._is_unchanged() else None
         if former is None or not self._apply_difference(former, servers, up, paired=paired):
             self._table = None
             self._rebuild(servers, up, paired=paired)
         self._record_listing()
-        # Packets may create flows to removed members until the kernel has the new rules. So the engine changes the
-        # rules first, and then ends the flows.
+        # Packets create flows to removed members until the kernel has the new rules, so the flows are ended afterwards.
         self._end_flows()
 
     def _apply_difference(
@@ -120,8 +118,8 @@ class NftablesEngine:
         """Rebuild the table, whatever a previous process or an operator left."""
         listed = self._list_table()
         before = {*self._marks.members.values()}
-        # The kernel may have no forwarding rules although flows with the assigned marks still exist. In this case, the
-        # engine keeps its own assignment of marks.
+        # The kernel may have no rules although flows with the assigned marks exist. In this case, the assignment in
+        # memory stays.
         self._marks = _parse_marks(listed) if _BASE.search(listed) else self._marks
         before |= {*self._marks.members.values()}
         marks = conntrack_marks.assign_marks(self._marks, servers)
@@ -130,8 +128,7 @@ class NftablesEngine:
         try:
             libnftables.run_commands(ruleset.rebuild_commands(present, table))
         except NftError:
-            # If another program has changed the table, nftables refuses the commands. Then the engine deletes the table
-            # and creates the table again, which loses the table's counters.
+            # nftables refuses a difference if another program has changed the table. A new table loses the counters.
             self._run(ruleset.DELETE_COMMANDS + ruleset.diff_commands(ruleset.EMPTY, table))
         self._record_table(table, marks, before, set())
 
@@ -181,8 +178,7 @@ class NftablesEngine:
         if ruleset.diff_commands(self._table, wanted):
             found.append("the forwarding rules belong to another configuration")
         if not self._is_unchanged():
-            # Another program has changed the table. So the engine forgets its record of the table, and its next change
-            # rebuilds all forwarding rules.
+            # Another program has changed the table, so the next change rebuilds it.
             self._table = None
             found.append("the forwarding rules were changed")
         if self._marks_to_end or self._unmarked_places:
@@ -214,9 +210,8 @@ class NftablesEngine:
             return False
         found = {mark: count for mark, count in self._count_flows().items() if mark}
         rest = LEAST_SHARE * (time.monotonic() - now)
-        # The engine decides in advance which members get the new flows until the next count. It assumes that flows
-        # begin at the same rate as before. `ahead` is the time until the next count, divided by the time since the
-        # last count.
+        # The next count is predicted from the rate since the last one. `ahead` is the time until the next count,
+        # divided by the time since the last one.
         ahead = max(PERIOD_SECONDS, rest) / max(now - self._loads_read_at, MIN_PERIOD_SECONDS)
         former, self._loads_due = self._loads, time.monotonic() + rest
         self._loads_read_at = self._counted_at = now
@@ -287,8 +282,8 @@ class NftablesEngine:
         if listed:
             self._run(ruleset.DELETE_COMMANDS)
         for one in (_parse_marks(listed), self._marks):
-            # The marks in the kernel's table and in the engine's memory may differ. The engine ends the flows of both,
-            # because a later call may give the same marks to another virtual server.
+            # The marks in the kernel and in memory may differ. The flows of both are ended, because another virtual
+            # server may get the same marks later.
             self._marks_to_end |= {*one.servers.values(), *one.members.values()}
         self._table, self._marks, self._listed, self._generation = None, conntrack_marks.NO_MARKS, "", None
         self._loads = NO_LOADS

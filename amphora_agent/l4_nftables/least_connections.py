@@ -41,8 +41,8 @@ def plan_turns(members: Sequence[tuple[int, int, int]], expected: int) -> list[i
         return []
     if 2 * expected > MAX_TURNS:
         return _proportional_turns(members, expected)
-    # The list of turns contains the members in the order in which they get new flows. Its length is MIN_TURNS times a
-    # power of two. So the length rarely changes if the expected number of flows changes a little.
+    # The list has the members in the order in which they get new flows. A length of MIN_TURNS times a power of two
+    # rarely changes.
     length = MIN_TURNS
     while length < 2 * expected:
         length *= 2

@@ -16,9 +16,8 @@ from math import gcd
 Weighted = Sequence[tuple[int, int]]
 """Members as numbers, which mean the same member on every machine, each with its weight (1 or more)."""
 
-# Sizes of the hash table; primes, so that each member reaches every slot in steps of a fixed length. With 15 slots for
-# each member, its share is exact to a few percent. More than 4,368 members exceed the largest size, so their shares are
-# less exact.
+# Sizes of the hash table: primes, so that steps of a fixed length reach every slot. With 15 slots for each member,
+# shares are exact to a few percent.
 _SIZES = (1021, 4093, 16381, 65521)
 _SLOTS_PER_MEMBER = 15
 _MAX_TURNS = 4096
@@ -37,8 +36,8 @@ def hash_table(members: Weighted) -> list[int]:
     slots = table_size(len(members))
     free = -1
     table = [free] * slots
-    # The order in which a member claims hash slots depends only on the member itself. So if another member is added or
-    # removed, only few slots change their member.
+    # The order in which a member claims slots depends on this member only. So a change of another member moves few
+    # slots.
     ordered = sorted(members)
     positions = [_mix(member) % slots for member, _ in ordered]
     skips = [_mix(member ^ _MASK) % (slots - 1) + 1 for member, _ in ordered]

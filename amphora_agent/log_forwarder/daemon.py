@@ -33,12 +33,11 @@ POLL_SECONDS = 5.0
 _ANSWER_SECONDS = 3.0
 _START_SECONDS = 15.0
 _RETRY_SECONDS = 0.05
-# Size in bytes of the kernel's receive buffer for log lines that wait for the log forwarder. If the buffer is full, the
-# kernel drops further lines and counts them.
+# Size in bytes of the buffer for lines that wait for the log forwarder. The kernel counts the lines that it drops.
 _INPUT_BYTES = 8 << 20
 _SO_RCVBUFFORCE = 33
-# Maximum number of messages that wait at a local datagram socket. The default 10 of a new network namespace would lose
-# lines of daemons that write several lines at once.
+# Maximum number of messages that wait at a local datagram socket. The kernel's default of 10 would lose lines of a
+# burst.
 _QUEUE_SYSCTL, _QUEUE_MESSAGES = Path("/proc/sys/net/unix/max_dgram_qlen"), 2048
 
 
@@ -59,10 +58,11 @@ class LogForwarding:
     def start(self, settings: LogSettings) -> None:
         self._wanted = settings
         if settings:
-            # A controller that reads no lines after a restart of the agent would count all former lines again.
+            # The status is read at once. Otherwise, a controller would count all former lines again after a restart of
+            # the agent.
             with suppress(AgentError, OSError, ValueError):
                 found = self._ask_once({"op": "status"}, None)
-                # A log forwarder of another version may count other lines. The agent replaces it.
+                # A log forwarder of another version is replaced, and its counters are not used.
                 self._status = found if found.get("version") == self._version else None
         threading.Thread(target=self._run, name="log-forwarding", daemon=True).start()
 
@@ -102,7 +102,7 @@ class LogForwarding:
                 self._error = str(error)
             else:
                 self._error = ""
-            # Without targets there is nothing to poll after the stop.
+            # Without targets, a stopped log forwarder needs no poll.
             self._wakeup.wait(POLL_SECONDS if self._wanted or self._error else None)
             self._wakeup.clear()
 
@@ -155,8 +155,8 @@ class LogForwarding:
         try:
             self._services.start(SERVICE, argv, inner=False)
         except ServiceError:
-            # If Python's path has changed, the log forwarder gets other arguments. The service manager refuses other
-            # arguments for a running process, so the agent first stops the process.
+            # A changed search path of Python changes the arguments, which the service manager refuses for a running
+            # process.
             self._services.stop(SERVICE)
             self._services.start(SERVICE, argv, inner=False)
 
@@ -169,8 +169,7 @@ class LogForwarding:
             except (FileNotFoundError, ConnectionError) as error:
                 if time.monotonic() > deadline:
                     raise ServiceError("configure the log forwarder", f"it does not answer: {error}") from error
-                # The agent polls the log forwarder, because the log forwarder sends no notification when its socket
-                # exists.
+                # The log forwarder sends no notification when its socket exists.
                 time.sleep(_RETRY_SECONDS)
 
     def _ask_once(self, request: dict[str, Any], sent: socket.socket | None) -> dict[str, Any]:

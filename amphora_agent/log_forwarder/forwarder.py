@@ -22,8 +22,7 @@ from amphora_agent.log_forwarder.records import LONGEST_LINE, Record, Renderer, 
 from amphora_agent.log_forwarder.target import Target
 from amphora_agent.log_settings import NO_LOGS, LogSettings, LogTarget
 
-# The log forwarder reads at most this number of datagrams at a time. It takes the locks of the queues only once for all
-# of these datagrams.
+# Maximum number of datagrams that are read at a time, for one acquisition of the queues' locks.
 _BATCH = 256
 _REQUEST_SECONDS = 2.0
 _REQUEST_BYTES = 1 << 18
@@ -46,7 +45,7 @@ class Forwarder:
         self._admin: dict[LogTarget, Target] = {}
         self._tenant: dict[LogTarget, Target] = {}
         self._received = self._lost_before = 0
-        # Lines of targets that are not in use any more. So the sums over all targets never decrease.
+        # Lines of targets that are not in use any more, so that the sums never decrease.
         self._former = {"sent": 0, "lost": 0}
         self._input: socket.socket | None = None
         self._selector = selectors.DefaultSelector()
@@ -75,7 +74,6 @@ class Forwarder:
                 opened.close()
         self._selector.close()
 
-    # -- lines ---------------------------------------------------------------------------------------------------------
 
     def _read_input(self) -> None:
         now, received = time.time(), _receive(self._input)
@@ -97,15 +95,13 @@ class Forwarder:
             receiving: list[Target] = []
             for one in targets.values():
                 if one.is_json is is_json:
-                    # A target with a full queue would drop the rendered lines. So the forwarder does not render lines
-                    # for such a target, which saves processor time.
+                    # A target with a full queue drops its lines, so rendering them would waste processor time.
                     one.queue.drop(len(records)) if one.queue.is_full else receiving.append(one)
             if receiving:
                 lines = [render(one) for one in records]
                 for target in receiving:
                     target.queue.put(lines)
 
-    # -- control -------------------------------------------------------------------------------------------------------
 
     def _answer(self) -> None:
         """Answer one request of the agent. It is short, so the loop waits for it."""

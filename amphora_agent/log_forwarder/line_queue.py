@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 
-# Number of bytes that a line needs in the queue in addition to its text, for the Python object and its place.
+# Bytes of memory for a line beside its text.
 _OVERHEAD = 64
 
 

@@ -17,24 +17,22 @@ from amphora_agent.services.output_lines import CHECKER, HAPROXY, is_admin
 
 LONGEST_LINE = 8192
 """Maximum length of a received line in bytes."""
-# HAProxy and the L4 daemon send lines to the same port, but with different syslog facilities (RFC 5424, 6.2.1). The
-# keys are the facilities.
+# Syslog facilities (RFC 5424, 6.2.1) of HAProxy and of the L4 daemon, which send to the same port.
 _SENDERS = {16: HAPROXY, 17: CHECKER}
 FLOW_FACILITY, ADMIN_FACILITY = 16, 17
 _INFO, _LOWEST = 6, 7
 _PRIORITY = re.compile(rb"<(\d{1,3})>")
-# The pattern matches lines of daemons. journald forwards "<30>Nov 24 13:40:00 name[12]: text" (systemd,
-# syslog_forward_message). The supervisor omits the time and the process id.
+# A line of a daemon as journald forwards it: "<30>Nov 24 13:40:00 name[12]: text". The supervisor omits the time and
+# the process id.
 _ADMIN = re.compile(
     r"(?:[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d )?(?P<name>[^\s\[\]:]{1,64})(?:\[(?P<process>\d{1,10})\])?:"
     r" ?(?P<text>.*)",
     re.DOTALL,
 )
-# Python's logging and HAProxy write one of these words at the beginning of a line. The values are the syslog
-# severities.
+# First words of lines of Python's logging and of HAProxy, with their syslog severities.
 _LEVELS = {"DEBUG": 7, "INFO": 6, "WARNING": 4, "ERROR": 3, "CRITICAL": 2, "[NOTICE]": 5, "[WARNING]": 4, "[ALERT]": 1}
 _ID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
-# In a value of structured data, these characters need a backslash (RFC 5424, 6.3.3).
+# Characters that need a backslash in a value of structured data (RFC 5424, 6.3.3).
 _PARAMETER, _BACKSLASH = re.compile(r'(["\\\]])'), r"\\\1"
 _NOT_PRINTABLE = re.compile(r"[^!-~]")
 _SEVERITIES = ("emerg", "alert", "crit", "err", "warning", "notice", "info", "debug")
@@ -119,8 +117,8 @@ class Renderer:
         self._source = source
         self._host = _NOT_PRINTABLE.sub("_", source.hostname)[:255] or "-"
         ids = {"id": source.amphora_id, "project": source.project_id, "loadbalancer": source.load_balancer_id}
-        # An identifier of structured data contains an enterprise number. This project has no number of its own, so it
-        # uses 32473, the number for examples (RFC 5612).
+        # Structured data need an enterprise number. This project has none and uses 32473, the number for examples (RFC
+        # 5612).
         self._data = "[amphora@32473" + "".join(
             f' {name}="{_PARAMETER.sub(_BACKSLASH, value)}"' for name, value in ids.items() if value
         )

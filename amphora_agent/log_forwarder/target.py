@@ -29,7 +29,7 @@ class Target:
         self.endpoint = parse_endpoint(target.url)
         self.queue = LineQueue(queue_bytes)
         self._sent = self._refused = 0
-        # Lines that the thread has taken from the queue, and whose result is open.
+        # Number of lines that are taken from the queue and not yet sent or lost.
         self._sending = 0
         self._error = ""
         self._stopping = threading.Event()

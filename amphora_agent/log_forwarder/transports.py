@@ -26,18 +26,15 @@ if TYPE_CHECKING:
     import ssl
 
 CONNECT_SECONDS = 5.0
-# If a log target acknowledges or reads no data for this number of seconds, the forwarder closes the connection
-# (tcp(7)).
+# Seconds without an acknowledgement after which the connection to a target is closed (tcp(7)).
 SILENCE_SECONDS = 30.0
 ANSWER_SECONDS = 15.0
 _CHECK_SECONDS = 0.5
 _SIOCOUTQ = 0x5411
-# Size of the send buffer in bytes. After the loss of a connection, the forwarder does not know whether the target got
-# the lines in this buffer. So the buffer is small.
+# Size of the send buffer in bytes. Lines in it are uncertain after the loss of a connection, so it is small.
 _SEND_BUFFER = 256 << 10
 _MOST_ANSWER = 64 << 10
-# With these HTTP statuses, the log target refuses the lines permanently (RFC 9110, 15.5). So the forwarder drops these
-# lines.
+# HTTP statuses with which a target refuses lines for ever (RFC 9110, 15.5).
 _REFUSED = (400, 413, 422)
 
 
@@ -84,7 +81,7 @@ class Datagrams:
             for line in lines:
                 self._send(self._socket, line)
         except OSError:
-            # A new socket gets the present address of the amphora.
+            # A new socket uses the present address of the amphora.
             self.close()
             raise
 
@@ -92,8 +89,8 @@ class Datagrams:
         try:
             opened.send(line)
         except ConnectionRefusedError:
-            # This error belongs to an earlier datagram, which the target's host refused. The kernel has not sent the
-            # present datagram, so the forwarder sends it again.
+            # The error belongs to an earlier datagram, which the target's host refused. The kernel has not sent this
+            # datagram.
             self.lost += 1
             opened.send(line)
 
@@ -112,8 +109,8 @@ class Stream:
         self._stopping = stopping
         self._socket: socket.socket | None = None
         self._sent_bytes = 0
-        # Batches of lines that the target may not have received yet. Each pair has the position of the batch's end in
-        # the stream, and the number of lines.
+        # Batches of lines that the target may not have: the position of the batch's end in the stream, and the number
+        # of lines.
         self._unacknowledged: deque[tuple[int, int]] = deque()
         self.uncertain = self.lost = 0
 
@@ -159,8 +156,8 @@ class Stream:
             try:
                 sent = opened.send(left)
             except TimeoutError as error:
-                # A time-out of Python's socket has no error number, and the forwarder then tries again. With the
-                # kernel's error ETIMEDOUT, the connection has ended.
+                # The kernel's error ETIMEDOUT ends the connection. A time-out of Python's socket has no error number
+                # and is no end.
                 if error.errno is not None:
                     raise
                 continue
@@ -168,8 +165,8 @@ class Stream:
         self._sent_bytes += len(data)
 
     def _forget_acknowledged(self, opened: socket.socket) -> None:
-        # With TLS, the number of unacknowledged bytes also contains the overhead of TLS records. So the forwarder may
-        # count too few lines as acknowledged, but never too many.
+        # The number of waiting bytes includes the overhead of TLS. So too few lines may count as acknowledged, but
+        # never too many.
         waiting = struct.unpack("i", fcntl.ioctl(opened.fileno(), _SIOCOUTQ, b"\0" * 4))[0]
         while self._unacknowledged and self._unacknowledged[0][0] <= self._sent_bytes - waiting:
             self._unacknowledged.popleft()
@@ -196,8 +193,8 @@ def _is_closed(opened: socket.socket) -> bool:
     except BlockingIOError:
         return False
     except OSError as error:
-        # The received TLS record had no data, so the connection is open. The type is compared by name, because the
-        # import of the module ssl would need memory.
+        # A TLS record without data means an open connection. The error is compared by name, because the module ssl
+        # would need memory.
         return type(error).__name__ != "SSLWantReadError"
     finally:
         opened.settimeout(timeout)
@@ -223,7 +220,7 @@ class Requests:
         import http.client  # noqa: PLC0415 (saves memory without such a target)
 
         if self._connection is not None and self._connection.sock is not None and _is_closed(self._connection.sock):
-            # A server closes a connection that was idle for some time. So the forwarder opens a new connection.
+            # A server closes a connection that was idle for some time.
             self.close()
         try:
             if self._connection is None:

@@ -17,8 +17,7 @@ from amphora_agent.bundle import VrrpInstance
 from amphora_agent.network.connection_tunnel import Connection, list_connections
 from amphora_agent.network.pyroute2_lazy import IPRoute, NetlinkError
 
-# Numbers of the netlink request that resets a connection, as the headers linux/netlink.h, linux/sock_diag.h and
-# linux/inet_diag.h define them.
+# The netlink request that resets a connection (linux/netlink.h, linux/sock_diag.h, linux/inet_diag.h).
 _SOCK_DIAG, _SOCK_DESTROY, _REQUEST, _ACKNOWLEDGE = 4, 21, 1, 4
 _HEADER, _FAMILY, _PORTS = struct.Struct("=IHHII"), struct.Struct("=BBBBI"), struct.Struct("!HH")
 _ALL_STATES, _ADDRESS_BYTES, _NO_COOKIE = 0xFFFFFFFF, 16, b"\xff" * 8
@@ -37,9 +36,8 @@ def reset_connections(instance: VrrpInstance) -> int:
     if not connections:
         return 0
     with IPRoute() as route:
-        # The kernel can send a reset from a VIP only while the amphora has the VIP. So the agent adds the VIPs to the
-        # loopback interface. The kernel answers no ARP request or neighbour solicitation for addresses of the loopback
-        # interface, so the addresses cause no conflict.
+        # The kernel sends a reset from a VIP only while the amphora has the VIP. On the loopback interface, the VIPs
+        # cause no conflict, because the kernel answers no ARP request for them.
         index = route.link_lookup(ifname="lo")[0]
         wanted = [{"index": index, "address": str(vip.ip), "prefixlen": vip.max_prefixlen} for vip in instance.vips]
         try:
@@ -51,8 +49,7 @@ def reset_connections(instance: VrrpInstance) -> int:
         finally:
             for address in wanted:
                 with suppress(NetlinkError):
-                    # The kernel may have refused to add a VIP, so the removal of this VIP fails. The agent ignores the
-                    # error.
+                    # A VIP that the kernel refused to add cannot be removed.
                     route.addr("del", **address)
     return len(connections)
 
@@ -62,8 +59,7 @@ def _destroy(connections: list[Connection]) -> None:
         kernel.settimeout(_ANSWER_SECONDS)
         for connection in connections:
             kernel.send(_destroy_request(connection))
-            # The kernel answers each request to reset a connection. The agent ignores an error, because the connection
-            # may already have ended.
+            # An error is ignored, because the connection may have ended already.
             kernel.recv(_ANSWER_BYTES)
 
 
@@ -75,7 +71,7 @@ def _destroy_request(connection: Connection) -> bytes:
         + _PORTS.pack(connection.port, connection.client_port)
         + connection.vip.packed.ljust(_ADDRESS_BYTES, b"\0")
         + connection.client.packed.ljust(_ADDRESS_BYTES, b"\0")
-        # In a request to reset a connection, an interface index of four zero bytes means any network interface.
+        # Four zero bytes mean any network interface.
         + bytes(4)
         + _NO_COOKIE
     )

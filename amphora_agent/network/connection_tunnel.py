@@ -33,15 +33,14 @@ from amphora_agent.services.template_files import load_template
 
 NAME = "handover0"
 PORT = 4789
-# Both ends of the hand-over tunnel have this locally administered MAC address. So neither end has to learn the MAC
-# address of the other end.
+# Locally administered MAC address of both ends of the hand-over tunnel, so that no end has to learn the other one's.
 _MAC = "0a:00:00:00:00:01"
-# When the new holder of the VIPs redirects a packet through the hand-over tunnel, the new holder sets the packet's
-# source MAC address to this value. The former holder then sends the answer through the tunnel too (tunnel_answers).
+# Source MAC address of packets that the new VIP holder redirects through the tunnel. The former holder sends their
+# answers through the tunnel, too (tunnel_answers).
 RETURNS = "0a:00:00:00:00:02"
 _TABLE = "amphora_handover"
-# The hand-over table has one limit for established connections, and another limit for connections with only a SYN. So a
-# flood of SYNs with forged sources cannot displace established connections.
+# Limits of established connections and of those with a SYN only. A flood of SYNs cannot displace established
+# connections.
 MOST_CONNECTIONS = 1_000_000
 _MOST_BEGUN, _BEGUN_SECONDS = 262_144, 10
 _NODAD, _TENTATIVE = 0x02, 0x40
@@ -50,8 +49,7 @@ _FOREVER = 0xFFFFFFFF
 _ESTABLISHED, _SYN_RECEIVED, _FIN_WAIT_1, _FIN_WAIT_2, _CLOSE_WAIT, _LAST_ACK, _CLOSING = 1, 3, 4, 5, 8, 9, 11
 _LIVING = {_ESTABLISHED, _SYN_RECEIVED, _FIN_WAIT_1, _FIN_WAIT_2, _CLOSE_WAIT, _LAST_ACK, _CLOSING}
 WORDS = {4: ("ip", "ipv4_addr"), 6: ("ip6", "ipv6_addr")}
-# A router sends one of these ICMP messages if a packet is too large. Path MTU discovery depends on the messages (RFC
-# 1191; RFC 4443, section 3.2).
+# ICMP messages of a router about packets that are too large, for path MTU discovery (RFC 1191; RFC 4443, section 3.2).
 _TOO_LARGE = {4: "icmp type destination-unreachable icmp code 4", 6: "icmpv6 type packet-too-big"}
 
 
@@ -80,8 +78,7 @@ def _sockets(version: int, vips: Collection[Host]) -> Iterator[Connection]:
         for line in lines:
             _, local, remote, word, *_, inode = line.split(None, 10)[:10]
             state = int(word, 16)
-            # A connection in the state FIN_WAIT_2 without a process has no more data for the client, so it counts as
-            # ended. The kernel only waits for the client's FIN, which may have been lost when the VIPs moved.
+            # A connection in FIN_WAIT_2 without a process has no more data for the client, so it counts as ended.
             if state in _LIVING and not (state == _FIN_WAIT_2 and inode == "0"):
                 vip, port = _endpoint(local)
                 if vip in vips:
@@ -105,8 +102,8 @@ def create_tunnel(instance: VrrpInstance) -> None:
     with IPRoute() as route:
         found = route.link_lookup(ifname=NAME)
         if found and _peer(route, found[0]) != remote:
-            # The redirect rules contain the interface index of the old hand-over tunnel, and a new tunnel has another
-            # index. So the agent removes the rules before it replaces the tunnel.
+            # The redirect rules contain the interface index of the old tunnel, so they are removed before the tunnel is
+            # replaced.
             stop_redirect()
             route.link("del", index=found[0])
             found = ()
@@ -123,8 +120,7 @@ def add_vips(instance: VrrpInstance) -> None:
             more = {"flags": _NODAD, "preferred_lft": 0, "valid_lft": _FOREVER} if vip.version == 6 else {}
             route.addr("replace", index=index, address=str(vip.ip), prefixlen=vip.max_prefixlen, **more)
         deadline = time.monotonic() + _READY_SECONDS
-        # Even without duplicate address detection, a new IPv6 address is tentative for a moment, and the kernel does
-        # not use it. So the agent waits.
+        # A new IPv6 address is tentative and unusable for a moment, even without duplicate address detection.
         while any(message["flags"] & _TENTATIVE for message in route.get_addr(family=socket.AF_INET6, index=index)):
             if time.monotonic() > deadline:
                 raise NetlinkError(errno.ETIMEDOUT, "an IPv6 address is not ready")

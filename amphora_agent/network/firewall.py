@@ -38,8 +38,8 @@ FORWARDED = 0x616D
 """Mark of forwarded packets that may pass (`l4_nftables.ruleset`)."""
 Ranges = tuple[tuple[int, int], ...]
 _TCP = "tcp"
-# The name of an nftables set contains a digest of its elements with this number of bytes. Two sets may have the same
-# digest, because `nft_apply` also compares the elements of sets with the same name.
+# Bytes of the digest in the name of an nftables set. Equal digests of different sets are harmless, because `nft_apply`
+# compares the elements, too.
 _DIGEST_BYTES = 4
 _BITS = {4: 32, 6: 128}
 _WORDS = {4: "ip", 6: "ip6"}
@@ -48,11 +48,9 @@ _NFPROTO = {4: 2, 6: 10}
 _REFUSE = "counter reject with tcp reset"
 # TCP flags and masks in the notation of nft: a client's SYN, and a server's SYN-ACK.
 _SYN, _SYN_ACK = "0x2 / 0x2,0x10", "0x2,0x10 / 0x2,0x10"
-# The hand-over tunnel adds headers of IPv6, UDP, VXLAN (RFC 7348, section 5) and Ethernet to each packet. So a TCP
-# segment in the tunnel must be smaller by this number of bytes.
+# Bytes that the hand-over tunnel adds to a packet: headers of IPv6, UDP, VXLAN (RFC 7348, section 5) and Ethernet.
 _TUNNEL_BYTES = 40 + 8 + 8 + 14
-# TCP's maximum segment size does not include the headers of IP and TCP. The two headers together have these sizes (RFC
-# 9293, section 3.7.1).
+# Bytes of the headers of IP and TCP, which TCP's maximum segment size does not include (RFC 9293, section 3.7.1).
 _HEADER_BYTES = {4: 20 + 20, 6: 40 + 20}
 
 

@@ -15,11 +15,11 @@ import struct
 _NONCE_BYTES = 16
 _LARGEST = 256
 _BUFFER_BYTES = 1 << 20
-# Each ICMP message begins with a type, a code and a checksum.
+# Type, code and checksum of an ICMP message.
 _HEAD = struct.Struct("!BBH")
-# In an ICMP echo request, an identifier and a sequence number follow the type, the code and the checksum.
+# Identifier and sequence number of an echo request.
 _NUMBERS = struct.Struct("!HH")
-# Python's socket module does not name these constants of the Linux headers, so this module defines the numbers.
+# Constants of the Linux headers that Python's socket module does not have.
 _SO_RCVBUFFORCE = 33
 _SOL_RAW, _ICMP_FILTER, _ICMP6_FILTER = 255, 1, 1
 
@@ -33,7 +33,7 @@ def _all_but(answer: int, words: int) -> bytes:
 
 _PROTOCOLS = {socket.AF_INET: socket.IPPROTO_ICMP, socket.AF_INET6: socket.IPPROTO_ICMPV6}
 _REQUEST_TYPES = {socket.AF_INET: 8, socket.AF_INET6: 128}
-# An ICMP or ICMPv6 echo reply begins with these two bytes, the type and the code.
+# First two bytes of an echo reply in ICMP and ICMPv6: the type and the code.
 _REPLIES = {socket.AF_INET: bytes((0, 0)), socket.AF_INET6: bytes((129, 0))}
 _FILTERS = {
     socket.AF_INET: (_SOL_RAW, _ICMP_FILTER, _all_but(0, 1)),
@@ -68,12 +68,11 @@ class Pinger:
         opened, request = self.sockets.get(family), _REQUEST_TYPES[family]
         if opened is None:
             raise OSError(errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT))
-        # If the address is a host name, sendto() would look up the name. inet_pton() raises an error first, because
-        # inet_pton() accepts only addresses.
+        # sendto() would look up a host name. inet_pton() accepts addresses only and raises an error first.
         packed = socket.inet_pton(family, address)
         self._sequence = (self._sequence + 1) & 0xFFFF
         key = _NUMBERS.pack(self._identifier, self._sequence) + os.urandom(_NONCE_BYTES)
-        # The kernel computes the checksum of an ICMPv6 message, so only an ICMP message for IPv4 gets a checksum here.
+        # The kernel computes the checksum of an ICMPv6 message.
         checksum = _checksum(_HEAD.pack(request, 0, 0) + key) if family == socket.AF_INET else 0
         opened.sendto(_HEAD.pack(request, 0, checksum) + key, (address, 0))
         self._pending[key] = (packed, requester)
@@ -116,7 +115,7 @@ def open_raw_socket(family: socket.AddressFamily, protocol: int) -> socket.socke
     try:
         opened.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _BUFFER_BYTES)
     except PermissionError:
-        # Without CAP_NET_ADMIN, the kernel limits the receive buffer of the socket to net.core.rmem_max.
+        # Without CAP_NET_ADMIN, the kernel limits the receive buffer to net.core.rmem_max.
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
     return opened
 

@@ -13,8 +13,7 @@ from amphora_agent.network.links import Link
 from amphora_agent.network.namespace import Namespace
 from amphora_agent.network.pyroute2_lazy import IPRoute
 
-# A finding of the drift check is a pair: a category of the heartbeat format, and a sentence that describes the
-# difference.
+# A category of the heartbeat format, and a sentence that describes the difference.
 Finding = tuple[str, str]
 
 
@@ -60,8 +59,7 @@ def _routing(state: NamespaceState) -> Iterator[Finding]:
     yield from (("route", f"{one.destination} of table {one.table} is not wanted") for one in changes.delete)
     present, needed = policy_routing.read_rules(state.route), state.wanted_rules()
     yield from (("rule", f"from {_source(one)} is missing") for one in sorted(needed - present, key=str))
-    # Routing rules of a missing interface do no harm, and the interface needs them again after its return. So the drift
-    # check ignores these rules.
+    # Routing rules of a missing interface are harmless, and the interface needs them when it returns.
     every = policy_routing.wanted_rules(state.wanted.interfaces, forwards=state.wanted.forwards)
     yield from (("rule", f"from {_source(one)} is not wanted") for one in sorted(present - needed - every, key=str))
 

@@ -134,8 +134,8 @@ class NamespaceState:
             (self.links[one.mac].index, address) for one in self.interfaces for address in (*one.addresses, *one.vips)
         }
         for index, address in present - known:
-            # Under VRRP, only keepalived adds and removes the VIPs (addresses with the prefix length /32 or /128). If
-            # the agent removed a former VIP before keepalived reads its new file, keepalived would release all VIPs.
+            # Under VRRP, only keepalived adds and removes the VIPs (/32 or /128). If another program removed one,
+            # keepalived would release all VIPs.
             is_ours = self.wanted.has_vips or address.network.prefixlen != address.max_prefixlen
             if is_ours and index not in self._unwanted_indexes:
                 yield index, address
@@ -194,8 +194,8 @@ def _add_addresses(
         if address.version == 6:
             more["flags"] = _NODAD
             if address in interface.vips:
-                # A deprecated IPv6 address (RFC 4862, section 5.5.4) accepts connections, but the kernel does not
-                # choose it as the source of the amphora's own connections.
+                # A deprecated IPv6 address (RFC 4862, section 5.5.4) accepts connections, but is no source of the
+                # amphora's own ones.
                 more.update(preferred_lft=0, valid_lft=_FOREVER)
         state.route.addr("replace", index=index, address=str(address.ip), prefixlen=address.network.prefixlen, **more)
     return missing
@@ -206,8 +206,7 @@ def _remove_addresses(route: Any, addresses: Iterable[tuple[int, Address]]) -> N
         try:
             route.addr("del", index=index, address=str(address.ip), prefixlen=address.network.prefixlen)
         except NetlinkError as error:
-            # The kernel removes secondary addresses together with their primary address. So the agent ignores the error
-            # that an address does not exist.
+            # The kernel removes secondary addresses together with their primary address.
             if error.code != errno.EADDRNOTAVAIL:
                 raise
 
@@ -288,8 +287,7 @@ def _names(route: Any) -> dict[int, str]:
 
 
 def _describe_neighbours() -> list[dict[str, Any]]:
-    # The names are the neighbour states of linux/neighbour.h. The agent omits entries in the state NOARP (0x40), which
-    # the kernel never resolves.
+    # Neighbour states of linux/neighbour.h, without NOARP (0x40), which the kernel never resolves.
     states = {0x01: "incomplete", 0x02: "reachable", 0x04: "stale", 0x08: "delay", 0x10: "probe", 0x20: "failed"}
     with IPRoute() as route:
         names = _names(route)

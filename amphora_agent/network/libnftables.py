@@ -19,11 +19,9 @@ REMEDY = "Use a kernel with nf_tables, and install libnftables1 or nftables."
 _LIBRARY = "libnftables.so.1"
 _TIMEOUT_SECONDS = 30
 _FD_SETSIZE = 1024
-# With these flags of nftables/libnftables.h, libnftables lists tables without counters, and with numbers in place of
-# names.
+# Flags of nftables/libnftables.h: list tables without counters, and with numbers in place of names.
 STATELESS, _NUMERIC = 1 << 2, 0b1111 << 7
-# Numbers of the netlink requests for an nftables table and for the generation of the ruleset, as the header
-# linux/netfilter/nf_tables.h defines them.
+# Netlink requests for a table and for the generation of the ruleset (linux/netfilter/nf_tables.h).
 _GET_TABLE, _TABLE_NAME = 10 << 8 | 1, 1
 _GET_GENERATION, _GENERATION_ANSWER, _GENERATION_ID = 10 << 8 | 16, 10 << 8 | 15, 1
 _FAMILIES = {"unspec": 0, "inet": 1, "netdev": 5}
@@ -38,8 +36,7 @@ def run_commands(commands: str, flags: int = 0) -> str:
     library = _library() if _is_low() else None
     status, output, message = _by_command(commands, flags) if library is None else _by_library(library, commands, flags)
     if status != 0:
-        # The first line of an error message of nftables is the reason. The agent omits the next lines, which repeat the
-        # command.
+        # The first line of nftables' message is the reason, and the next lines repeat the command.
         lines = message.splitlines() or [f"status {status}"]
         raise NftError(f"nftables refused: {lines[0]}")
     return output

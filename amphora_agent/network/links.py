@@ -15,7 +15,7 @@ from amphora_agent.network.namespace import Namespace
 from amphora_agent.network.pyroute2_lazy import IPRoute, NetlinkError
 
 _UP = 1
-# The agent never moves the loopback interface or the hand-over tunnel (`connection_tunnel.NAME`) to another namespace.
+# Interfaces that stay in their namespace: the loopback interface and the hand-over tunnel (`connection_tunnel.NAME`).
 _OWN = ("lo", "handover0")
 
 

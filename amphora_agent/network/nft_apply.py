@@ -20,12 +20,12 @@ from amphora_agent.network.libnftables import REMEDY, STATELESS, NftError
 
 _log = logging.getLogger(__name__)
 _MISSING = f"table {FAMILY} {TABLE}\ndelete table {FAMILY} {TABLE}\n"
-# These patterns find the sets, the chains and the kinds of objects in nft's listing of a table.
+# Sets, chains and kinds of objects in nft's listing of a table.
 _SETS = re.compile(r"^\tset (?P<name>\S+) \{\n.*?^\t\}\n\n?", re.MULTILINE | re.DOTALL)
 _CHAINS = re.compile(r"^\tchain (\S+) \{", re.MULTILINE)
 _OBJECTS = re.compile(r"^\t(\w+) ", re.MULTILINE)
-# This pattern matches TCP flags with a mask as nft 1.1.3 (Debian 13) lists them. Before the agent compares tables, it
-# rewrites the flags to the form of nft 1.0.6.
+# TCP flags with a mask as nft 1.1.3 (Debian 13) lists them. They are rewritten to the form of nft 1.0.6 before a
+# comparison.
 _FLAGS = re.compile(r"tcp flags & \(([0-9a-fx| ]+)\) == (0x[0-9a-f]+(?: \| 0x[0-9a-f]+)*)")
 
 
@@ -56,8 +56,7 @@ def plan_transactions(held: str, wanted: str) -> list[str]:
     foreign = set(_OBJECTS.findall(held)) - {"set", "chain"}
     changed = any(name in after and after[name].split() != block.split() for name, block in before.items())
     if not wanted or foreign or changed:
-        # If the wanted table is empty, or if another program has changed the present table, one transaction replaces
-        # the whole table.
+        # The whole table is replaced if the wanted one is empty, or if another program has changed the present one.
         return [_MISSING + wanted]
     new_sets = "".join(block for name, block in after.items() if name not in before)
     rules = [f"delete chain {FAMILY} {TABLE} {name}\n" for name in _CHAINS.findall(held)]

@@ -28,8 +28,8 @@ from amphora_agent.network.interfaces import NO_NETWORK, AddedVip, WantedNetwork
 from amphora_agent.network.namespace import Namespace
 
 _log = logging.getLogger(__name__)
-# The agent reads and changes the network in at most this number of passes. A first pass can leave differences, because
-# the kernel may remove more than requested, or announce changes late.
+# Maximum number of passes over the network. The kernel may remove more than requested or announce changes late, so a
+# pass may leave differences.
 _MAX_PASSES = 4
 _POLL_SECONDS = 0.01
 
@@ -41,13 +41,12 @@ class Plumbing:
         self._inner = inner
         self._interface_watch = netlink_watch.watch_interfaces(inner)
         self._nftables_watch = netlink_watch.watch_nftables(inner)
-        # `_network` and the next attribute have the network and the firewall restrictions that the agent last applied.
-        # The value None means that the kernel may have another state now.
+        # The network and the restrictions that were applied last; None if the kernel may have another state.
         self._network: WantedNetwork | None = None
         self._restrictions: Restrictions | None = None
         self._is_changing = False
-        # The keys are new VIPs that `commit` announces to the network after HAProxy has begun to listen. The dictionary
-        # keeps the order of the VIPs, and its values have no meaning.
+        # New VIPs in their order, which `commit` announces after HAProxy has begun to listen. The values have no
+        # meaning.
         self._unannounced: dict[AddedVip, None] = {}
 
     def matches(self, bundle: Bundle) -> bool:
@@ -105,11 +104,10 @@ class Plumbing:
         if self._network != wanted:
             self._network = None
             done = interfaces.converge(self._inner, wanted, may_lack=may_lack, removes=False)
-            # After its start, the agent announces all its VIPs, because a crashed agent may have added VIPs without an
-            # announcement.
+            # A crashed agent may have added VIPs without an announcement, so all VIPs are announced after a start.
             self._unannounced |= dict.fromkeys(done.added_vips if served is not None else interfaces.own_vips(wanted))
         if restricted.forwards:
-            # The kernel already has the rules that restrict forwarding. So the agent may enable forwarding now.
+            # Forwarding is enabled only after the kernel has the rules that restrict it.
             self._inner.run(sysctls.set_forwarding, wanted=True)
 
     def commit(self, bundle: Bundle, *, may_lack: bool = False, ending: Callable[[], None] | None = None) -> None:

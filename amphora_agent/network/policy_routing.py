@@ -26,16 +26,14 @@ FORWARDED = 0x616D
 FIRST_TABLE = 1
 """Table of the first interface with VIPs. There is only one; a second one would have the next table."""
 _PRIORITY = 100
-# If a route is added without a metric, the kernel uses these metrics for IPv4 and IPv6 (include/net/ip6_route.h).
+# The kernel's metrics of a route without one, for IPv4 and IPv6 (include/net/ip6_route.h).
 _METRICS = {4: 0, 6: 1024}
 _FAMILIES = {4: socket.AF_INET, 6: socket.AF_INET6}
 _EVERYTHING = {socket.AF_INET: "0.0.0.0/0", socket.AF_INET6: "::/0"}
-# Numbers of the route protocols, the route type, the route flag and the route scope, as the header linux/rtnetlink.h
-# defines them.
+# Route protocols, type, flag and scope (linux/rtnetlink.h).
 _PROTOCOL_KERNEL, _PROTOCOL_STATIC, _PROTOCOL_ROUTER_ADVERTISEMENT = 2, 4, 9
 _UNICAST, _CLONED, _SCOPE_LINK = 1, 0x200, 253
-# The kernel creates these routing rules in each network namespace. The pairs are the priorities and the tables (local,
-# main and default) of the rules.
+# Priorities and tables (local, main, default) of the rules that each network namespace has from the kernel.
 _KERNEL_RULES = {(0, 255), (32766, MAIN), (32767, 253)}
 _LEADS_TO_A_TABLE = 1
 _MARK = "FRA_FWMARK"

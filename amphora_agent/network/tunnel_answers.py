@@ -63,8 +63,8 @@ def answer_rules(instance: VrrpInstance) -> str:
         leaving.append(f'  {word} saddr {{ {vips} }} {reverse} {answered} fwd to "{NAME}"\n')
     chains = (
         ("tunnelled", "ingress", NAME, 0, tunnelled),
-        # If the VIPs move back to this amphora, it redirects packets to its partner by a rule with priority 0. The
-        # chain "direct" must see these packets before the redirect, so it has priority -1.
+        # A rule with priority 0 redirects packets to the partner if the VIPs move back. The chain "direct" must see
+        # these packets before that rule.
         ("direct", "ingress", device, -1, direct),
         ("leaving", "egress", device, 0, leaving),
     )

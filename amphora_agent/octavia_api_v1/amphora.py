@@ -32,8 +32,7 @@ from amphora_agent.octavia_api_v1.uploads import Uploads
 from amphora_agent.paths import Paths
 
 _log = logging.getLogger(__name__)
-# Octavia's API defines the following two error messages word for word. Octavia's worker repeats its request after "No
-# suitable network interface found".
+# Error messages that Octavia's API defines word for word. Octavia's worker repeats its request after the first one.
 NO_INTERFACE = "No suitable network interface found"
 NO_LOAD_BALANCER = "Loadbalancer Not Found"
 
@@ -96,8 +95,8 @@ class OctaviaAmphora:
 
     def set_rules(self, document: Any) -> None:
         with self.changing():
-            # For a new amphora, Octavia's worker sends an empty list of firewall rules, which the agent applies. If the
-            # amphora already has rules, the agent ignores an empty list and keeps the rules.
+            # An empty list for an amphora without rules is the first one and is applied. Later, an empty list leaves
+            # the rules unchanged.
             read = firewall_rules.read(document)
             if read or self._state.rules is None:
                 self._apply(replace(self._state, rules=read))
@@ -147,7 +146,7 @@ class OctaviaAmphora:
             raise RequestRefused(NO_LOAD_BALANCER, "no configuration was uploaded", 404)
         found = text_of.translate(state.uploaded, owner)
         if not found.ports:
-            # If no listener is enabled, the agent stops HAProxy, because HAProxy cannot run without a listener.
+            # HAProxy cannot run without an enabled listener.
             return self._bare(state)
         wanted = replace(
             state.wanted,
@@ -222,8 +221,7 @@ class OctaviaAmphora:
         generation = 1 if last is None else last.generation + 1
         made = state_of.bundle(state, generation, pair=self._settings().pair)
         try:
-            # The agent parses each bundle before storing the bundle, because a restarted agent must be able to read the
-            # bundle.
+            # A restarted agent must be able to parse each stored bundle.
             parse_stored(made.to_document())
         except (ValueError, KeyError, TypeError) as error:
             raise RequestRefused("Invalid request", str(error)) from error
@@ -231,8 +229,7 @@ class OctaviaAmphora:
 
     def _apply(self, state: State) -> ApplyResult:
         if self._applier.lost is not None and any(file.content is None for file in state.wanted.files):
-            # A reboot deletes the TLS files that Octavia's worker has uploaded. The agent serves no listener until
-            # Octavia's worker uploads the files again.
+            # A reboot deletes the TLS files. No listener is served until Octavia's worker uploads them again.
             state = self._bare(state)
         bundle = self._bundle(state)
         outcome = self._applier.apply_bundle(bundle, digest(json.dumps(bundle.to_document()).encode()))

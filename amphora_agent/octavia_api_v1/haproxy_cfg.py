@@ -20,8 +20,7 @@ from amphora_agent.haproxy.config_file import PEERS, RESPONDER_PORT
 from amphora_agent.haproxy.config_parser import AGENT_PREFIX
 from amphora_agent.octavia_api_v1.uploads import bundle_name
 
-# Octavia's worker writes sections for a metrics exporter into HAProxy's configuration. The agent removes the sections,
-# because the agent's responder serves the metrics.
+# Sections of Octavia's worker for a metrics exporter, which are removed because the responder serves the metrics.
 _EXPORTERS = {("frontend", "prometheus-exporter-internal-endpoint"), ("backend", "prometheus-exporter-internal")}
 _EXPORTER = "prometheus-exporter-internal"
 _MACHINE = {"global", "peers"}

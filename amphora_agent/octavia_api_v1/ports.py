@@ -82,8 +82,7 @@ def _shared(found: Mapping[str, Any], fixed: list[dict[str, Any]], known: Interf
     if found.get("vip_net_info"):
         net_info = _object(found["vip_net_info"])
         port = vip_port(net_info["vip"], {"mac_address": found["mac_address"], **net_info})
-        # Octavia's request to attach a network of members may name the network of the VIP. Such a request lacks the
-        # additional VIPs, so the agent keeps the VIPs that it knows.
+        # Octavia's request for a network of members may name the VIP network and then lacks the additional VIPs.
         if known is not None and not net_info.get("additional_vips"):
             port = _joined(port, (), known.vips, known.routes)
     elif known is not None:

@@ -60,7 +60,7 @@ def _answer_errors(routes: Blueprint) -> None:
     def ours(error: AgentError) -> ResponseReturnValue:
         if isinstance(error, RequestRefused):
             return jsonify(error.document()), error.status
-        # Octavia's worker treats the status 422 as success, so the agent replaces 422 by 400.
+        # Octavia's worker treats the status 422 as success.
         status = 400 if error.status == HTTPStatus.UNPROCESSABLE_ENTITY else error.status
         return jsonify({"message": f"Could not {error.wanted}", "details": error.happened}), status
 
@@ -208,8 +208,7 @@ def _vrrp_and_udp(routes: Blueprint, amphora: OctaviaAmphora) -> None:
     @routes.put("/1.0/listeners/<amphora_id>/<listener_id>/udp_listener")
     def upload_udp(amphora_id: str, listener_id: str) -> ResponseReturnValue:
         with amphora.changing():
-            # The agent answers a request for a UDP listener with an error. Octavia's worker then sets the listener to
-            # ERROR and logs the agent's message.
+            # After this error, Octavia's worker sets the UDP listener to ERROR and logs the message.
             raise RequestRefused(_NO_UDP, f"listener {_id(listener_id)} of amphora {_id(amphora_id)}", 500)
 
     @routes.get("/1.0/listeners/<listener_id>/udp_listener")

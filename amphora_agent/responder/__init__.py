@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The responder: a daemon that gives HAProxy the metrics for scrapers and the results of pings."""
 
-# The sources of the daemon, for `amphora_agent.source_checksum`. A unit test compares them with the imports.
+# Sources of the daemon for `amphora_agent.source_checksum`. A unit test compares them with its imports.
 PACKAGES = ("responder",)
 _SUMS = ("stats/__init__.py", "stats/former_workers.py")
 _NETWORK = ("network/__init__.py", "network/icmp_echo.py")

@@ -17,8 +17,7 @@ import signal
 import socket
 import sys
 
-# Python's options -I and -S save the responder a megabyte, but omit the agent's package from Python's search path. The
-# responder adds the package again.
+# Python's options -I and -S save a megabyte, but remove the package from the search path.
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))  # noqa: PTH100, PTH118, PTH120
 
 from amphora_agent.haproxy.runtime_socket import Socket
@@ -30,8 +29,8 @@ from amphora_agent.source_checksum import source_checksum
 
 def main() -> None:
     """Serve until SIGTERM; replace the program at SIGHUP."""
-    # The signals stay blocked when the responder starts threads and when it executes its new version (execve(2)). So a
-    # signal that arrives meanwhile is not lost.
+    # The signals stay blocked until all threads run, and during the execution of a new version (execve(2)). So no
+    # signal is lost.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
     _, port, stats, pings, sums, *left = sys.argv
     place = stats.rpartition("/")[0]
@@ -39,8 +38,8 @@ def main() -> None:
     responder = Responder(
         lambda function, *arguments: function(*arguments),
         int(port),
-        # The responder derives the paths of two other sockets from the path of HAProxy's main socket. An upgrade of a
-        # running responder keeps its arguments, so new code must not need other arguments.
+        # The paths of two other sockets follow from this one. A running responder keeps its arguments at an upgrade, so
+        # new code must not need others.
         lambda: prometheus.scrape(_worker(place, stats), sums, f"{place}/checker/rows.sock"),
         Targets(pings),
         version=source_checksum(PACKAGES, ELSEWHERE),

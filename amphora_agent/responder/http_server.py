@@ -22,12 +22,12 @@ from amphora_agent.network.icmp_echo import Pinger
 from amphora_agent.responder.prometheus import CONTENT_TYPE
 
 ADDRESS = "127.0.0.1"
-# The responder ends an unanswered request or a slow transmission of the metrics after about 30 s. HAProxy closes the
-# connection of an unanswered health check earlier.
+# Time-out in seconds of an unanswered request and of a slow transmission of the metrics. HAProxy gives up its health
+# checks earlier.
 LONGEST_SECONDS = 30.0
 SEND_SECONDS = 10.0
-# The responder allows at most 8 simultaneous scrapes of the metrics. One HAProxy worker forwards at most 4 scrapes at a
-# time (haproxy/config_file.py), and two workers forward scrapes during a reload.
+# Maximum number of simultaneous scrapes of the metrics. A HAProxy worker forwards up to 4 (haproxy/config_file.py), and
+# two workers exist during a reload.
 MOST_SCRAPES = 8
 MOST_OPEN = 4096
 _BACKLOG = 4096
@@ -35,13 +35,11 @@ _RETRY_SECONDS = 1.0
 _LARGEST_REQUEST = 8192
 _WANTED_FILES = 4 * MOST_OPEN
 _PING = "/ping/"
-# The responder sends the following text to a browser that opens the path `/`. Prometheus never requests the path.
+# Text for a browser at the path `/`, which Prometheus never requests.
 _FRONT = "The metrics of this load balancer are at /metrics"
-# A pair: a connection that a former responder has left open, and the bytes that have already arrived on this
-# connection.
+# A connection that a former responder has left open, and the bytes that have arrived on it.
 Waiting = tuple[socket.socket, bytes]
-# A function that calls a given function in HAProxy's network namespace, and returns the sockets that the given function
-# opens.
+# Calls a function in HAProxy's network namespace, and returns the sockets that the function opens.
 Opener = Callable[..., tuple[Pinger, socket.socket]]
 _REASONS = {200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed"}
 _REASONS |= {431: "Request Header Fields Too Large", 503: "Service Unavailable"}
@@ -169,8 +167,7 @@ class Responder:
                 return
             _stream(connection, parts, chunked=version == "HTTP/1.1")
         except OSError:
-            # The client has closed the connection during a scrape of the metrics. This is no error, so the responder
-            # only ends the scrape.
+            # The client has closed the connection, which is no error.
             pass
         except Exception as error:  # noqa: BLE001 (this thread has no caller)
             _log(
@@ -198,8 +195,7 @@ class _Session:
         self._targets = targets
         self._version = version
         self._most = _connection_limit()
-        # The keys are file descriptors, and the values are open connections. The connection with the earliest deadline
-        # comes first.
+        # Open connections by file descriptor, the earliest deadline first.
         self._open: dict[int, Exchange] = {}
         self._pinger, self._listener = pinger, listener
         self._selector = selectors.DefaultSelector()
@@ -212,8 +208,7 @@ class _Session:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # The new responder process has a duplicate of the listening socket (see `leave`). So the former process can
-        # close its socket without losing a new connection.
+        # The new responder has a duplicate of the listening socket (see `leave`), so no new connection is lost.
         self._listener.close()
         for exchange in list(self._open.values()):
             self._drop(exchange).close()
@@ -237,8 +232,7 @@ class _Session:
         for key, _ in self._selector.select(self._expire()):
             if isinstance(key.data, Exchange):
                 if self._open.get(key.fd) is key.data:
-                    # An earlier event of the same round may have closed this connection. So the responder first checks
-                    # that the connection is still open.
+                    # An earlier event of the same round may have closed this connection.
                     self._read(key.data)
             else:
                 key.data()
@@ -280,8 +274,7 @@ class _Session:
             self._drop(exchange).close()
             return
         if exchange.mark is not None:
-            # The responder waits for the answer to the ping of this request, and ignores further data on the
-            # connection.
+            # The request waits for the answer to its ping, and further data are ignored.
             return
         exchange.received += data
         if b"\r\n\r\n" in exchange.received:
@@ -351,8 +344,8 @@ def _listen(port: int) -> socket.socket:
     opened = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # With the option TCP_DEFER_ACCEPT, the kernel reports a connection only after data have arrived. This saves the
-        # responder one event for each request.
+        # TCP_DEFER_ACCEPT: the kernel reports a connection when its data have arrived, which saves one event for each
+        # request.
         opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, int(LONGEST_SECONDS))
         opened.bind((ADDRESS, port))
         opened.listen(_BACKLOG)

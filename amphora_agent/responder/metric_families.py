@@ -85,7 +85,7 @@ _MEMORY = (
     ("used_bytes", "PoolUsed_bytes", "Memory in use in HAProxy's pools"),
     ("failures_total", "PoolFailed", "Failures to take memory for HAProxy's pools"),
 )
-# Each row begins with letters: L if listeners have the metric, P for pools, and M for members.
+# The letters say which objects have the metric: listeners (L), pools (P) and members (M).
 _STATISTICS = (
     ("LPM", "status", STATUS, "State: 1 for the present one, 0 for the others"),
     ("LPM", "current_sessions", "scur", "Sessions that are open"),

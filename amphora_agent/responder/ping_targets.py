@@ -30,7 +30,6 @@ class Targets:
                     self._known = {words[0]: words[1] for words in map(str.split, file) if len(words) == 2}
                 self._mark = mark
         except OSError:
-            # The file of ping targets is not readable. So the responder keeps the targets of the last successful read,
-            # and reads the file again at the next ping.
+            # The targets of the last successful read stay until the next one.
             pass
         return self._known

@@ -21,8 +21,8 @@ from amphora_agent.responder.metric_families import RESPONSES, STATUS, Family, S
 from amphora_agent.stats.former_workers import FormerWorkers, read
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-# The responder has copies of two constants of the agent's modules. Importing the modules would double the memory of the
-# responder. A unit test compares the copies with the originals.
+# Copies of two constants, because the modules that define them would double the memory of the responder. A unit test
+# compares them.
 OWN = "amphora:"
 QUESTION = "show info;show stat -1 7 -1;show info"
 _UNKNOWN = "NaN"
@@ -32,8 +32,7 @@ _OTHERS_SECONDS = 1.0
 _POLL_SECONDS = 0.02
 _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 _SPECIAL = re.compile(r'[\\"\n]')
-# The mapping translates the first word of HAProxy's status to a state in the metrics. All other words, such as "OPEN"
-# and "FULL", mean UP.
+# States in the metrics by the first word of HAProxy's status. Other words, such as "OPEN" and "FULL", mean UP.
 _STATE_OF = {"DOWN": "DOWN", "STOP": "DOWN", "MAINT": "MAINT", "DRAIN": "DRAIN", "NOLB": "NOLB"}
 _Row = list[str]
 
@@ -59,8 +58,7 @@ def scrape(worker: Socket, sums: str = "", others: str = "") -> Iterator[str]:
         if time.monotonic() > deadline:
             cause = "the agent has not written the counters of its former workers"
             raise HaproxyError("read HAProxy's statistics", cause)
-        # After a reload, the file with the counters still describes the former HAProxy worker. The agent writes the
-        # file again soon, so the responder polls the file.
+        # After a reload, the file with the counters describes the former worker until the agent writes it again.
         time.sleep(_POLL_SECONDS)
 
 

@@ -23,7 +23,7 @@ from amphora_agent.source_checksum import source_checksum
 _log = logging.getLogger(__name__)
 SERVICE = "amphora-responder"
 ANSWER_SECONDS = 1.0
-# The agent waits at most 15 s until a new responder answers. The former responder first finishes its open scrapes.
+# Seconds to wait until a new responder answers. The former one first finishes its open scrapes.
 REPLACEMENT_SECONDS = 15.0
 _RETRY_SECONDS = 5.0
 _POLL_SECONDS = 0.02
@@ -44,7 +44,7 @@ class ResponderDaemon:
         """Set the members to ping; raises OSError if the file cannot be written."""
         text = ping_targets.text_of(pings)
         if text != self._written:
-            # All users may read the file of ping targets, because the responder runs as another user than the agent.
+            # The responder runs as another user and must read this file.
             write_atomically(self._paths.pings, text, durable=False, mode=0o644)
             self._written = text
 
@@ -94,8 +94,8 @@ class ResponderDaemon:
         try:
             self._services.start(SERVICE, argv, inner=True)
         except ServiceError:
-            # The service manager refuses to start the responder if it already runs with other arguments, for example
-            # because Python's path has changed. So the agent stops the responder first.
+            # The service manager refuses other arguments for a running process, for example after a change of Python's
+            # search path.
             self._services.stop(SERVICE)
             self._services.start(SERVICE, argv, inner=True)
 
@@ -111,7 +111,7 @@ class ResponderDaemon:
                 why = said[-1] if said else f"no answer within {REPLACEMENT_SECONDS:.0f} s"
                 remedy = "Without it HAProxy reports pinged members as down. See the log of the service."
                 raise ServiceError("start the responder", why, remedy)
-            # The agent polls the responder, because the responder sends no notification when it is ready.
+            # The responder sends no notification when it is ready.
             time.sleep(_POLL_SECONDS)
 
 

@@ -23,8 +23,8 @@ from pathlib import Path
 
 ALIVE, DEAD = "0", "1"
 BUSY_SECONDS = 5.0
-# HealthFile checks a daemon by a question. After this number of seconds without an answer, HealthFile asks again,
-# because a frozen HAProxy worker may have accepted the first question. A new worker would never answer that question.
+# Seconds without an answer after which a daemon is probed again. A frozen HAProxy worker may have accepted the first
+# probe, which a new worker never answers.
 REPEAT_SECONDS = 2.0
 _LATE_SECONDS = 0.1
 _STATE, _USER_TIME, _SYSTEM_TIME = 0, 11, 12
@@ -86,8 +86,8 @@ class HealthFile:
     def started(self, pid: int) -> None:
         """Record a start. With a probe, the file changes with the first answer."""
         self._pid, self._answered = pid, False
-        # The script that runs the daemon may have written DEAD to the health file. So HealthFile forgets what it wrote
-        # last. Otherwise, it would skip the next write of the same content.
+        # The script that runs the daemon may have written DEAD. With the remembered content, an equal write would be
+        # skipped.
         self._written = None
         if self._probe is None:
             self._write(ALIVE)
@@ -107,8 +107,7 @@ class HealthFile:
     def _write(self, content: str) -> None:
         if self._file is None or content == self._written:
             return
-        # HealthFile changes the health file in place with a single write. So a process that watches the file, such as
-        # keepalived, sees a single change.
+        # One write in place: a watcher of the file, such as keepalived, sees one change.
         with suppress(OSError):
             self._file.write_text(content, encoding="ascii")
             self._written = content
@@ -138,8 +137,7 @@ class HealthFile:
             connection.connect(self._probe.socket)
             connection.send(self._probe.question.encode())
         except OSError:
-            # The daemon has no listening socket yet, or the backlog of the socket is full. So HealthFile asks the
-            # daemon again later.
+            # The daemon has no listening socket yet, or the backlog of its socket is full.
             connection.close()
             self.due = now + self._probe.interval
         else:
@@ -170,8 +168,7 @@ class HealthFile:
         self.due = now + probe.time_limit / 2
         silent = now - (self._silent_since if self._silent_since is not None else now)
         if not self._answered or self._pid is None:
-            # A daemon that is still starting does not count as frozen. HealthFile waits until the daemon answers for
-            # the first time or exits.
+            # A daemon that has never answered is starting, not frozen.
             self.due = now + probe.interval
             return
         activity = read_activity(self._pid)

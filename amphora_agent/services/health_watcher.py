@@ -23,15 +23,13 @@ from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__":
-    # The agent starts the health watcher with the Python options -I and -S, which save a megabyte of memory. The
-    # options also remove the package from Python's search path, so the watcher adds the package's directory.
+    # Python's options -I and -S save a megabyte, but remove the package from the search path.
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from amphora_agent.services.health_file import HealthFile, Probe
 
 POLICY_FILE, WANTED_FILE, PID_FILE = "policy.json", "wanted", "pid"
-# The supervisor or the agent writes a word to a daemon's file WANTED_FILE. With one of these words, an exit of the
-# daemon counts as a failure.
+# With one of these words in the file `wanted`, an exit of the daemon is a failure.
 _FAILURES = ("wanted", "missed")
 LOOK_SECONDS = 0.15
 _READ_AGAIN = 50
@@ -99,8 +97,8 @@ class WatchedService:
         try:
             self._descriptor = os.pidfd_open(pid)
         except (ProcessLookupError, FileNotFoundError):
-            # If the process has exited, pidfd_open fails with ESRCH. If it exits during the call, some versions of
-            # Linux return ENOENT instead.
+            # pidfd_open fails with ESRCH after the end of the process. If the process ends during the call, some
+            # versions of Linux return ENOENT.
             return False
         self._selector.register(self._descriptor, selectors.EVENT_READ, self._process_exited)
         return True

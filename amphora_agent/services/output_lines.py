@@ -7,8 +7,8 @@ import re
 
 HAPROXY, CHECKER = "haproxy", "amphora-checker"
 _HAPROXY_LINE = re.compile(r"\[[A-Z]+\] +\(\d+\) : ")
-# Syslog priority: facility daemon, severity info. journald marks the output of services in the same way
-# (systemd.exec(5), SyslogLevel=).
+# Syslog priority: facility daemon, severity info, as journald marks the output of services (systemd.exec(5),
+# SyslogLevel=).
 _PRIORITY = 30
 
 

@@ -13,8 +13,7 @@ from urllib.parse import quote, unquote
 from amphora_agent.errors import ServiceError
 
 FIRST_DESCRIPTOR = 3
-# Descriptors that the agent has stored in systemd have names with this prefix, which distinguishes them from
-# descriptors of socket units.
+# Prefix of the names of the agent's descriptors in systemd, unlike those of socket units.
 _PREFIX = "kept-"
 _LONGEST_NAME = 255
 _MOST_KEPT, _LARGEST_LIST = 64, 65536
@@ -84,15 +83,15 @@ def notify_ready(inherited: Inherited) -> None:
 def store_descriptor(address: str, name: str, descriptor: int) -> None:
     """Store a descriptor in systemd beyond the life of this process; raises ServiceError."""
     send(address, f"FDSTORE=1\nFDPOLL=0\nFDNAME={_encoded(name)}", [descriptor])
-    # After the message "BARRIER=1", systemd answers when it has processed all earlier messages (sd_notify(3)). The
-    # answer means that systemd has stored the descriptor, so the agent's process may exit.
+    # systemd answers "BARRIER=1" after all earlier messages (sd_notify(3)). The descriptor is stored then, and the
+    # process may exit.
     ours, theirs = socket.socketpair()
     with ours:
         with theirs:
             send(address, "BARRIER=1", [theirs.fileno()])
         ours.settimeout(ANSWER_SECONDS)
         try:
-            # systemd answers by closing its end of the socket pair. Then recv() returns.
+            # systemd answers by closing its end of the socket pair.
             ours.recv(1)
         except OSError as error:
             raise ServiceError("notify systemd", f"it does not answer: {error}") from error

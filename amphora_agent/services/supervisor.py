@@ -83,8 +83,7 @@ class Machine:
 
     def build(self, spec: dict[str, Any]) -> None:
         """Mount the private file systems and create the network namespace of the load balancer."""
-        # The supervisor opens the source directories before it mounts file systems, because the mounts may hide the
-        # directories.
+        # The mounts below may hide the source directories, so these are opened before.
         sources = [(os.open(spec[name], os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC), name) for name in ("etc", "var")]
         self._mount("tmpfs", self._paths.root / "run", "tmpfs", "mode=755,size=64m")
         for (source, name), place in zip(sources, (self._paths.etc, self._paths.var), strict=True):
@@ -232,7 +231,7 @@ class Supervisor:
             except BlockingIOError:
                 self._unforwarded += 1
             except OSError:
-                # Without a log target, the amphora needs no log forwarder.
+                # Without a log target, no log forwarder runs.
                 return
 
     def _reap(self) -> None:
@@ -286,8 +285,7 @@ class Supervisor:
         except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
             answer = {"ok": False, "error": f"{type(error).__name__}: {error}"}
         while self._arrived:
-            # The supervisor closes the file descriptors that a client sent with a request, unless the handler of the
-            # request has taken them.
+            # File descriptors of a request that its handler has not taken.
             os.close(self._arrived.pop())
         if answer is not None:
             self._answer(connection, answer)
@@ -313,8 +311,7 @@ class Supervisor:
                 known.health.started(known.pid)
             service, starts = known, False
         elif known is not None and known.due is not None and known.restart_delay and known.argv == service.argv:
-            # The daemon has exited, and the supervisor is about to restart it after a delay. So this request does not
-            # start the daemon a second time.
+            # The daemon has exited and is about to be restarted after a delay.
             service, starts = known, False
         elif known is not None:
             service.log, service.starts = known.log, known.starts

@@ -46,8 +46,7 @@ class Systemd:
         self._paths = paths
         self._address = inherited.address
         self._kept = inherited.receive()
-        # A thread needs several steps to change a unit. The lock keeps other threads from changing the unit between two
-        # steps.
+        # A change of a unit has several steps, between which no other thread may change the unit.
         self._lock = threading.Lock()
 
     def start(
@@ -63,8 +62,7 @@ class Systemd:
                 return present if present.wanted else self._started_status(name)
             pending = self._state(name) in _ACTIVE_STATES
             if pending and policy.restart_delay and change is not UnitChange.COMMAND and self._wanted(name) == WANTED:
-                # The daemon has exited, and systemd is about to restart it after a delay. So the agent does not start
-                # the unit now.
+                # The daemon has exited, and systemd is about to restart it after a delay.
                 return self._started_status(name)
             self._start_unit(name, restart=pending)
             return self._started_status(name)
@@ -78,8 +76,8 @@ class Systemd:
         try:
             self._systemctl(f"start {name}", "restart" if restart else "start", unit_name(name))
         except ServiceError:
-            # systemctl also fails if the daemon exits immediately after its start. The agent ignores this error,
-            # because the caller notices that the daemon does not answer.
+            # systemctl also fails if the daemon exits right after its start. The caller notices that the daemon does
+            # not answer.
             if health_watcher.read_line(directory / "starts") == before:
                 raise
 
@@ -89,8 +87,7 @@ class Systemd:
                 return
             self._set_wanted(name, MISSED if missed else STOPPED)
             self._systemctl(f"stop {name}", "stop", unit_name(name))
-            # systemd would keep failed units in memory without a limit, so the agent makes systemd forget the stopped
-            # unit.
+            # systemd keeps failed units in memory until `reset-failed`.
             self._systemctl(f"stop {name}", "reset-failed", unit_name(name), may_fail=True)
 
     def dismiss(self, name: str) -> None:
@@ -109,22 +106,20 @@ class Systemd:
             descriptor = os.pidfd_open(pid)
             try:
                 if not health_watcher.is_in_unit(pid, unit_name(name)):
-                    # The daemon has exited, and another process has got its process id. So the agent must not send the
-                    # signal.
+                    # The daemon has exited, and another process has its process id, which must not get the signal.
                     raise missing
                 signal.pidfd_send_signal(descriptor, number)
             finally:
                 os.close(descriptor)
         except (ProcessLookupError, FileNotFoundError):
-            # If the process has exited, the pidfd functions fail with ESRCH. If it exits during pidfd_open, some
-            # versions of Linux return ENOENT instead.
+            # The pidfd functions fail with ESRCH after the end of the process. If the process ends during pidfd_open,
+            # some versions of Linux return ENOENT.
             raise missing from None
 
     def log(self, name: str) -> list[str]:
         if self.status(name) is None:
             return []
-        # `journalctl --sync` writes all pending lines to the journal. So the agent also reads the last lines of a
-        # daemon that has exited.
+        # `journalctl --sync` writes pending lines to the journal, such as the last lines of a daemon that has exited.
         self._run("read the log", ["journalctl", "--sync"], may_fail=True)
         match = [f"_SYSTEMD_UNIT={unit_name(name)}", "--boot", f"--lines={LOG_LINES}"]
         said = self._run(f"read the log of {name}", ["journalctl", "--quiet", "--no-pager", "--output=cat", *match])
@@ -171,8 +166,7 @@ class Systemd:
         unit.state.mkdir(mode=0o700, parents=True, exist_ok=True)
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, text, durable=False)
-        # systemd warns about a unit file that other users cannot read. The unit file contains no secrets, so the agent
-        # makes the file readable.
+        # systemd warns about unit files that other users cannot read. Unit files contain no secrets.
         file.chmod(0o644)
         if change is not UnitChange.NEW:
             self._systemctl(f"start {unit.name}", "daemon-reload")
@@ -214,11 +208,10 @@ class Systemd:
             return None
         pid = health_watcher.running_pid(directory, unit_name(name))
         starts = int(health_watcher.read_line(directory / "starts") or 0)
-        # If an operator has stopped a daemon, systemd does not restart the daemon. Such a daemon does not count as
-        # restarting.
+        # systemd does not restart a daemon that an operator has stopped.
         restarts = wanted == WANTED and (pid is not None or self._state(name) in _ACTIVE_STATES)
         if restarts and pid is None:
-            # The daemon may have started while systemctl ran, so the agent reads the process id again.
+            # The daemon may have started while systemctl ran.
             pid = health_watcher.running_pid(directory, unit_name(name))
         return ServiceStatus(pid, starts, exit_code(health_watcher.read_line(directory / "exit")), restarts)
 

@@ -49,11 +49,10 @@ _IP = ("UNIX", "INET", "INET6")
 _PACKETS = (*_IP, "NETLINK", "PACKET")
 _NETWORK_CAPABILITIES = ("NET_ADMIN", "NET_RAW")
 _MASTER_CAPABILITIES = ("KILL", "NET_BIND_SERVICE", "SETGID", "SETUID", "SYS_CHROOT")
-# A daemon without an entry in CONFINEMENTS has no Linux capability, and may write only to the agent's run directory.
+# A daemon without an entry has no capability and may write to the agent's run directory only.
 CONFINEMENTS: Mapping[str, Confinement] = {
-    # HAProxy's master runs as root because it opens ports and files at each reload. HAProxy's workers change to the
-    # user `haproxy` and to an empty root directory. PCRE2 compiles regular expressions to machine code, so the unit
-    # permits HAProxy to make memory executable.
+    # HAProxy's master opens ports and files as root at each reload, and its workers change to the user `haproxy`. PCRE2
+    # compiles regular expressions to machine code, which needs executable memory.
     "haproxy": Confinement(None, _MASTER_CAPABILITIES, _IP, calls=("chroot",), compiles=True),
     "keepalived": Confinement(None, _NETWORK_CAPABILITIES, _PACKETS),
     "amphora-responder": Confinement(RESPONDER_USER, ("NET_RAW",), _IP, directory=None),

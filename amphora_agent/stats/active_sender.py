@@ -44,7 +44,7 @@ class Sender:
     def update(self, settings: Settings) -> None:
         """Use other targets or another interval from the next heartbeat on, which is sent at once."""
         self._settings = settings
-        # The heartbeat targets may have changed, so the errors of the former targets are obsolete.
+        # Errors of the former heartbeat targets are obsolete.
         self._errors = {}
         self.send_now()
 

@@ -30,11 +30,9 @@ from amphora_agent.stats.monotonic_counters import MonotonicCounters
 from amphora_agent.stats.udp_stats import UdpStats
 
 _log = logging.getLogger(__name__)
-# Reading or writing more than 100 rows of counters takes many milliseconds. With more rows, the agent reads or writes
-# all rows only every 10 s.
+# With more rows than this number, all rows of counters are read and written only at this interval in seconds.
 FEW_ROWS, WRITE_SECONDS = 100, 10.0
-# HAProxy ends an old worker after the time `hard-stop-after`. The collector ends the worker up to this number of
-# seconds earlier, because it must still read the final counters.
+# Seconds before HAProxy's `hard-stop-after` at which an old worker is ended. Its final counters must still be read.
 MARGIN_SECONDS = 2.0
 CUT_SECONDS = 1.0
 
@@ -115,8 +113,7 @@ class Collector:
             identity = _identity(self._latest.pid) if self._latest is not None else ""
             if not identity:
                 return
-            # If an earlier reload failed, the collector already holds a connection to this worker. Then the collector
-            # only changes the end of the drain time.
+            # After a failed reload, a connection to this worker exists already, and only the end of its drain changes.
             if (known := next((held for held in self._held if held.identity == identity), None)) is not None:
                 known.until = until
                 return
@@ -181,8 +178,7 @@ class Collector:
         found = None
         try:
             with suppress(HaproxyError):
-                # If HAProxy does not answer, `_latest` becomes None. The heartbeat then contains no listener, pool or
-                # member of HAProxy.
+                # Without an answer of HAProxy, `_latest` becomes None, and the heartbeat has no objects of HAProxy.
                 found = haproxy_stats.parse(self._worker.ask(haproxy_stats.QUESTION), self._latest)
         finally:
             # Other threads read `load` without the lock, also while HAProxy answers.
@@ -203,15 +199,14 @@ class Collector:
                 return
             sample = self._read_held(held)
         except HaproxyError:
-            # The old HAProxy worker does not answer, because it has crashed or has reached the time `hard-stop-after`.
-            # So the collector releases the worker.
+            # The old worker has crashed or has reached the time `hard-stop-after`.
             self._release(held)
             return
         if present:
             self._leaving.pop(held.identity, None)
             return
-        # HAProxy does not count a connection while it moves between threads. So the collector releases an old HAProxy
-        # worker only after two samples in a row without connections.
+        # HAProxy does not count a connection that moves between its threads. So an old worker is idle only after two
+        # samples without connections.
         idle = sample.stopping and sample.other_jobs <= 0
         if idle and held.was_idle:
             self._release(held)
@@ -250,7 +245,7 @@ class Collector:
         text = former_workers.compose(self._latest.pid, sums)
         if text != self._published:
             try:
-                # All users may read the file of counters, because the responder runs as another user than the agent.
+                # The responder runs as another user and must read this file.
                 write_atomically(self._paths.earlier, text, durable=False, mode=0o644)
                 self._published = text
             except OSError as error:

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-# The values of the following columns of HAProxy's statistics only increase, so the agent adds them up over all workers.
-# The list has no counters of health checks, because each worker counts the same checks.
+# Columns whose values only increase, so they are added up over all workers. Counters of health checks are missing,
+# because each worker counts the same checks.
 _TRAFFIC = ("stot", "bin", "bout")
 _ERRORS = ("ereq", "dreq", "dresp", "econ", "eresp", "wretr", "wredis", "wrew", "cli_abrt", "srv_abrt")
 _SESSIONS = ("lbtot", "connect", "reuse", "conn_tot", "dcon", "dses", "req_tot", "intercepted")

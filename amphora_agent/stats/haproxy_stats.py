@@ -10,13 +10,12 @@ from operator import itemgetter
 from amphora_agent.haproxy.config_parser import AGENT_PREFIX
 from amphora_agent.stats.former_workers import COUNTED
 
-# A stopping HAProxy worker reports its listeners as stopped. The worker may begin to stop between two answers, so the
-# agent asks `show info` before and after the statistics.
+# A stopping worker reports its listeners as stopped. `show info` before and after the statistics shows whether it began
+# to stop between them.
 QUESTION = "show info;show stat -1 7 -1;show info"
-# On a connection in HAProxy's interactive mode, each command has its own answer. So the agent sends these commands one
-# at a time.
+# In HAProxy's interactive mode, each command has its own answer, so these commands are sent one by one.
 HELD_QUESTIONS = ("show info", "show stat -1 7 -1", "show info")
-# The tuple has the counters of one row of HAProxy's statistics, in the order of `COUNTED`.
+# Counters of one row of HAProxy's statistics, in the order of `COUNTED`.
 Counts = tuple[int, ...]
 NONE: Counts = (0,) * len(COUNTED)
 _CONNECTIONS, _BYTES_IN, _BYTES_OUT, _REQUEST_ERRORS = map(COUNTED.index, ("stot", "bin", "bout", "ereq"))
@@ -90,8 +89,8 @@ def parse(answer: str, before: Sample | None = None) -> Sample | None:
         return None
     lines = table.split("\n")
     columns = {name: place for place, name in enumerate(("pxname", *lines[0].split(",")))}
-    # If this version of HAProxy lacks a column, the agent reads column 0 instead. The agent empties column 0 of each
-    # row first, so the missing counter is 0.
+    # Column 0 replaces a column that this version of HAProxy lacks. It is emptied in each row, so the missing counter
+    # is 0.
     counted = itemgetter(*(columns.get(name, 0) for name in COUNTED))
     former = before.known if before is not None else {}
     known: dict[tuple[str, ...], Counts] = {}

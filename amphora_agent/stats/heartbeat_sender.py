@@ -26,8 +26,8 @@ def next_epoch(paths: Paths) -> int:
     try:
         write_atomically(paths.epoch, str(epoch))
     except OSError:
-        # On a full disk, the agent cannot write a new file, so it overwrites the number in the old file. The new number
-        # has the same number of digits and needs no more space.
+        # A full disk accepts no new file, so the number in the old file is overwritten. The new number has the same
+        # number of digits.
         with paths.epoch.open("r+", encoding="ascii") as file:
             file.write(str(epoch))
             file.flush()
@@ -84,7 +84,7 @@ class HeartbeatSender(Sender):
             self._collector.write()
         except OSError as error:
             self._record_error("write the counters", error)
-        # All datagrams of a heartbeat document must go to the same targets, even if the settings change meanwhile.
+        # All datagrams of a heartbeat go to the same targets, even if the settings change meanwhile.
         settings = self._settings
         amphora, key = settings.amphora_id, settings.heartbeat_key
         for datagram in heartbeat_codec.datagrams(amphora, key, self._epoch, self._sequence + 1, document):

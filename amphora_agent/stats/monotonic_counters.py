@@ -14,8 +14,7 @@ from amphora_agent.stats.former_workers import COUNTED
 from amphora_agent.stats.haproxy_stats import NONE, Counts
 
 _log = logging.getLogger(__name__)
-# A removed object may return later. So the agent keeps the counters of at most 2,000 objects that no HAProxy worker
-# serves any more.
+# Maximum number of removed objects whose counters are kept, because such an object may return.
 MOST_ABSENT = 2000
 
 
@@ -34,8 +33,7 @@ class MonotonicCounters:
     def read(self, identity: str, readings: Mapping[str, Counts]) -> None:
         known = self._running.setdefault(identity, {})
         for row in [row for row in known if row not in readings]:
-            # HAProxy has removed the member at run time. The agent adds the last counters of the member to the
-            # permanent sum.
+            # HAProxy has removed the member at run time, so its last counters become permanent.
             self._settle(row, known.pop(row))
         self.read_some(identity, readings)
 
@@ -48,8 +46,7 @@ class MonotonicCounters:
                 continue
             if before is not None and before != counts and any(map(lt, counts, before)):
                 self._settle(row, before)
-                # HAProxy has cleared or recreated a row of counters. The agent adds the former counters of the row to
-                # the permanent sum.
+                # HAProxy has cleared or recreated the row, so its former counters become permanent.
             known[row] = counts
 
     @property
@@ -81,8 +78,7 @@ class MonotonicCounters:
 
     def _settle(self, row: str, counts: Counts) -> None:
         self.settlements += 1
-        # `pop` removes the row before the assignment, so the changed row moves to the end of the dictionary. The first
-        # row is therefore the row that has not changed for the longest time.
+        # `pop` moves a changed row to the end, so the first row is the one without a change for the longest time.
         self._settled[row] = tuple(map(add, self._settled.pop(row, NONE), counts))
 
     def document(self) -> dict[str, Any]:

@@ -22,10 +22,9 @@ from amphora_agent.stats.active_sender import Sender
 from amphora_agent.stats.collector import Collector
 
 _log = logging.getLogger(__name__)
-# Version number of the format of Octavia's heartbeats. In version 3, each heartbeat has the traffic since the previous
-# heartbeat.
+# Version of Octavia's heartbeat format in which each heartbeat has the traffic since the previous one.
 VERSION = 3
-# The mapping translates Octavia's short names of the traffic counters to the agent's names.
+# Octavia's short names of the traffic counters, and the agent's names.
 _TRAFFIC = {"tx": "bytes_out", "rx": "bytes_in", "totconns": "total_connections", "ereq": "request_errors"}
 
 Reported = dict[str, dict[str, int]]

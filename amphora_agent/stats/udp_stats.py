@@ -17,8 +17,8 @@ from amphora_agent.stats import haproxy_stats
 from amphora_agent.stats.former_workers import COUNTED
 from amphora_agent.stats.monotonic_counters import MonotonicCounters
 
-# If the L4 daemon does not answer, the agent reports the last known state for at most 10 s. The kernel forwards traffic
-# while the L4 daemon restarts.
+# Seconds for which the last known state is reported without an answer of the L4 daemon. The kernel forwards while the
+# daemon restarts.
 STALE_SECONDS = 10.0
 
 
@@ -38,8 +38,7 @@ class UdpStats:
         """Read the state of the daemon. Without an answer the last state is valid for `STALE_SECONDS`."""
         with self._lock:
             state = self._source.read_state()
-            # The L4 daemon may end while the agent asks for its current state. The agent therefore asks for the final
-            # state of an ended L4 daemon afterwards.
+            # The L4 daemon may end during the request for its state. Its final state is therefore read afterwards.
             ended = self._source.take_final_state()
             if ended is not None:
                 self._count(ended)
@@ -89,7 +88,7 @@ class UdpStats:
         """Write the counters to disk if they have changed; raises OSError."""
         with self._lock:
             if not self._totals.running:
-                # The amphora has never served a UDP or SCTP listener, so the agent writes no file of counters.
+                # An amphora that never had a UDP or SCTP listener needs no file of counters.
                 return
             text = json.dumps(self._totals.document(), separators=(",", ":"))
             if text != self._written:

@@ -18,11 +18,11 @@ from pathlib import Path
 from amphora_agent.network.namespace import Namespace
 from amphora_agent.stats.haproxy_stats import WorkerLoad
 
-# A measurement is used again for two seconds, because CPU times of a shorter period are not exact.
+# Seconds for which a measurement is used again, because CPU times of a shorter period are not exact.
 _SECONDS = 2.0
-# Before version 6.2, Linux needs about 0.1 s to count 100,000 file descriptors.
+# Seconds between two counts of file descriptors. Linux before version 6.2 needs 0.1 s to count 100,000.
 _DESCRIPTOR_SECONDS = 15.0
-# An older result of the namespace's thread is not sent, because this thread may be blocked.
+# Age in seconds above which a result of the namespace's thread is not sent. The thread may be blocked.
 _OUTDATED_SECONDS = 15.0
 _CONNTRACK = Path("/proc/sys/net/netfilter")
 _OPEN_FILES = re.compile(r"^Max open files\s+(\d+)", re.MULTILINE)
@@ -106,7 +106,7 @@ class UsageMeter:
             if self._tracked is not None:
                 self._tracked_percent = None if self._tracked.exception() else self._tracked.result()
                 self._tracked_at = self._clock()
-            # A namespace that was closed or cannot be entered accepts no function.
+            # A namespace that is closed, or cannot be entered, accepts no function.
             with suppress(RuntimeError):
                 self._tracked = self._inner.start(_measure_conntrack)
         return self._tracked_percent if self._clock() - self._tracked_at < _OUTDATED_SECONDS else None
@@ -136,7 +136,7 @@ def memory_percent(meminfo: str) -> int | None:
 def _measure_descriptors(process: Path) -> int | None:
     with suppress(OSError):
         limit = _OPEN_FILES.search((process / "limits").read_text(encoding="ascii"))
-        # Since version 6.2, Linux reports the number of file descriptors as the size of the directory.
+        # Since version 6.2, Linux reports the number of file descriptors as the size of this directory.
         number = (process / "fd").stat().st_size or len(os.listdir(process / "fd"))  # noqa: PTH208 (iterdir is slower)
         return None if limit is None else percent(number, int(limit[1]))
     return None
