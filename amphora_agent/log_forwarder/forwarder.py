@@ -74,7 +74,6 @@ class Forwarder:
                 opened.close()
         self._selector.close()
 
-
     def _read_input(self) -> None:
         now, received = time.time(), _receive(self._input)
         if self._tenant:
@@ -101,7 +100,6 @@ class Forwarder:
                 lines = [render(one) for one in records]
                 for target in receiving:
                     target.queue.put(lines)
-
 
     def _answer(self) -> None:
         """Answer one request of the agent. It is short, so the loop waits for it."""
