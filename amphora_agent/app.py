@@ -136,7 +136,7 @@ def create(settings: Settings, paths: Paths, identity: Identity, inheritance: In
 def _answer_errors(app: Flask) -> None:
     @app.errorhandler(AgentError)
     def ours(error: AgentError) -> ResponseReturnValue:
-        _log.warning("The agent refused a request to its API, or failed to carry out the request: %s", error)
+        _log.warning("A request to the API of the agent failed, and the client receives this error: %s", error)
         return jsonify(error.document()), error.status
 
     @app.errorhandler(HTTPException)
@@ -147,7 +147,7 @@ def _answer_errors(app: Flask) -> None:
     @app.errorhandler(Exception)
     def unforeseen(error: Exception) -> ResponseReturnValue:
         _log.exception(
-            "An unexpected error ended a request to the API of the agent, and the client receives status 500"
+            "A request to the API of the agent failed with an unexpected error, and the client receives status 500"
         )
         said = AgentError("serve the request", f"{type(error).__name__}: {error}", "This is an error of the agent.")
         return jsonify(said.document()), 500

@@ -216,7 +216,7 @@ class Applier:
     def _report(self, event: str, result: ApplyResult) -> None:
         change, reason = result.change, result.change.reason or "none"
         _log.info(
-            "The configuration of generation %d was %s (change of HAProxy by the agent: %s; reason: %s)",
+            "The agent serves generation %d of its configuration (%s; change of HAProxy: %s; reason of a reload: %s)",
             result.generation,
             event,
             change.how,

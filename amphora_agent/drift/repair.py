@@ -94,8 +94,8 @@ class DriftRepair:
         returned = self._has_returned(present - known)
         if returned:
             _log.warning(
-                "The agent repairs less often, because configuration drift of these kinds returned soon after a "
-                "repair: %s",
+                "The agent repairs configuration drift less often, because drift of these kinds returned "
+                "soon after a repair: %s",
                 ", ".join(sorted(present - known)),
             )
             self._backoff = self._next_backoff()
@@ -138,7 +138,8 @@ class DriftRepair:
             self._backoff = 1
         if self._report.unrepaired:
             _log.info(
-                "Configuration drift that the agent could not repair has ended. The kinds of this drift: %s",
+                "Configuration drift that the agent could not repair is gone, so the agent ends its "
+                "repairs (kinds of drift: %s)",
                 ", ".join(kinds(self._report.unrepaired)),
             )
             self._report.clear()
@@ -151,7 +152,7 @@ class DriftRepair:
             self._checker.repair(found)
         except AgentError as error:
             _log.warning(
-                "The agent failed to repair configuration drift, and retries after a growing number of checks: %s",
+                "The agent could not repair configuration drift of the amphora, and tries again after some checks: %s",
                 error,
             )
             unrepaired: tuple[Difference, ...] = tuple(found)

@@ -135,8 +135,8 @@ class VipHandover:
             if not direct_allowed:
                 raise
             _log.warning(
-                "The agent could not load the rules that send answers of open connections through the hand-over tunnel."
-                " The answers leave the amphora directly, and a stateful security group drops such answers: %s",
+                "The agent could not load the firewall rules that send answers of open connections "
+                "through the hand-over tunnel, so a stateful security group may drop these answers: %s",
                 error,
             )
 

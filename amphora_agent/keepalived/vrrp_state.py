@@ -55,7 +55,8 @@ class VrrpState:
         if changed:
             places = {None: "not under VRRP", True: "on this amphora", False: "on a partner"}
             _log.info(
-                "The agent has noticed a VRRP change: the VIPs of the load balancer are now %s", places[self.holds_vip]
+                "The agent noticed a VRRP change, and reports the new place of the VIPs in its heartbeats: %s",
+                places[self.holds_vip],
             )
             self._changed()
 
@@ -64,7 +65,8 @@ class VrrpState:
             self._inner.run(remove_stale_vips, instance)
         except NetlinkError as error:
             _log.warning(
-                "The agent could not remove stale VIPs from this amphora; the VIPs stay until the next VRRP change: %s",
+                "The agent could not remove VIPs that now belong to the other amphora, and tries again at "
+                "the next VRRP change: %s",
                 error,
             )
 

@@ -89,7 +89,10 @@ class Checker:
         self._is_saved = False
         if state.up != before.up:
             self._must_apply = True
-            log(f"member {key[1]} of pool {key[0]} is now {Status.UP if state.up else Status.DOWN}: {reason}")
+            log(
+                f"a health check of the L4 daemon changed the status: member {key[1]} of pool {key[0]} is "
+                f"now {Status.UP if state.up else Status.DOWN}: {reason}"
+            )
 
     def _apply_states(self) -> None:
         """Apply the member states, and retry after an error. The checks get half of the time."""

@@ -83,8 +83,8 @@ class ControlSocket:
             import traceback  # noqa: PLC0415 (rarely needed, saves memory)
 
             log(
-                f"the L4 daemon answers a request with an unexpected error, and continues: "
-                f"{''.join(traceback.format_exception(error)).rstrip()}"
+                "the L4 daemon failed to process a request of the agent because of an unexpected error, "
+                f"and continues: {''.join(traceback.format_exception(error)).rstrip()}"
             )
         if isinstance(answer, str):
             return answer.encode()

@@ -160,7 +160,10 @@ class FlowLog:
             self._report_timer = self._loop.call_at(time.monotonic() + REPORT_SECONDS, self._report_losses)
         lost = self._lost
         if lost > self._reported:
-            log(f"the flow log lacks the lines of {lost - self._reported} flows, because too many flows ended at once")
+            log(
+                f"the L4 daemon lost the flow log lines of {lost - self._reported} flows, because too many "
+                "flows ended at once; traffic is not affected"
+            )
         self._reported = lost
 
     def close(self) -> None:

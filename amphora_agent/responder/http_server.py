@@ -134,7 +134,8 @@ class Responder:
                 if text != self.last_error:
                     unexpected = not isinstance(error, (OSError, AgentError))
                     _log(
-                        f"the responder closes all its sockets, and opens them again soon: {text}",
+                        "the responder (for pings and metrics) has an error, closes all its sockets, and opens "
+                        f"them again soon: {text}",
                         unexpected=unexpected,
                     )
                 self.last_error = text

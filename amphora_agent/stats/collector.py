@@ -62,8 +62,8 @@ class Collector:
             kept = self._store.kept()
         except AgentError as error:
             _log.warning(
-                "The agent cannot take over the connections to HAProxy's stopping workers from the agent's former "
-                "process, and the last counters of these workers are lost: %s",
+                "After its restart, the agent could not connect to HAProxy's old workers, so the last "
+                "traffic counters of these workers are lost: %s",
                 error,
             )
             return
@@ -121,8 +121,8 @@ class Collector:
                 held = OldWorker.hold(self._paths.stats_socket, identity, until)
             except (OSError, HaproxyError) as error:
                 _log.warning(
-                    "The agent cannot stay connected to HAProxy's stopping worker %s: %s; the last counters of this "
-                    "worker are lost",
+                    "The agent could not stay connected to HAProxy's old worker %s, so the last traffic "
+                    "counters of this worker are lost: %s",
                     identity,
                     error,
                 )
@@ -133,7 +133,7 @@ class Collector:
                     self._store.keep(held.name, held.fileno())
             except AgentError as error:
                 _log.warning(
-                    "The agent failed to store its connection to HAProxy's stopping worker %s, so a restart of the "
+                    "The agent could not store its connection to HAProxy's old worker %s; a restart of the "
                     "agent would lose the last counters of this worker: %s",
                     identity,
                     error,

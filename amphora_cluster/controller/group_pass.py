@@ -100,8 +100,8 @@ class GroupPass:
             except LeaseLost as error:
                 measured.outcome = "lost"
                 LOG.warning(
-                    "the controller ends its pass over a group without recording the result, because it has lost "
-                    "the lease of the group: %s",
+                    "the controller has lost the lease of a group, and stops its work on the group without "
+                    "recording the result: %s",
                     error,
                 )
                 return None
@@ -109,8 +109,8 @@ class GroupPass:
                 return self._failed(claimed, str(error))
             except Exception as error:
                 LOG.exception(
-                    "group %s: the controller's pass failed with an unexpected error, and the controller repeats "
-                    "the pass later",
+                    "group %s: the controller's work on the group failed with an unexpected error, and is "
+                    "repeated later",
                     claimed.group.id,
                 )
                 return self._failed(claimed, f"The pass failed with an unexpected error: {type(error).__name__}.")
@@ -274,7 +274,7 @@ class GroupPass:
             return PassEnd(claim=claimed.claim, due_at=self._now() + _DELETION_SECONDS)
         self._store.remove(claimed.claim)
         self._busy.pop(group.id, None)
-        LOG.info("the controller has deleted the record of group %s of servers", group.id)
+        LOG.info("the controller has deleted group %s and removed it from the database", group.id)
         return None
 
     def _view_of_deletion(self, claimed: ClaimedGroup, cloud: Cloud) -> _View:
@@ -331,7 +331,7 @@ class GroupPass:
         pause = min(settings.retry_first * 2 ** min(attempts - 1, 16), settings.retry_most)
         pause *= random.uniform(0.8, 1.0)  # noqa: S311 - jitter, no secret
         LOG.warning(
-            "group %s: the controller's pass failed in attempt %d, and the controller repeats the pass in %.1f s: %s",
+            "group %s: the controller's work on the group failed in attempt %d, and is repeated in %.1f s: %s",
             group.id,
             attempts,
             pause,
@@ -365,7 +365,13 @@ class GroupPass:
         for node in nodes:
             METRICS.moves.labels(node.state.value).inc()
             reason = f": {node.reason}" if node.reason else ""
-            LOG.info("group %s: the state of server %s is now %s%s", group.id, node.server_id, node.state.value, reason)
+            LOG.info(
+                "group %s: the controller set the state of server %s to %s%s",
+                group.id,
+                node.server_id,
+                node.state.value,
+                reason,
+            )
 
 
 def _drains(node: Node) -> bool:

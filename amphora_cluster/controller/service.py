@@ -291,7 +291,11 @@ class Controller:
     def _on_servers(self, changed: Mapping[str, str]) -> None:
         """Make the groups of changed servers and of their projects due: a new server is in no group."""
         number = self._groups.make_due(server_ids=changed.keys(), project_ids=set(changed.values()))
-        LOG.debug("Nova's notifications about %d servers made %d groups due", len(changed), number)
+        LOG.debug(
+            "the controller received Nova's notifications about %d servers, and will check %d groups now",
+            len(changed),
+            number,
+        )
 
     def _passes_now(self) -> list[_Running]:
         with self._lock:
@@ -322,8 +326,8 @@ class ControllerService(cotyledon.Service):
         self._controller.stop()
         if not self._controller.wait(_STOP_TIMEOUT):
             LOG.warning(
-                "the controller stops although some passes still run; other controllers continue these groups after "
-                "the leases expire"
+                "the controller stops before it has finished its work on some groups; other controllers "
+                "continue with these groups after the leases expire"
             )
 
 

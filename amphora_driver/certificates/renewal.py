@@ -271,8 +271,8 @@ class CertificateMaintenance:
             names = ", ".join(waits[:_NAMED]) + (" and others" if len(waits) > _NAMED else "")
             words = (kind.value, found.reason, len(waits), names)
             LOG.warning(
-                "the rotation of the %s certificate authority waits until all amphorae meet a condition (%s); %d "
-                "amphorae do not meet the condition yet: %s",
+                "the rotation of the %s certificate authority waits until each amphora fulfils this "
+                "condition: %s. The condition is not fulfilled for %d amphorae: %s",
                 *words,
             )
         self._logged[kind] = waits

@@ -143,7 +143,11 @@ class Amphoractl(App):
             return self.database.read(work)
         found = self.records.read(work, scope or Scope())
         if self.records.newest is not None and self.records.newest.cut:
-            LOG.warning("the fleet exceeds the limits of the status page: the output is incomplete")
+            LOG.warning(
+                "the status page returned only a part of the records, because the fleet is too large, so "
+                "the output is incomplete; for all records, run the command on a host with access to the "
+                "database"
+            )
         return found
 
     def recorded_schema(self) -> tuple[str, ...]:

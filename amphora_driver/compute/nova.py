@@ -311,7 +311,8 @@ class NovaCompute:
         for one in found:
             if one["id"] != kept["id"]:
                 LOG.warning(
-                    "amphora %s has several servers: the compute backend keeps %s and deletes %s",
+                    "Nova has several servers for amphora %s, so the compute backend keeps server %s and "
+                    "deletes server %s",
                     amphora_id,
                     kept["id"],
                     one["id"],

@@ -151,7 +151,7 @@ class Vault:
             keys = _read_keys(path, self._option)
         except ConfigurationError as error:
             LOG.warning(
-                "the vault is keeping the current encryption keys, because the changed key file is not usable: %s",
+                "the vault keeps the current encryption keys, because the changed key file is not usable: %s",
                 error,
             )
             return

@@ -132,8 +132,8 @@ class FailureDetector:
             self.release_duty("this controller is stopping")
         except (AmphoraDriverError, OSError) as error:
             LOG.info(
-                "the controller could not release the duty of failure detection; another controller takes over the "
-                "duty after its lease expires: %s",
+                "the controller could not hand over the failure detection; another controller starts it "
+                "after the lease expires: %s",
                 error,
             )
 
@@ -178,7 +178,9 @@ class FailureDetector:
         held_last = self._epoch == snapshot.epoch
         self._watch.reset("the detector has just started")
         if not held_last:
-            LOG.info("this controller now runs failure detection and replaces silent amphorae")
+            LOG.info(
+                "this controller starts the failure detection for all load balancers, and replaces silent amphorae"
+            )
             self._restore_state(snapshot, rows)
         self._records.load(None if held_last else rows)
         self._epoch, self._holds_duty = snapshot.epoch, True
@@ -284,14 +286,17 @@ class FailureDetector:
             )
         elif self._breaker.state is BreakerState.TRIAL:
             LOG.warning(
-                "the circuit breaker is now half-open and permits one automatic fail-over at a time; it had opened for "
-                "this reason: %s",
+                "the circuit breaker for fail-overs is half-open, and permits one automatic fail-over at "
+                "a time; the reason for its opening was: %s",
                 before.reason,
             )
         else:
             self._window.expire_all()
             self._trial = None
-            LOG.warning("the circuit breaker closed, so automatic fail-overs may begin again: %s", self._breaker.reason)
+            LOG.warning(
+                "the circuit breaker for fail-overs closed, so automatic fail-overs may begin again: %s",
+                self._breaker.reason,
+            )
 
     def _observed_long_enough(self, now: float) -> bool:
         return not self._watch.blind_reason and self._watch.sees_for(now) >= self._limits.silent_after

@@ -76,9 +76,11 @@ class ReceiverSelfTest:
         if working is not self._working:
             self._working = working
             if working:
-                LOG.warning("the self-test of the health manager succeeds again after a failure")
+                LOG.warning(
+                    "the health manager receives its test datagrams again, so its self-test succeeds after a failure"
+                )
             else:
                 reason = "its own probe did not arrive" if flushed else "no recent flush to the database succeeded"
                 LOG.warning(
-                    "the self-test of the health manager failed and runs again at the next interval: %s", reason
+                    "the self-test of the health manager failed, and runs again at the next interval: %s", reason
                 )

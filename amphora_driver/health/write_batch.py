@@ -108,8 +108,8 @@ class BatchWriter:
             self._logged_at[owner] = now
             reason = printable(str(error), _MAX_REASON)
             refused = (
-                "the database refused the reports of %s (a load balancer or an amphora); "
-                "the health manager tries again with the next heartbeat (refusal %d): %s"
+                "the database refused the reports of %s (a load balancer or an amphora), so the health "
+                "manager tries again with the next heartbeat (refusal %d): %s"
             )
             LOG.warning(refused, owner, self.refused[owner], reason)
 

@@ -342,7 +342,8 @@ class DriftAuditor:
             remedy = "replace it with `amphoractl amphora failover`"
             why = f"{why}, which no controller has pushed; it now refuses every push: {remedy}"
             LOG.warning(
-                "amphora %s of load balancer %s reports a generation (number of a configuration) that is not valid: %s",
+                "amphora %s of load balancer %s reports an invalid configuration number (generation), so "
+                "the drift audit does not trust its report: %s",
                 amphora.id,
                 of,
                 why,

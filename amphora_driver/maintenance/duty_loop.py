@@ -27,13 +27,20 @@ def run_duty(
                 work()
         except AmphoraDriverError as error:
             LOG.warning(
-                "the controller could not perform its duty %s and tries again in the next round: %s", duty, error
+                "the controller could not perform its recurring task '%s', and tries again in the next round: %s",
+                duty,
+                error,
             )
         except Exception:
             # An error must not end the thread of a duty. No component would report that the duty is not performed.
-            LOG.exception("the controller failed unexpectedly in its duty %s and tries again in %g s", duty, every)
+            LOG.exception(
+                "the controller failed unexpectedly in its recurring task '%s', and tries again in %g s", duty, every
+            )
     try:
         release()
     except AmphoraDriverError as error:
-        text = "the controller could not release its duty %s; another controller gets it when the lease expires: %s"
+        text = (
+            "the controller could not release its recurring task '%s'; another controller takes over "
+            "the task when the lease expires: %s"
+        )
         LOG.info(text, duty, error)

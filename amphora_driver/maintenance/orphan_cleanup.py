@@ -31,7 +31,10 @@ LOG = logging.getLogger(__name__)
 # Crashes leave few orphans, and many orphans mean lost rows of the database. So a round removes at most this number of
 # one kind, or a tenth of all objects of the kind.
 _MOST = 2
-_FAILED = "the orphan cleanup of backend %s failed, and the controller repeats it in the next round: %s"
+_FAILED = (
+    "the removal of unused objects (orphans) from backend %s failed, and the controller "
+    "repeats it in the next round: %s"
+)
 
 
 class OrphanCleaner:
@@ -100,8 +103,7 @@ class OrphanCleaner:
             existing = list_ids()
             for one in self._removable(kind, backend, existing):
                 LOG.warning(
-                    "the orphan cleanup removes the %s %s from the backend driver %s, because no row in the database "
-                    "refers to it",
+                    "the controller removes the %s %s from backend %s, because no row in the database refers to it",
                     kind.value,
                     one,
                     backend,
@@ -125,8 +127,8 @@ class OrphanCleaner:
             return []
         for one in sorted(found - noted.keys()):
             LOG.warning(
-                "the orphan cleanup will remove %s %s of backend %s in %.0f s, because the object has no owner in "
-                "the database",
+                "the controller will remove the %s %s from backend %s in %.0f s, because no row in the "
+                "database refers to it",
                 kind.value,
                 one,
                 backend,

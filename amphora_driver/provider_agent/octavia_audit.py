@@ -137,7 +137,10 @@ class OctaviaAuditor:
         if not lost:
             self._database.write(lambda connection: sync_transactions.mark_committed(connection, [row]))
             return True
-        dropped = "Octavia rolled back member removals of load balancer %s; the provider agent restores members %s"
+        dropped = (
+            "Octavia rolled back the removal of members from load balancer %s, so the provider agent "
+            "restores these members: %s"
+        )
         LOG.warning(dropped, load_balancer_id, ", ".join(lost))
         # Only removed members are restored here. A later comparison corrects the members that the batch created or
         # changed.
@@ -159,8 +162,8 @@ class OctaviaAuditor:
         found = self._library().get_loadbalancer(load_balancer_id)
         if found is None:
             unknown = (
-                "the driver keeps load balancer %s, although Octavia does not know it; "
-                "`amphoractl loadbalancer resync --remove-unknown` deletes it in the driver"
+                "Octavia does not know load balancer %s, but the driver keeps it; `amphoractl "
+                "loadbalancer resync --remove-unknown` deletes it"
             )
             LOG.warning(unknown, load_balancer_id)
             return False
@@ -175,7 +178,10 @@ class OctaviaAuditor:
             lambda connection: sync_transactions.adopt_octavia_tree(connection, row, tree, contents, gone)
         )
         if adopted:
-            differs = "load balancer %s differs in Octavia; the provider agent adopts Octavia's state: %s"
+            differs = (
+                "load balancer %s in Octavia differs from the driver's record, so the provider agent "
+                "takes over Octavia's version: %s"
+            )
             LOG.warning(differs, load_balancer_id, "; ".join(differences))
             notifier.notify(self._conf, local_socket.CONTROLLER, load_balancer_id)
         return adopted

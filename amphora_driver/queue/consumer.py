@@ -110,7 +110,8 @@ class ControllerConsumer(_Consumer):
         except Exception:
             # Errors of Celery, the broker and the network have no common base class.
             LOG.exception(
-                "the controller failed to receive hints about new work from the message broker and tries again in %g s",
+                "the controller could not receive messages about new work from the message broker, and "
+                "tries again in %g s",
                 _RETRY_SECONDS,
             )
 
@@ -138,7 +139,8 @@ class ReporterConsumer(_Consumer):
                         connection.heartbeat_check()
         except Exception as error:  # noqa: BLE001 - library, broker and network errors have no common base
             text = (
-                "the provider agent failed to receive hints about new work from the broker and tries again in %g s: %s"
+                "the provider agent could not receive messages about new work from the message broker, "
+                "and tries again in %g s: %s"
             )
             LOG.info(text, _RETRY_SECONDS, type(error).__name__)
         finally:

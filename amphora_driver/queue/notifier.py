@@ -119,7 +119,10 @@ class Publisher:
             # The import of Celery takes half a second, and only the queue engine `celery` needs it.
             from amphora_driver.queue.rabbitmq import HintSender  # noqa: PLC0415
         except ImportError as error:
-            text = "this process publishes no hints, so other hosts find new work only when they poll the database: %s"
+            text = (
+                "this process cannot send messages about new work to other hosts, which find the work "
+                "when they poll the database: %s"
+            )
             LOG.error(text, _not_installed(error))  # noqa: TRY400 - the message is complete
             return
         sender = HintSender(self._url)
@@ -131,8 +134,8 @@ class Publisher:
                 pause = _BACKOFF[0]
             else:
                 LOG.warning(
-                    "the message broker is not available, so this process drops a hint about new work (load balancer "
-                    "%s); other hosts find the work when they poll the database",
+                    "the message broker is not available, so this process does not announce new work (load "
+                    "balancer %s); other hosts find the work when they poll the database",
                     hint[1] or "several",
                 )
                 self._ending.wait(pause)
@@ -154,8 +157,7 @@ class Publisher:
             sender.send(*hint)
         except Exception as error:  # noqa: BLE001 - the library's, broker's and network's errors have no common base
             LOG.info(
-                "this process failed to send a hint about new work, and closes its connection to the message broker "
-                "to open a new one: %s",
+                "this process could not announce new work through the message broker, and opens a new connection: %s",
                 type(error).__name__,
             )
             sender.discard_connection()

@@ -154,7 +154,11 @@ class AmphoraRemoval:
         if said is not None:
             over, why = said.draining is None or bool(said.holds_vip), str(said)
         if over:
-            LOG.info("the controller found that the drain of amphora %s has ended: %s", amphora.id, why)
+            LOG.info(
+                "the controller ends the wait for open connections of amphora %s, which is being replaced: %s",
+                amphora.id,
+                why,
+            )
             self._write(lambda c: amphorae.update_amphora(c, amphora.id, drains_until=0.0))
 
     def _finds_unrecorded_drain(self, amphora: Amphora, view: steps.LoadBalancerView) -> bool:

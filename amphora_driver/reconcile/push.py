@@ -119,8 +119,8 @@ class BundlePush:
         except _GenerationConflict:
             of, generation = view.load_balancer_id, view.generation
             LOG.info(
-                "load balancer %s: an amphora already serves generation %d with different content, so the controller "
-                "increments the generation",
+                "load balancer %s: an amphora serves generation %d of the configuration with other "
+                "content, so the controller pushes the content again under the next number",
                 of,
                 generation,
             )
@@ -205,7 +205,11 @@ class BundlePush:
             attempted = f"have amphora {amphora.id} serve generation {wave.recorded.generation}"
             raise AgentRefused(attempted, f"it serves {applied.generation}")
         words = (amphora.id, wave.recorded.generation, printable(applied.how, 20), printable(applied.reason, 500))
-        LOG.info("the agent accepted the push: amphora %s serves generation %d (change: %s, reason: %s)", *words)
+        LOG.info(
+            "amphora %s now serves generation %d of its configuration, which the controller has "
+            "pushed (change of HAProxy: %s; reason of a reload: %s)",
+            *words,
+        )
         metrics.count_push(applied.how)
 
     def _record_wave(self, wave: _Wave, answers: Answers, *, whole: bool) -> AgentError | None:

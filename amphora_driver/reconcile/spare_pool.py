@@ -142,7 +142,7 @@ class SpareSteps:
             if taken[0]:
                 return
         LOG.warning(
-            "load balancer %s: spare pool %s has no usable spare amphora, so the controller boots an amphora",
+            "load balancer %s: the controller boots a new amphora, because spare pool %s has no usable one",
             of,
             pool_id,
         )

@@ -175,7 +175,7 @@ def test_administrative_lines_are_apart_from_flows(amphora, network, ctl):
     finally:
         network.start_member("m1", "198.51.100.101")
     assert amphora.call("PUT", "/v2/settings", b"{")[0] == 400
-    refused = admin.wait_for("The agent refused a request")
+    refused = admin.wait_for("A request to the API of the agent failed")
     assert refused.startswith("<140>1 "), "local1, warning"
     assert " amphora-agent - - " in refused
     assert not [one for one in admin.messages if "/apart" in one]

@@ -50,7 +50,7 @@ def test_log_lines_of_units_reach_a_target(machine, place):
         ask(place, "/under-systemd")
         assert " haproxy - flow " in tenant.wait_for("/under-systemd")
         assert machine.call("PUT", "/v2/settings", b"{")[0] == 400
-        refused = admin.wait_for("The agent refused a request")
+        refused = admin.wait_for("A request to the API of the agent failed")
         assert re.match(r"<140>1 \S+ \S+ amphora-agent \d+ - \[amphora@32473 ", refused), refused
         assert not [one for one in admin.messages if "/under-systemd" in one]
         status = Path(f"/proc/{machine.pid('log-forwarder')}/status").read_text()

@@ -162,7 +162,7 @@ def test_an_invalid_key_file_leaves_the_keys_in_use(path, caplog, spoil):
     spoil(path)
     for _ in range(3):
         assert vault.open(sealed, HERE) == CANARY
-    assert caplog.text.count("keeping the current encryption keys") == 1, "one log line for all secrets"
+    assert caplog.text.count("keeps the current encryption keys") == 1, "one log line for all secrets"
     write(path, NEW, OLD)
     assert vault.key_index(sealed) == 1, "the next valid file is loaded"
 
