@@ -168,7 +168,7 @@ def read(root: int) -> DriveContent:
         else:
             files[name] = data
     if len(files) > MOST_FILES:
-        raise SettingsError("read the files of the config drive", f"they are more than {MOST_FILES}")
+        raise SettingsError("read the files of the config drive", f"the drive has more than {MOST_FILES} files")
     keys = _public_keys(meta.get("public_keys"))
     if keys:
         files[_KEYS] = keys

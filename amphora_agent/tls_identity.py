@@ -231,7 +231,7 @@ class Identity:
             for file, content in contents.items():
                 write_atomically(file, content)
             if prove() != wanted.fingerprint:
-                raise MachineError(_WANTED, "handshakes still show another certificate")
+                raise MachineError(_WANTED, "the agent's server still sends another certificate in TLS handshakes")
             if (callers := contents.get(self._callers)) is not None:
                 # If the CA of the controllers cannot be stored, the next boot would restore the old CA. So the
                 # installation fails.

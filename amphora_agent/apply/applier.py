@@ -433,7 +433,7 @@ class Applier:
         try:
             self._set_ping_targets(targets)
         except OSError as error:
-            raise MachineError("tell the responder its ping targets", str(error)) from error
+            raise MachineError("write the list of members for the responder's pings", str(error)) from error
         self._ping_targets = targets
 
     def _ping_confirmed(self) -> None:

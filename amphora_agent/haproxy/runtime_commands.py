@@ -102,7 +102,7 @@ class ActionRunner:
             name, _, value = line.partition(": ")
             if name == "Maxconn" and value.isdecimal():
                 return int(value)
-        raise HaproxyError("ask HAProxy for its connection limit", "the answer has none")
+        raise HaproxyError("ask HAProxy for its connection limit", "HAProxy's answer does not contain it")
 
     def _add(self, action: act.AddServer) -> None:
         server, name = action.server, f"{action.backend}/{action.server.name}"
@@ -126,9 +126,11 @@ class ActionRunner:
             found = parse_servers(self._worker.ask(f"show servers state {action.backend}"))
             serving = {server for (_, server), state in found.items() if state.serves}
             if name not in serving:
-                raise HaproxyError(f"replace member {name}", "it is not up, and HAProxy would forget that")
+                raise HaproxyError(
+                    f"replace member {name}", "the member is not up, and HAProxy would start the new one as up"
+                )
             if not serving & action.others:
-                raise HaproxyError(f"replace member {name}", "no other member serves")
+                raise HaproxyError(f"replace member {name}", "no other member of the pool serves meanwhile")
         try:
             self._remove(action.backend, [act.RemoveServer(action.backend, name, action.idle)])
         except HaproxyError:

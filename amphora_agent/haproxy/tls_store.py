@@ -69,7 +69,7 @@ class TlsStore:
         """Read back all changed files; a `HaproxyError` names the first file that differs."""
         for (store, name), text in self._expected.items():
             if not self._holds(store, name, text):
-                raise HaproxyError(f"confirm {name}", "HAProxy has another content")
+                raise HaproxyError(f"confirm {name}", "the content in HAProxy differs from the file")
         for crt_list, (added, gone) in self._lists.items():
             found = self._crt_list_names(crt_list)
             if different := (added - gone - found) | (found & (gone - added)):
@@ -80,7 +80,7 @@ class TlsStore:
         for name in self._tickets:
             shown = [line.split()[1] for line in self._lines(f"show tls-keys {name}") if len(line.split()) > 1]
             if shown != self._keys(name):
-                raise HaproxyError(f"confirm {name}", "HAProxy has other keys")
+                raise HaproxyError(f"confirm {name}", "the keys in HAProxy differ from the file")
 
     def expect(self, configuration: Configuration) -> None:
         """Let `verify` check all files of a configuration. Raises OSError if a file is missing."""

@@ -45,7 +45,7 @@ class Verifier:
         else:
             found, different = self._verify_changed(wanted, touched, before)
         if different:
-            raise HaproxyError("confirm the configuration", different)
+            raise HaproxyError("verify that HAProxy runs the new configuration", different)
         if files is not None:
             store = TlsStore(self._worker, files)
             store.expect(wanted)

@@ -108,7 +108,7 @@ class VipHandover:
         with self._lock:
             instance = self._instance_with_partner("release the VIPs", only_one=drain > 0)
             if not self._vrrp_state.holds_vip:
-                raise NotElected("release the VIPs", "they are not here")
+                raise NotElected("release the VIPs", "this amphora does not have them")
             if drain:
                 with self._recording(replace(self._deadlines, draining=time.monotonic() + drain)):
                     self._create_tunnel(instance)
@@ -120,7 +120,9 @@ class VipHandover:
                 deadline = time.monotonic() + RELEASE_SECONDS
                 while self._vrrp_state.holds_vip:
                     if time.monotonic() > deadline:
-                        raise NotElected("release the VIPs", f"they are still here after {RELEASE_SECONDS:.0f} s")
+                        raise NotElected(
+                            "release the VIPs", f"this amphora still has them after {RELEASE_SECONDS:.0f} s"
+                        )
                     time.sleep(_POLL_SECONDS)
             finally:
                 self._paths.released.write_text(ALIVE, encoding="ascii")
@@ -157,7 +159,9 @@ class VipHandover:
             raise NotElected(attempt, "this amphora has no partner")
         partners = len(instance.vrrp.peers)
         if only_one and partners > 1:
-            raise NotElected(attempt, f"this amphora has {partners} partners, and connections can go to one only")
+            raise NotElected(
+                attempt, f"this amphora has {partners} partners, and open connections can move to one partner only"
+            )
         return instance
 
     @contextmanager

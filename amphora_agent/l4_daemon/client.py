@@ -221,7 +221,7 @@ class CheckerClient:
             if time.monotonic() > deadline:
                 lines = self._services.log(SERVICE)
                 reason = lines[-1] if lines else f"no answer within {START_TIMEOUT_SECONDS:.0f} s"
-                raise VirtualServersError("start the checker of UDP and SCTP listeners", reason)
+                raise VirtualServersError("start the L4 daemon for UDP and SCTP listeners", reason)
             time.sleep(_POLL_SECONDS)
 
     def _stop(self) -> None:
@@ -239,7 +239,8 @@ class CheckerClient:
                     answer: dict[str, Any] = json.loads(lines.readline())
         except (OSError, ValueError) as error:
             raise VirtualServersError(
-                f"send '{request['op']}' to the checker", f"it does not answer: {error or type(error).__name__}"
+                f"send the request '{request['op']}' to the L4 daemon",
+                f"it does not answer: {error or type(error).__name__}",
             ) from error
         if isinstance(found := answer.get("error"), dict):
             kind = ConfigurationRefused if found.get("refused") else VirtualServersError

@@ -69,13 +69,17 @@ class NftablesEngine:
     def check_servers(self, servers: Sequence[VirtualServer]) -> None:
         """Refuse virtual servers that the rules do not support; raises ConfigurationRefused."""
         if len(servers) > MAX_SERVERS:
-            raise ConfigurationRefused("forward by nftables", f"{len(servers)} listeners are more than {MAX_SERVERS}")
+            raise ConfigurationRefused(
+                "serve the UDP and SCTP listeners",
+                f"the load balancer has {len(servers)} of them, and an amphora serves at most {MAX_SERVERS}",
+            )
         for server in servers:
             if server.algorithm == "LEAST_CONNECTIONS" and server.persistence is not None:
                 raise ConfigurationRefused(
                     f"serve listener {server.id}",
-                    "with persistence the client's address selects the member, so LEAST_CONNECTIONS has no effect",
-                    "Choose SOURCE_IP, or go without persistence.",
+                    "with session persistence, the client's address selects the member, so LEAST_CONNECTIONS "
+                    "has no effect",
+                    "Choose the algorithm SOURCE_IP, or remove the session persistence.",
                     object_id=server.id,
                 )
             if len(server.members) > MAX_MEMBERS:
@@ -193,7 +197,7 @@ class NftablesEngine:
             return
         if not self._apply_difference(former, servers, up, paired=paired):
             self._table = None
-            raise VirtualServersError("rebalance LEAST_CONNECTIONS", "the kernel refused", _REMEDY)
+            raise VirtualServersError("distribute new flows by LEAST_CONNECTIONS", "the kernel refused", _REMEDY)
         self._record_listing()
         self._loads_due = (ended := time.monotonic()) + LEAST_SHARE * (ended - begun)
 

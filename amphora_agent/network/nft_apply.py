@@ -99,4 +99,4 @@ def execute(commands: str, flags: int = 0) -> str:
     try:
         return libnftables.run_commands(commands, flags)
     except NftError as error:
-        raise FirewallError("restrict the clients", str(error), REMEDY) from error
+        raise FirewallError("load the firewall rules of the amphora", str(error), REMEDY) from error

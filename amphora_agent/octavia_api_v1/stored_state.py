@@ -102,7 +102,9 @@ def read(path: Path) -> State | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise MachineError(f"read {path}", str(error), "The next update says most of it again.") from error
+        raise MachineError(
+            f"read {path}", str(error), "Octavia's worker sends most of it again with its next update."
+        ) from error
 
 
 def _rule(port: int, network: str | None) -> Rule:

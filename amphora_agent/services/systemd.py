@@ -130,7 +130,9 @@ class Systemd:
             if self._address is None:
                 raise ServiceError(f"store descriptor {name}", "systemd did not start this agent")
             if name in self._kept or len(self._kept) >= MOST_KEPT:
-                raise ServiceError(f"store descriptor {name}", f"the name is in use, or all {MOST_KEPT} places are")
+                raise ServiceError(
+                    f"store descriptor {name}", f"its name is in use, or {MOST_KEPT} descriptors are stored already"
+                )
             sd_notify.store_descriptor(self._address, name, descriptor)
             self._kept[name] = os.dup(descriptor)
 

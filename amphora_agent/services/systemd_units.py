@@ -94,7 +94,7 @@ def unit_name(service: str) -> str:
 def quoted(word: str) -> str:
     """Quote an argument for a command line with the prefix ``:``; raises ServiceError."""
     if "\0" in word or any("\ud800" <= letter <= "\udfff" for letter in word):
-        raise ServiceError("write a command line", "an argument contains a character that no argument can contain")
+        raise ServiceError("write a command line", "an argument contains a NUL character or half of a surrogate pair")
     return '"' + "".join(map(_escaped, word)) + '"'
 
 
@@ -108,7 +108,7 @@ def _plain(path: Path) -> str:
     """Return a path for a setting whose value is the rest of the line."""
     text = str(path)
     if not text.isprintable() or text != text.strip():
-        raise ServiceError("write a unit", f"the path {text!r} cannot be written in a unit")
+        raise ServiceError("write a unit", f"the path {text!r} contains characters that systemd does not permit there")
     return text.replace("%", "%%")
 
 

@@ -216,7 +216,11 @@ def _require_new(store: GroupStore, group_id: str, name: str, project_id: str) -
         group = one.group
         if group.id == group_id or (group.name, group.project_id) == (name, project_id):
             happened = f"group {group.id} with the name {group.name} exists"
-            raise Conflict(f"create group {name}", happened, "Use another name and id, or nothing: the group exists.")
+            raise Conflict(
+                f"create group {name}",
+                happened,
+                "Use another name and id. If this is the same group, nothing is to be done.",
+            )
 
 
 def _pool_of(parsed: argparse.Namespace, policy: PolicySpec | None) -> tuple[str, str]:

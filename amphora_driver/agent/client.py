@@ -204,7 +204,7 @@ class AgentClient:
         except OSError as error:
             raise AgentUnreachable(call.wanted, f"{address}: {_words(error)}") from error
         if actual != fingerprint:
-            raise AgentUntrusted(call.wanted, f"{address} uses another one")
+            raise AgentUntrusted(call.wanted, f"the agent at {address} still uses another certificate")
         # In TLS 1.3, the client finishes the handshake before the agent checks the client certificate. So the client
         # also sends a request. The answer shows whether the agent has accepted the certificate.
         self._request_on_new_connection(self._identity.context(), amphora_id, address, call, limit)

@@ -203,7 +203,7 @@ class NovaCompute:
             pauses = _Pauses(self._options.deletion_timeout, wanted)
             while self._nova.interface(server["id"], port.id) is not None:
                 if not pauses.wait():
-                    raise ComputeError(wanted, "Nova has not detached it yet")
+                    raise ComputeError(wanted, "Nova has not detached the port yet")
 
     def destroy(self, amphora_id: str) -> None:
         """Delete all servers of the amphora, wait for the end of the deletion, then delete its ports."""

@@ -125,7 +125,7 @@ class Vault:
         with contextlib.suppress(InvalidToken):
             return self._current_ring().opening.decrypt(sealed)
         raise StoreError(
-            _OPEN, "none of the encryption keys opens it", "Add the key that sealed it to the key file again."
+            _OPEN, "none of the encryption keys decrypts it", "Add the key that encrypted it to the key file again."
         )
 
     def _current_ring(self) -> _KeyRing:
@@ -179,8 +179,9 @@ def _require_bound_to(location: SecretLocation, content: bytes) -> Secret:
         return Secret(content[len(_BOUND_PREFIX) + _DIGEST_LENGTH :])
     raise StoreError(
         _OPEN,
-        f"a value in table {location.table} was sealed for another row or purpose",
-        f"It was copied inside the database. Restrict write access to it, and replace the value ({_DOCS}).",
+        f"a value in table {location.table} was encrypted for another row or purpose",
+        "The value was copied inside the database. Restrict write access to the database, and "
+        f"replace the value ({_DOCS}).",
     )
 
 

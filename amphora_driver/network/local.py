@@ -182,7 +182,7 @@ class LocalNetwork:
         wanted = f"define {subnet}"
         for text in (subnet.first, subnet.last, *([subnet.gateway] if subnet.gateway else [])):
             if ip_allocation.parse_address(text, wanted) not in subnet:
-                raise NetworkError(wanted, f"{text} is outside the subnet")
+                raise NetworkError(wanted, f"the address {text} is outside the subnet")
         values = {
             "network_id": subnet.network_id,
             "name": subnet.name,
@@ -269,7 +269,7 @@ class LocalNetwork:
             if row is None:
                 return
             if row.owner != local_db.user_owner(port_id):
-                raise Conflict(f"delete port {port_id}", f"{row.owner} uses it")
+                raise Conflict(f"delete port {port_id}", f"the port is in use by {row.owner}")
             local_db.drop_port(connection, port_id)
 
         self._database.write(work)

@@ -251,7 +251,9 @@ class StepExecutor:
             )
         )
         if machine.state is MachineState.FAILED:
-            raise ComputeError(f"boot amphora {amphora.id}", machine.reason or "the machine failed")
+            raise ComputeError(
+                f"boot amphora {amphora.id}", machine.reason or "the compute backend reports that its machine failed"
+            )
         booted_at = amphora.booted_at or self._database.now()
         location = complete_location(machine, amphora)
         self._update(
@@ -410,7 +412,7 @@ class StepExecutor:
             return
         self._update(amphora.id, **_WITHOUT_MACHINE)
         reason = machine.reason if machine is not None else ""
-        raise ComputeError(f"boot amphora {amphora.id}", reason or "its machine ended before the agent answered")
+        raise ComputeError(f"boot amphora {amphora.id}", reason or "its machine ended before the agent in it answered")
 
     def _check_boot_timeout(self, amphora: Amphora, error: AgentError) -> None:
         """Delete a machine whose agent exceeds the boot time-out; the next job boots it again."""

@@ -93,7 +93,7 @@ class BundlePush:
             ModelError: no object of the load balancer can be served.
         """
         if view.tree is None:
-            raise ModelError("push a configuration", "the load balancer is to be deleted")
+            raise ModelError("push a configuration", "the load balancer is being deleted")
         self._omitted = secret_files.pools_without_secret(view.tree, view.secrets) | view.failed
         self._served = self._new_seed = None
         by_id = {one.id: one for one in everyone}
@@ -203,7 +203,7 @@ class BundlePush:
         # Another controller may have pushed a newer generation meanwhile. Only an older one is an error.
         if applied.generation < wave.recorded.generation:
             attempted = f"have amphora {amphora.id} serve generation {wave.recorded.generation}"
-            raise AgentRefused(attempted, f"it serves {applied.generation}")
+            raise AgentRefused(attempted, f"the amphora still serves generation {applied.generation}")
         words = (amphora.id, wave.recorded.generation, printable(applied.how, 20), printable(applied.reason, 500))
         LOG.info(
             "amphora %s now serves generation %d of its configuration, which the controller has "

@@ -401,7 +401,7 @@ def test_release_with_two_partners(pair):
 
 def test_release_by_a_former_owner(pair):
     status, answer = pair.standby.call("POST", "/v2/vrrp/release", {})
-    assert (status, answer["error"]["happened"]) == (409, "they are not here")
+    assert (status, answer["error"]["happened"]) == (409, "this amphora does not have them")
     assert pair.standby.call("POST", "/v2/vrrp/expect", {"seconds": -1})[0] == 400
 
 

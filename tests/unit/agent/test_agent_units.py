@@ -92,7 +92,7 @@ def test_a_unit_outside_the_namespace_has_no_namespace_path():
 def test_line_breaks_add_no_lines_to_a_unit():
     hostile = unit(argv=("/bin/x", "a\nExecStart=/bin/evil", "b\\\nRestart=no"))
     assert len(render_unit(hostile).splitlines()) == len(render_unit(unit()).splitlines())
-    with pytest.raises(ServiceError, match="cannot be written in a unit"):
+    with pytest.raises(ServiceError, match="contains characters that systemd does not permit"):
         render_unit(unit(namespace=Path("/run/x\nUser=nobody")))
 
 

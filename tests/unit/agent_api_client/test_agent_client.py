@@ -77,8 +77,8 @@ def test_the_client_hands_over_the_vips(lab):
     ]
     agent.answer = (200, {"holds_vip": False, "connections": 3, "draining": 12.5, "expecting": None})
     assert client.vrrp(AMPHORA, HOST) == Vrrp(holds_vip=False, connections=3, draining=12.5)
-    agent.answer = (409, {"error": {"happened": "they are not here"}})
-    with pytest.raises(AgentRefused, match="they are not here"):
+    agent.answer = (409, {"error": {"happened": "this amphora does not have them"}})
+    with pytest.raises(AgentRefused, match="this amphora does not have them"):
         client.release_vips(AMPHORA, HOST, 60.0)
 
 

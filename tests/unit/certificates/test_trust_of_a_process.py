@@ -317,5 +317,5 @@ def test_the_key_of_another_ca_signs_nothing(trusted_process):
         lambda c: c.execute(certificate_authority.update().where(mine).values(sealed_key=copied))
     )
     trusted_process.trust.tls_override()
-    with pytest.raises(StoreError, match="table certificate_authority was sealed for another row or purpose"):
+    with pytest.raises(StoreError, match="table certificate_authority was encrypted for another row or purpose"):
         trusted_process.trust.credentials()

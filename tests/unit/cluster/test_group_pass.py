@@ -271,7 +271,7 @@ def test_an_unexpected_error_stops_no_other_group(scene, caplog):
 def test_a_credential_of_another_group_is_an_error_of_the_pass(scene):
     scene.stores.database.write(lambda c: c.execute(group_row.update().values(credential=b"nonsense")))
     scene.step()
-    assert "none of the encryption keys opens it" in scene.stores.groups.get("g1").error
+    assert "none of the encryption keys decrypts it" in scene.stores.groups.get("g1").error
     assert scene.cloud.calls == []
 
 

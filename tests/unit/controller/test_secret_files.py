@@ -120,7 +120,7 @@ def test_a_secret_copied_from_another_row_is_not_served(vault, other):
     copied = {CERTIFICATE: SealedSecret(content=vault.seal(Secret(MARK.encode()), other))}
     found, lost = secret_files.fill_files((File(name="b", secret=CERTIFICATE),), copied, vault)
     assert (found, list(lost)) == ((), [SECURE])
-    assert "was sealed for another row or purpose" in lost[SECURE]
+    assert "was encrypted for another row or purpose" in lost[SECURE]
     assert MARK not in lost[SECURE]
 
 

@@ -196,7 +196,7 @@ def test_a_certificate_in_the_column_of_a_heartbeat_key_is_refused(database):
 
     database.write(copy)
     assert set(database.read(lambda c: amphorae.read_heartbeat_keys(c, BOTH))) == {"amphora-1", "amphora-2"}
-    with pytest.raises(StoreError, match="table amphora was sealed for another row or purpose"):
+    with pytest.raises(StoreError, match="table amphora was encrypted for another row or purpose"):
         database.read(lambda c: amphorae.read_heartbeat_key(c, BOTH, "amphora-0"))
 
 

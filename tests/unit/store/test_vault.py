@@ -75,7 +75,7 @@ def test_a_value_opens_only_in_its_own_location(there):
     assert (vault.is_misplaced(sealed, HERE), vault.is_misplaced(sealed, there)) == (False, True)
     for use in (vault.open, vault.reseal):
         with pytest.raises(
-            StoreError, match=r"table .* was sealed for another row or purpose. It was copied"
+            StoreError, match=r"table .* was encrypted for another row or purpose. The value was copied"
         ) as caught:
             use(sealed, there)
         assert CANARY.reveal().decode() not in "".join(traceback.format_exception(caught.value))
@@ -88,7 +88,7 @@ def test_a_value_without_a_location_is_refused(content):
         unbound = Fernet(key).encrypt(content)
         assert vault.is_misplaced(unbound, HERE)
         for use in (vault.open, vault.reseal):
-            with pytest.raises(StoreError, match="was sealed for another row or purpose"):
+            with pytest.raises(StoreError, match="was encrypted for another row or purpose"):
                 use(unbound, HERE)
     assert not vault.is_misplaced(Vault([OTHER]).seal(CANARY, HERE), HERE)
 

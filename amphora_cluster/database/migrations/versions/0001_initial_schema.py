@@ -102,4 +102,4 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    raise NotImplementedError("a schema is brought forward only; to go back, put the backup back")
+    raise NotImplementedError("a database schema can only be upgraded; for an older schema, restore a backup")
