@@ -21,42 +21,44 @@ _POLL_SECONDS = 0.005
 
 
 class Point(Enum):
-    """The failpoints in the order of a change; no change reaches all of them."""
+    """The failpoints in the order of a change; no change reaches all of them.
 
-    # At the failpoint TAKEN, the agent has taken a bundle from the queue of pushes.
+    Attributes:
+        TAKEN: the agent has taken a bundle from the queue of pushes.
+        FILES: the agent has written the complete set of TLS files.
+        CHECKING: the agent has written the candidate file for HAProxy.
+        RESERVED: the agent has reserved all disk space for the change. HAProxy still runs the former configuration.
+        MARKED: the agent has marked the change as unfinished on the disk.
+        EARLY: the agent has changed the running HAProxy by runtime commands. The agent has not yet replaced HAProxy's
+            configuration file.
+        CHECKED: HAProxy has accepted the candidate file.
+        PLUGGED: the interfaces have the addresses and routes of the new bundle.
+        SWITCHED: the candidate file has replaced HAProxy's configuration file.
+        HANDED_OVER: the agent has stored the states of members for HAProxy's next worker. The agent holds a connection
+            to the present worker.
+        RELOADING: HAProxy's master has received the command to reload.
+        LOADED: HAProxy runs the new configuration.
+        CONFIRMED: the agent has stored the bundle on the disk as confirmed.
+        FINISHED: the agent has removed the mark of the unfinished change from the disk.
+        TIDIED: the agent has removed unused TLS files.
+        RETURNING: the change of the configuration has failed, and the rollback begins.
+    """
+
     TAKEN = "taken"
-    # At the failpoint FILES, the agent has written the complete set of TLS files.
     FILES = "files"
-    # At the failpoint CHECKING, the agent has written the candidate file for HAProxy.
     CHECKING = "checking"
-    # At the failpoint RESERVED, the agent has reserved all disk space for the change. HAProxy still runs the former
-    # configuration.
     RESERVED = "reserved"
-    # At the failpoint MARKED, the agent has marked the change as unfinished on the disk.
     MARKED = "marked"
-    # At the failpoint EARLY, the agent has changed the running HAProxy by runtime commands. The agent has not yet
-    # replaced HAProxy's configuration file.
     EARLY = "early"
-    # At the failpoint CHECKED, HAProxy has accepted the candidate file.
     CHECKED = "checked"
-    # At the failpoint PLUGGED, the interfaces have the addresses and routes of the new bundle.
     PLUGGED = "plugged"
-    # At the failpoint SWITCHED, the candidate file has replaced HAProxy's configuration file.
     SWITCHED = "switched"
-    # At the failpoint HANDED_OVER, the agent has stored the states of members for HAProxy's next worker. The agent
-    # holds a connection to the present worker.
     HANDED_OVER = "handed-over"
-    # At the failpoint RELOADING, HAProxy's master has received the command to reload.
     RELOADING = "reloading"
-    # At the failpoint LOADED, HAProxy runs the new configuration.
     LOADED = "loaded"
-    # At the failpoint CONFIRMED, the agent has stored the bundle on the disk as confirmed.
     CONFIRMED = "confirmed"
-    # At the failpoint FINISHED, the agent has removed the mark of the unfinished change from the disk.
     FINISHED = "finished"
-    # At the failpoint TIDIED, the agent has removed unused TLS files.
     TIDIED = "tidied"
-    # At the failpoint RETURNING, the change of the configuration has failed, and the rollback begins.
     RETURNING = "returning"
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 SECONDS = 30.0
-# Seconds to wait for an answer of HAProxy, and for each answer after the first time-out.
+# HAProxy must answer a command within FIRST_TIMEOUT seconds. After the first time-out, LATER_TIMEOUT applies.
 FIRST_TIMEOUT, LATER_TIMEOUT = 5.0, 0.3
 # Maximum number of characters of one text in the diagnostics.
 MOST = 6 << 20

@@ -56,9 +56,6 @@ def _random(ids: Sequence[str], count: int, rng: Random) -> list[str]:
     return drawn
 
 
-# --- Senlin's actions -------------------------------------------------------------------------------------------------
-
-
 class ActionName(str, Enum):
     """The actions of Senlin that change the members of a load balancer."""
 

@@ -266,9 +266,6 @@ def _timed(group: Group, node: Node, state: NodeState, reason: str, now: float) 
     return _Outcome(node=node, again_at=min(expires, watch), outstanding=True)
 
 
-# --- members ----------------------------------------------------------------------------------------------------------
-
-
 def _leave(server_id: str, members: tuple[Member, ...]) -> Step:
     return Step(kind=StepKind.LEAVE, server_id=server_id, members=tuple(unchanged(member) for member in members))
 

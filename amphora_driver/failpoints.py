@@ -22,67 +22,68 @@ _POLL_SECONDS = 0.005
 
 
 class Point(Enum):
-    """Failpoints in the order in which a request reaches them; no request reaches all."""
+    """Failpoints in the order in which a request reaches them; no request reaches all.
 
-    # At this failpoint, the driver in octavia-api has recorded the claim of VIP addresses and has not allocated any VIP
-    # address yet.
+    Attributes:
+        CLAIM_NOTED: the driver in octavia-api has recorded the claim of VIP addresses and has not allocated any VIP
+            address yet.
+        ADDRESSES_TAKEN: the driver has allocated the VIP addresses, and Octavia does not know the addresses yet.
+        INTENT_WRITTEN: the driver has written the desired state in a transaction that is still open.
+        INTENT_COMMITTED: the driver has committed the desired state and has notified no other process yet.
+        BARRIER_NEXT: the provider agent is about to wait until Octavia has committed or rolled back the transactions of
+            the requests.
+        BARRIER_PASSED: the provider agent has seen the end of Octavia's transactions and has not recorded the end yet.
+        COMMITTED: the provider agent has recorded the end of Octavia's transactions.
+        TREE_READ: the provider agent has read objects from Octavia and has not recorded the objects yet.
+        TREE_TAKEN: the provider agent has recorded the objects that Octavia returned.
+        REPORT_SENT: Octavia has accepted statuses, and the provider agent has not recorded the acceptance yet.
+        REPORT_TAKEN: the provider agent has recorded which statuses Octavia has accepted.
+        CLAIMED: the controller has acquired the lease of a load balancer.
+        FINISHING: the controller has executed all steps for a load balancer and is about to return the lease.
+        FINISHED: the controller has returned the lease of a load balancer.
+        FAILOVER_WRITTEN: a process has written a fail-over, for any cause, in a transaction that is still open.
+        FAILOVER_BEGUN: the failure detector has committed an automatic fail-over and has notified no other process yet.
+        ROTATION_WRITTEN: the image rotation has written the next state changes of load balancers in a transaction that
+            is still open.
+        ROTATION_MOVED: the image rotation has committed the state changes of load balancers and has notified no other
+            process yet.
+        FLUSHING: the health manager is about to write the reports of amphorae to the database.
+        FLUSHED: the health manager has written the reports of amphorae to the database.
+    """
+
     CLAIM_NOTED = "claim-noted"
-    # At this failpoint, the driver has allocated the VIP addresses, and Octavia does not know the addresses yet.
     ADDRESSES_TAKEN = "addresses-taken"
-    # At this failpoint, the driver has written the desired state in a transaction that is still open.
     INTENT_WRITTEN = "intent-written"
-    # At this failpoint, the driver has committed the desired state and has notified no other process yet.
     INTENT_COMMITTED = "intent-committed"
-
-    # At this failpoint, the provider agent is about to wait until Octavia has committed or rolled back the transactions
-    # of the requests.
     BARRIER_NEXT = "barrier-next"
-    # At this failpoint, the provider agent has seen the end of Octavia's transactions and has not recorded the end yet.
     BARRIER_PASSED = "barrier-passed"
-    # At this failpoint, the provider agent has recorded the end of Octavia's transactions.
     COMMITTED = "committed"
-    # At this failpoint, the provider agent has read objects from Octavia and has not recorded the objects yet.
     TREE_READ = "tree-read"
-    # At this failpoint, the provider agent has recorded the objects that Octavia returned.
     TREE_TAKEN = "tree-taken"
-    # At this failpoint, Octavia has accepted statuses, and the provider agent has not recorded the acceptance yet.
     REPORT_SENT = "report-sent"
-    # At this failpoint, the provider agent has recorded which statuses Octavia has accepted.
     REPORT_TAKEN = "report-taken"
-
-    # At this failpoint, the controller has acquired the lease of a load balancer.
     CLAIMED = "claimed"
-    # At this failpoint, the controller has executed all steps for a load balancer and is about to return the lease.
     FINISHING = "finishing"
-    # At this failpoint, the controller has returned the lease of a load balancer.
     FINISHED = "finished"
-    # At this failpoint, a process has written a fail-over, for any cause, in a transaction that is still open.
     FAILOVER_WRITTEN = "failover-written"
-    # At this failpoint, the failure detector has committed an automatic fail-over and has notified no other process
-    # yet.
     FAILOVER_BEGUN = "failover-begun"
-    # At this failpoint, the image rotation has written the next state changes of load balancers in a transaction that
-    # is still open.
     ROTATION_WRITTEN = "rotation-written"
-    # At this failpoint, the image rotation has committed the state changes of load balancers and has notified no other
-    # process yet.
     ROTATION_MOVED = "rotation-moved"
-
-    # At this failpoint, the health manager is about to write the reports of amphorae to the database.
     FLUSHING = "flushing"
-    # At this failpoint, the health manager has written the reports of amphorae to the database.
     FLUSHED = "flushed"
 
 
 class Moment(Enum):
-    """Failpoints of every step of a controller."""
+    """Failpoints of every step of a controller.
 
-    # At this failpoint, the controller is about to start a step of a job.
+    Attributes:
+        BEFORE: the controller is about to start a step of a job.
+        DONE: the controller has caused the external effect of a step, and is about to record the step in the database.
+        MARKED: the controller has recorded a step of a job in the database.
+    """
+
     BEFORE = "before"
-    # At this failpoint, the controller has caused the external effect of a step, and is about to record the step in the
-    # database.
     DONE = "done"
-    # At this failpoint, the controller has recorded a step of a job in the database.
     MARKED = "marked"
 
 

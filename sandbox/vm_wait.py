@@ -18,7 +18,8 @@ from amphora_driver.host import namespaces
 if TYPE_CHECKING:
     from sandbox.settings import Settings
 
-# Seconds between two polls of a booting agent, between two reports of progress, and time-out of a TLS handshake.
+# While a machine boots, its agent is polled every _POLL_INTERVAL seconds, and the progress is reported every
+# _NOTE_INTERVAL seconds.
 _POLL_INTERVAL, _NOTE_INTERVAL, _HANDSHAKE_TIMEOUT = 1.0, 30.0, 10.0
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# Maximum number of sentences of a report, and of characters of a sentence.
+# A report of drift has at most _MAX_SENTENCES sentences of _MAX_SENTENCE_LENGTH characters.
 _MAX_SENTENCES, _MAX_SENTENCE_LENGTH = 5, 160
 
 

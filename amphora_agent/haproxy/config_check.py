@@ -20,8 +20,8 @@ from amphora_agent.errors import AgentError, ConfigurationRefused, MachineError
 from amphora_agent.haproxy.config_file import Document
 from amphora_agent.haproxy.config_parser import Configuration, Section
 
-# Seconds to wait until HAProxy has read a configuration, and additional seconds for each server. On a busy machine,
-# HAProxy needs a minute for 10,000 servers.
+# HAProxy must read a configuration within MIN_READ_SECONDS, plus READ_SECONDS_PER_SERVER for each server. On a busy
+# machine, HAProxy needs a minute for 10,000 servers.
 MIN_READ_SECONDS, READ_SECONDS_PER_SERVER = 60.0, 0.02
 ALERT = re.compile(r"^\[ALERT\]\s+\(\d+\) : (?:config : )?(?P<text>.*)$", re.MULTILINE)
 _PLACE = re.compile(r"(?:[Pp]arsing )?\[(?P<file>[^\]]*):(?P<line>\d+)\]\s*:?\s*")

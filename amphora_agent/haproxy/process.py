@@ -45,7 +45,7 @@ SERVICE = "haproxy"
 MAX_THREADS = 64
 STICK_TABLES_SECONDS = 11.0
 STOP_SECONDS, OLD_WORKER_END_SECONDS = 1.0, 2.0
-# Seconds between two probes of HAProxy, and seconds without an answer after which HAProxy is frozen.
+# HAProxy is probed every PROBE_SECONDS. Without an answer for FROZEN_SECONDS, HAProxy counts as frozen.
 PROBE_SECONDS, FROZEN_SECONDS = 0.15, 0.6
 _POLL_SECONDS = 0.002
 _SLOW_POLL_SECONDS = 0.05

@@ -22,8 +22,7 @@ from amphora_agent.network.icmp_echo import Pinger
 from amphora_agent.responder.prometheus import CONTENT_TYPE
 
 ADDRESS = "127.0.0.1"
-# Time-out in seconds of an unanswered request and of a slow transmission of the metrics. HAProxy gives up its health
-# checks earlier.
+# An unanswered request ends after LONGEST_SECONDS, and a slow transmission of the metrics after SEND_SECONDS.
 LONGEST_SECONDS = 30.0
 SEND_SECONDS = 10.0
 # Maximum number of simultaneous scrapes of the metrics. A HAProxy worker forwards up to 4 (haproxy/config_file.py), and

@@ -111,7 +111,7 @@ class ResponderDaemon:
                 why = said[-1] if said else f"no answer within {REPLACEMENT_SECONDS:.0f} s"
                 remedy = "Without it HAProxy reports pinged members as down. See the log of the service."
                 raise ServiceError("start the responder for pings and metrics", why, remedy)
-            # The responder sends no notification when it is ready.
+            # The responder sends no notification when it is ready, so the agent polls it.
             time.sleep(_POLL_SECONDS)
 
 

@@ -30,7 +30,7 @@ from amphora_agent.stats.monotonic_counters import MonotonicCounters
 from amphora_agent.stats.udp_stats import UdpStats
 
 _log = logging.getLogger(__name__)
-# With more rows than this number, all rows of counters are read and written only at this interval in seconds.
+# Reading and writing many rows of counters takes long. Above FEW_ROWS rows, it happens only every WRITE_SECONDS.
 FEW_ROWS, WRITE_SECONDS = 100, 10.0
 # Seconds before HAProxy's `hard-stop-after` at which an old worker is ended. Its final counters must still be read.
 MARGIN_SECONDS = 2.0

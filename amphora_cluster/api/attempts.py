@@ -35,8 +35,8 @@ from amphora_driver.errors import AmphoraDriverError
 from amphora_driver.untrusted_text import printable
 
 LOG = logging.getLogger(__name__)
-# First and longest pause in seconds after failed authentications, and seconds without a failure after which the count
-# begins again.
+# After failed authentications, requests are refused for FIRST_PAUSE to LONGEST_PAUSE seconds. After FORGOTTEN_AFTER
+# seconds without a failure, the count begins again.
 FIRST_PAUSE, LONGEST_PAUSE, FORGOTTEN_AFTER = 1.0, 60.0, 600.0
 # A group's limit is this multiple of the limit of an address, because it serves many addresses.
 GROUP_FACTOR = 10

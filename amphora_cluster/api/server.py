@@ -62,7 +62,7 @@ class Server(BaseApplication):
 
     def load_config(self) -> None:
         for name, value in gunicorn_options(self._conf).items():
-            # Older versions of gunicorn lack some of these options.
+            # Older versions of gunicorn do not have all of these settings.
             if name in self.cfg.settings:
                 self.cfg.set(name, value)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from gunicorn.workers.gthread import ThreadWorker
 
-# Limits in seconds of one read or write, and of all reads of one request.
+# A single read or write may take EXCHANGE_SECONDS, and all reads of one request together REQUEST_SECONDS.
 EXCHANGE_SECONDS, REQUEST_SECONDS = 20.0, 60.0
 
 

@@ -48,7 +48,8 @@ _TICK = 0.25
 _REAP_EVERY = 1.0
 # Seconds between two deletions of old requests, events and nonces.
 _PURGE_EVERY = 60.0
-# Seconds to wait for running passes when the controller stops, and the deadline in seconds that these passes then get.
+# A stopping controller waits _STOP_TIMEOUT seconds for its running passes. At the stop, it shortens their deadlines to
+# _STOP_GRACE seconds.
 _STOP_TIMEOUT, _STOP_GRACE = 20.0, 3.0
 # Pause in seconds after an error of the database.
 _ERROR_BACKOFF = 1.0

@@ -205,7 +205,6 @@ def _late(
     return group_row.c.due_at > now + longest, group_row.c.leased_until > now + lease
 
 
-# SQLAlchemy needs more time to build these statements than to execute them.
 _MINE = (
     group_row.c.id == sa.bindparam("of"),
     group_row.c.owner == sa.bindparam("whose"),

@@ -37,15 +37,15 @@ if TYPE_CHECKING:
 __all__ = ["AgentClient", "Applied", "BundleState", "Info", "Loaded", "Renewed", "SettingsState", "Vrrp"]
 T = TypeVar("T")
 
-# Maximum number of amphorae with open connections, and of connections to one amphora.
+# The client keeps connections to _MOST_POOLS amphorae at most, and _CONNECTIONS connections to each.
 _MOST_POOLS, _CONNECTIONS = 256, 2
 # A large configuration increases the time-out of a request to an agent by a factor of at most five.
 _MOST_TIMEOUT_FACTOR = 5
-# Maximum size in bytes of a response, maximum size of diagnostics and configurations, and size of one read.
+# Sizes in bytes: a longest response, longest diagnostics or configuration, and one read.
 _MOST_ANSWER, _MOST_DIAGNOSTICS, _CHUNK = 4 << 20, 32 << 20, 1 << 16
 # msgspec raises ValueError for invalid UTF-8 and RecursionError for deep nesting, not its own DecodeError.
 _DECODE_ERRORS = (msgspec.DecodeError, ValueError, RecursionError)
-# Shortest and longest pause in seconds between requests to a booting agent, which answers 503.
+# A booting agent answers 503. The pause before the next request grows between these limits, in seconds.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.2
 # Time-out in seconds of a TCP connection attempt. An amphora that has not booted does not answer, and a new attempt
 # finds the booted amphora sooner.
@@ -53,8 +53,8 @@ _CONNECT_TIMEOUT = 0.3
 # Seconds without an acknowledgement of sent data, after which the kernel closes the connection (tcp(7),
 # TCP_USER_TIMEOUT).
 _UNACKNOWLEDGED = 10.0
-# If an agent sends no data for ten seconds, the client starts a TLS handshake on another connection. If the handshake
-# fails within five seconds, the agent counts as dead.
+# After _SILENCE seconds without data, the client starts a TLS handshake on another connection. If the handshake fails
+# within _HANDSHAKE_TIMEOUT seconds, the agent counts as dead.
 _SILENCE, _HANDSHAKE_TIMEOUT = 10.0, 5.0
 _SOCKET_OPTIONS = [
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),

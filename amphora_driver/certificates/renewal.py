@@ -37,14 +37,12 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 # Time-out in seconds of the renewal of one certificate. Changes by users wait for the renewal in the same job.
 _RENEWAL_TIMEOUT = 10.0
-# Seconds between a failed renewal and the next attempt.
 _RETRY_AFTER = 60.0
 # Times of the last failed renewals by amphora id, on the clock of `time.monotonic()`.
 _FAILED: dict[str, float] = {}
 # Maximum number of load balancers with renewals in one round. Without a limit, the whole fleet could renew its
 # certificates at once.
 _MOST = 100
-# Maximum number of amphorae that a log message lists by name.
 _NAMED = 5
 
 

@@ -41,7 +41,7 @@ from amphora_driver.store.requests import Op
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-# Time-outs in seconds for a comparison of configurations and for a diagnosis.
+# Time-outs in seconds of a comparison and of a diagnosis.
 _COMPARE_TIMEOUT, _DIAGNOSE_TIMEOUT = 20.0, 60.0
 _NOT_FOUND = 404
 DIFFERENT, UNREACHABLE = 1, 2

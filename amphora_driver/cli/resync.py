@@ -24,7 +24,6 @@ from amphora_driver.queue import local_socket
 from amphora_driver.store import resyncs
 
 HEAD = ("Load balancer", "Asked", "Asked by", "Ended", "Outcome", "Detail")
-# Seconds between two reads of the result from the database.
 _POLL_SECONDS = 0.2
 
 

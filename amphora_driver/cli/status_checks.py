@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from amphora_driver.cli.queries import LoadBalancerSummary
     from amphora_driver.store.sealed_secrets import ExpiringSecret
 
-# Maximum number of ids in the details of one check.
 _MAX_LISTED = 5
 _DATE = re.compile(r"(?<![0-9])([0-9]{4})-([0-9]{2})-([0-9]{2})(?![0-9])", re.ASCII)
 _KINDS = {

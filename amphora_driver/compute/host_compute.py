@@ -80,8 +80,8 @@ class HostCompute(ABC):
         return True
 
     def locations(self) -> dict[str, Location]:
-        # All machines run on this host, so a pair cannot be separated. With unknown locations, the controller accepts
-        # every pair.
+        # All machines run on this host, so two amphorae of a pair cannot be separated. An empty location means unknown,
+        # which the controller accepts.
         return dict.fromkeys(self.machines(), Location())
 
     def host_names(self, name: str) -> frozenset[str]:

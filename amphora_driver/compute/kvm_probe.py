@@ -13,17 +13,9 @@ import tempfile
 from functools import lru_cache
 from pathlib import Path
 
-# This boot sector counts down from 2^26, writes to the port that ends QEMU, and halts (Intel SDM, volume 2).
-_PROGRAM = bytes.fromhex(
-    "66b900000004"  # mov ecx, 0x04000000
-    "6649"  # again: dec ecx
-    "75fc"  # jnz again
-    "b010"  # mov al, 0x10
-    "ba0105"  # mov dx, 0x501
-    "ee"  # out dx, al
-    "f4"  # halt: hlt
-    "ebfd"  # jmp halt
-)
+# This boot sector counts down from 2^26, writes to the port that ends QEMU, and halts (Intel SDM, volume 2). In assembler:
+# mov ecx, 0x04000000; again: dec ecx; jnz again; mov al, 0x10; mov dx, 0x501; out dx, al; halt: hlt; jmp halt.
+_PROGRAM = bytes.fromhex("66b900000004 6649 75fc b010 ba0105 ee f4 ebfd")
 _SECTOR = _PROGRAM.ljust(510, b"\0") + b"\x55\xaa"
 # QEMU's device isa-debug-exit doubles the value that the boot sector writes, and adds one.
 _COUNTED = 2 * 0x10 + 1

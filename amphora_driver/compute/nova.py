@@ -213,8 +213,6 @@ class NovaCompute:
             for port in self._network.management_ports(amphora_id):
                 self._network.delete_port(port.id)
 
-    # --- servers ------------------------------------------------------------------------------------------------------
-
     def _find(self, amphora_id: str) -> list[Json]:
         tags = self._tag, servers.amphora_tag(amphora_id)
         return [one for one in self._nova.find_servers(*tags) if servers.has_tags(one, tags)]

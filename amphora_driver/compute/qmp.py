@@ -32,7 +32,6 @@ class Monitor:
         self._connection = connection
         self._lines = connection.makefile("rb")
         self._wanted = wanted
-        # QEMU sends a greeting first.
         self._read_message()
         self.execute("qmp_capabilities")
 

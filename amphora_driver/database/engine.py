@@ -54,8 +54,8 @@ _UNAVAILABLE_ATTEMPTS = 2
 # Seconds for which `Database.write` tries to find out whether an unanswered COMMIT succeeded.
 _UNCONFIRMED_SECONDS = 6.0
 _CONNECT_SECONDS = 3
-# Limits that the server enforces, in seconds: a wait for a lock, and an idle transaction (not on MySQL). A stopped
-# process must not hold locks for long.
+# The server ends a wait for a lock after _LOCK_SECONDS, and an idle transaction after _IDLE_SECONDS (MySQL does not).
+# So a stopped process cannot hold locks for long.
 _LOCK_SECONDS = 5
 _IDLE_SECONDS = 10
 # Seconds that a client waits for an answer. The server's limit of five seconds for locks is shorter, so the server's

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import msgspec
 
-# Heartbeat datagrams per second from one amphora, and in a burst. A report of ten thousand members needs twelve
-# datagrams.
+# One amphora may send DATAGRAMS_PER_SECOND heartbeat datagrams, and DATAGRAM_BURST at once. A report of ten thousand
+# members needs twelve datagrams.
 DATAGRAMS_PER_SECOND, DATAGRAM_BURST = 20.0, 200.0
-# Decompressed bytes per second from one amphora, and in a burst. Parsing a megabyte takes ten milliseconds of processor
-# time.
+# One amphora may send BYTES_PER_SECOND of decompressed data, and BYTE_BURST at once. Parsing a megabyte takes ten
+# milliseconds of processor time.
 BYTES_PER_SECOND, BYTE_BURST = float(1 << 20), float(8 << 20)
 
 

@@ -23,11 +23,11 @@ LOG = logging.getLogger(__name__)
 KeyReader = Callable[[AbstractSet[str]], Mapping[str, Secret]]
 """Reads the keys of all amphorae except the given ones, by amphora id."""
 
-# Seconds for which an unknown amphora id is refused without another read of the database, and maximum number of such
-# ids. A deleted amphora still sends heartbeats for a while.
+# A deleted amphora still sends heartbeats. So _MAX_UNKNOWN unknown ids are refused for _UNKNOWN_TTL seconds without a
+# read of the database.
 _UNKNOWN_TTL, _MAX_UNKNOWN = 10.0, 10_000
-# Maximum number and size in bytes of heartbeats that wait until the amphora's key has been read. The first heartbeat of
-# an amphora is shorter.
+# While the key of a new amphora is read, up to _MAX_WAITING heartbeats of up to _MAX_WAITING_SIZE bytes wait. The first
+# heartbeat of an amphora is shorter.
 _MAX_WAITING, _MAX_WAITING_SIZE = 1000, 4096
 
 
@@ -98,8 +98,8 @@ class KeyCache:
 
     def _read_new_keys(self) -> None:
         with self._lock:
-            # The row of an amphora exists before its first heartbeat. So an id without a row, in a read after the
-            # heartbeat, is unknown.
+            # An amphora has a row before it sends heartbeats. So an id is unknown if a read after its heartbeat finds
+            # no row.
             requested, known = set(self._waiting), set(self._known)
         try:
             found = self._read_keys(known)

@@ -29,7 +29,7 @@ class LostConfigDetector:
 
     def __init__(self, interval: float) -> None:
         self._interval = interval
-        # By amphora that seems to have lost its configuration: the confirmed generation, and the start of the
+        # Amphorae that seem to have lost their configuration, each with its confirmed generation and the start of the
         # suspicion.
         self._suspected: dict[str, tuple[int, float]] = {}
 

@@ -40,7 +40,7 @@ _SOCKET_BUFFER = 32 << 20
 _SO_RCVBUFFORCE = 33
 # Maximum number of datagrams in a row, before the loop checks for a stop request and for new keys.
 _BURST = 256
-# Minimum seconds between two log messages about refused heartbeats, and maximum number of amphorae in one.
+# Refused heartbeats are logged every _LOG_INTERVAL seconds at most, with up to _MAX_NAMED amphorae.
 _LOG_INTERVAL, _MAX_NAMED = 60.0, 5
 # The self-test sends a datagram of these magic bytes and a secret random number to the heartbeat socket.
 _PROBE_MAGIC, _PROBE_SIZE = b"AHM1", 32

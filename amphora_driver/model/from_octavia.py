@@ -34,7 +34,7 @@ from amphora_driver.secret import Secret
 S = TypeVar("S", bound=msgspec.Struct)
 F = TypeVar("F", bound=Callable[..., Any])
 
-# The name of the id in an Octavia object, which depends on the kind of object.
+# Each Octavia object contains its own id under a name that depends on the kind of the object.
 ID_NAMES: dict[Kind, str] = {
     Kind.LOAD_BALANCER: "loadbalancer_id",
     Kind.LISTENER: "listener_id",

@@ -42,7 +42,8 @@ from amphora_driver.store.resyncs import ResyncOutcome
 from amphora_driver.store.sealed_secrets import SealedSecret
 
 LOG = logging.getLogger(__name__)
-# Seconds until the next attempt: if the load balancer has unfinished changes, and after an error.
+# A resync is tried again after _BUSY_DELAY seconds if the load balancer has unfinished changes, and after _RETRY_DELAY
+# seconds if an error occurred.
 _BUSY_DELAY, _RETRY_DELAY = 1.0, 15.0
 _BUSY = "waits until all requests of its users are served and reported to Octavia"
 _CREATING = "waits until Octavia has committed its creation"

@@ -41,8 +41,8 @@ from amphora_driver.store import listener_stats, process_registry, status_outbox
 
 LOG = logging.getLogger(__name__)
 
-# Maximum numbers of deleted and of other objects in one call, for a quarter of the call's time-out (30 s). Octavia
-# needs up to 0.5 s to remove an object, and 2 ms for another status.
+# One call to Octavia has at most _MAX_DELETED deleted and _MAX_ROWS other objects, so that it takes a quarter of its
+# time-out (30 s). Octavia needs up to 0.5 s to delete an object, and 2 ms for another status.
 _MAX_DELETED, _MAX_ROWS = 15, 300
 # octavia_lib raises UpdateStatusError for an unreachable octavia-driver-agent and for a refused status. Only a refusal
 # has an object id.

@@ -275,7 +275,7 @@ def _due(
     return tuple(due)
 
 
-# SQLAlchemy needs more time to build these statements than to execute them.
+# These statements are built once, because SQLAlchemy needs more time to build a statement than to execute it.
 _OF: sa.BindParameter[Any] = sa.bindparam("of")
 _MINE = (job.c.load_balancer_id == _OF, job.c.owner == sa.bindparam("whose"), job.c.epoch == sa.bindparam("under"))
 _THEIRS = amphora.c.load_balancer_id == job.c.load_balancer_id

@@ -31,8 +31,8 @@ _PAUSE_PER_ENTRY = 0.0005
 # Seconds after which an unanswered attempt is repeated. The kernel would repeat its SYN packet only after one, three
 # and seven seconds (RFC 6298).
 _CONNECT_TIMEOUT = 0.5
-# Half of the first delay, and longest delay, in seconds between connections to an amphora whose agent does not answer.
-# Each connection doubles the delay.
+# If an amphora accepts connections but its agent does not answer, the delay between connections doubles from twice
+# _REPEAT_DELAY up to _MAX_REPEAT_DELAY seconds.
 _REPEAT_DELAY, _MAX_REPEAT_DELAY = 0.05, 5.0
 _MAX_DOUBLINGS = 8
 # Seconds after which an earlier connection no longer delays the next one.

@@ -53,8 +53,8 @@ from amphora_driver.store.spare_pools import ROLE
 LOG = logging.getLogger(__name__)
 # Time-out in seconds of the first query of an agent. A longer wait would delay the jobs of other load balancers.
 _FIRST_QUERY_TIMEOUT = 3.0
-# Seconds between two checks whether Nova has chosen the hypervisor of the partner, and longest wait in seconds. The
-# second amphora of a pair boots afterwards.
+# The second amphora of a pair boots after Nova has chosen a hypervisor for the first one. This is checked every
+# _PARTNER_PAUSE seconds, for at most _MAX_PARTNER_WAIT seconds.
 _PARTNER_PAUSE, _MAX_PARTNER_WAIT = 1.0, 60.0
 _WITHOUT_MACHINE: dict[str, Any] = {
     **dict.fromkeys(("management_address", "booted_at", "certificate_issued_at", "certificate_authority", "trusts")),

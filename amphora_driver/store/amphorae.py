@@ -66,7 +66,6 @@ class ReachableAmphora(msgspec.Struct, frozen=True, kw_only=True):
     load_balancer_id: str = ""
 
 
-# SQLAlchemy needs more time to build these statements than to execute them.
 _JSON_COLUMNS = ("plugged", "partners")
 _IDS: sa.BindParameter[Any] = sa.bindparam("ids", expanding=True)
 _LOAD_BALANCER_IDS = sa.select(amphora.c.id, amphora.c.load_balancer_id)

@@ -40,7 +40,6 @@ _DECODERS: dict[Kind, msgspec.json.Decoder[Any]] = {
 }
 
 _OBJECT = desired_object.c
-# SQLAlchemy needs more time to build these statements than to execute them.
 _IDS: sa.BindParameter[Any] = sa.bindparam("ids", expanding=True)
 _OF: sa.BindParameter[Any] = sa.bindparam("of")
 _OF_KIND: sa.BindParameter[Any] = sa.bindparam("of_kind")

@@ -28,8 +28,8 @@ from amphora_driver.database.tables_fleet import unknown_amphora
 MAX_UNKNOWN_AMPHORAE = 100
 # Maximum number of unknown ids from one address. More ids are a mistake or an attack.
 MAX_UNKNOWN_PER_ADDRESS = 5
-# Seconds without heartbeats after which a row is deleted, and after which a new row may replace it if the table is
-# full.
+# A row is deleted after _UNKNOWN_PURGED_AFTER seconds without heartbeats. In a full table, a new row may replace it
+# after _UNKNOWN_REPLACED_AFTER seconds.
 _UNKNOWN_PURGED_AFTER = 86_400.0
 _UNKNOWN_REPLACED_AFTER = 300.0
 _LONGEST_ADDRESS = 64

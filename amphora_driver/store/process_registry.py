@@ -20,7 +20,8 @@ from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import duty
 from amphora_driver.database.tables_fleet import drained_host, process
 
-# Seconds between two heartbeats of a process, and seconds without one after which its row is deleted.
+# A process writes a heartbeat every HEARTBEAT_INTERVAL seconds. Its row is deleted after _PURGED_AFTER seconds without
+# one.
 HEARTBEAT_INTERVAL = 2.0
 _PURGED_AFTER = 3600.0
 

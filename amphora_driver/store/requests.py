@@ -340,9 +340,7 @@ class RequestRecorder:
             validate(node, desired_objects.load_l4_context(connection, load_balancer_id, node, known))
 
 
-# SQLAlchemy needs more time to build these statements than to execute them.
 _LOCK = sa.select(job.c.generation, job.c.op).where(job.c.load_balancer_id == sa.bindparam("of")).with_for_update()
-# Every change of a load balancer locks its `job` row first, so other rows need no lock.
 _LOCK_OWNER = (
     sa.select(job.c.load_balancer_id, job.c.generation, job.c.op)
     .where(job.c.load_balancer_id == desired_objects.LOAD_BALANCER_ID_OF_OBJECT.scalar_subquery())

@@ -19,7 +19,6 @@ from amphora_driver.database.vault import SecretLocation
 from amphora_driver.model.enums import Kind
 from amphora_driver.model.secret_refs import Purpose, SecretName
 
-# SQLAlchemy needs more time to build these statements than to execute them.
 _OF_LOAD_BALANCER = secret.select().where(secret.c.load_balancer_id == sa.bindparam("of"))
 _NAMES = sa.select(secret.c.purpose, secret.c.ref, secret.c.sealed.is_not(None).label("known")).where(
     secret.c.object_id == sa.bindparam("of")

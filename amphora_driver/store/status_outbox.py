@@ -54,7 +54,6 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
 
 
-# SQLAlchemy needs more time to build these statements than to execute them.
 _IDS: sa.BindParameter[Any] = sa.bindparam("ids", expanding=True)
 _KNOWN = sa.select(object_status.c.object_id).where(object_status.c.object_id.in_(_IDS))
 _EXPECT = object_status.update().where(object_status.c.object_id.in_(_IDS)).values(pending=sa.bindparam("new_pending"))

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
     from amphora_driver.telemetry.fleet_snapshot import AmphoraInfo, FleetSnapshot, LoadBalancerInfo
 
-# Delays in seconds of a job, a status report or a confirmation, for a notice and for a more severe one.
+# A job, a status report or a confirmation that is _LATE seconds late causes a notice. After _VERY_LATE seconds, the
+# notice becomes more severe.
 _LATE = 30.0
 _VERY_LATE = 300.0
 # Seconds after its last heartbeat for which an unknown amphora causes a notice.

@@ -72,7 +72,6 @@ _SILENCE = tables_fleet.silent_amphora
 _FAILOVER = tables_fleet.failover
 _EVENT = tables_fleet.failover_event
 
-# SQLAlchemy needs more time to build these statements than to execute them.
 _BALANCERS = (
     sa.select(
         *(_WORK.c.load_balancer_id.label("id"), _WORK.c.project_id, _WORK.c.topology, _WORK.c.op, _WORK.c.generation),
@@ -127,7 +126,7 @@ _LAST_EVENTS = _STEP.where(_EVENT.c.id.in_(_LAST_IDS)).limit(MAX_ROWS)
 _WAITING = _STATUS.c.version > _STATUS.c.reported
 _OUTBOX = sa.select(sa.func.count().label("waiting"), sa.func.min(_STATUS.c.since).label("oldest")).where(_WAITING)
 _PROCESS = tables_fleet.process
-# Rows of killed processes stay for an hour. In this order, the limit does not exclude living ones.
+# Rows of killed processes stay for an hour. With the newest heartbeats first, the limit keeps the running processes.
 _PROCESSES = sa.select(_PROCESS).order_by(_PROCESS.c.seen_at.desc(), _PROCESS.c.name).limit(MAX_ROWS)
 _ITEM = tables_fleet.rotation_item
 _ROTATIONS = sa.select(tables_fleet.rotation).order_by(tables_fleet.rotation.c.id.desc()).limit(MAX_ROTATIONS)

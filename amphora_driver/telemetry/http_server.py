@@ -38,7 +38,8 @@ LOG = logging.getLogger(__name__)
 # Maximum number of connections. The oldest one is closed before a further one is accepted.
 _MAX_CONNECTIONS = 16
 _BACKLOG = 32
-# Limits in seconds of a whole connection, of one read, and of the close after the response.
+# A connection may take _CONNECTION_TIMEOUT seconds, a single read _READ_TIMEOUT seconds, and the close of the
+# connection _CLOSE_TIMEOUT seconds.
 _CONNECTION_TIMEOUT = 20.0
 _READ_TIMEOUT = 5.0
 _CLOSE_TIMEOUT = 1.0
