@@ -219,8 +219,8 @@ def _steps(pool: Pool, server: ServerMembers) -> tuple[Step, ...]:
         steps.append(Step(kind=StepKind.REPAIR, server_id=server.server_id, members=drifted))
     replaced = not server.missing and server.current and _all_serve(pool, server)
     useless = [member for member in server.obsolete if replaced or not _serves(pool, member)]
-    # Without current members, the obsolete ones stay, because their status in Octavia shows why the server does not
-    # serve.
+    # A server without current members keeps its obsolete members, because their status in Octavia shows why the server
+    # does not serve.
     if useless and server.current and not server.missing:
         steps.append(_leave(server.server_id, tuple(useless)))
     return tuple(steps)

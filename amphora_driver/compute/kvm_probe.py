@@ -13,7 +13,7 @@ import tempfile
 from functools import lru_cache
 from pathlib import Path
 
-# This boot sector counts down from 2^26, writes to the port that ends QEMU, and halts (Intel SDM, volume 2). In assembler:
+# This boot sector counts down from 2^26, writes to the port that ends QEMU, and halts (Intel SDM, volume 2). Its code:
 # mov ecx, 0x04000000; again: dec ecx; jnz again; mov al, 0x10; mov dx, 0x501; out dx, al; halt: hlt; jmp halt.
 _PROGRAM = bytes.fromhex("66b900000004 6649 75fc b010 ba0105 ee f4 ebfd")
 _SECTOR = _PROGRAM.ljust(510, b"\0") + b"\x55\xaa"
