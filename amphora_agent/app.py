@@ -67,7 +67,7 @@ def create(settings: Settings, paths: Paths, identity: Identity, inheritance: In
 
     def sender_for(wanted: Settings) -> Sender:
         if wanted.heartbeat_format == "octavia":
-            # `octavia` is assigned further below. The heartbeat sender calls the lambda later.
+            # The lambda is called later, when the variable `octavia` below is assigned.
             return OctaviaSender(wanted, paths, collector, lambda: octavia.draining())  # noqa: PLW0108
         return HeartbeatSender(
             wanted,

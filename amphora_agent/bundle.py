@@ -192,7 +192,7 @@ class Bundle:
             "interfaces": [_plain(interface) for interface in self.interfaces],
             "allowed": [_allowed_document(one) for one in self.allowed],
             "vrrp": None if self.vrrp is None else _plain(self.vrrp),
-            # Agents before version 2.0 refuse the key `virtual_servers`.
+            # Agents before version 2.0 refuse the key `virtual_servers`, so it is present only if it is needed.
             **({"virtual_servers": model.to_document(self.virtual_servers)} if self.virtual_servers else {}),
         }
 

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Python's option -I removes the directory of the agent's package from the search path.
+# Python's option -I removes the directory of the agent's package from the search path, so it is added again.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from amphora_agent import cloud_network
@@ -89,7 +89,7 @@ def label(header: bytes) -> tuple[str, str] | None:
     if descriptor[:6] == b"\x01CD001":
         return "iso9660", descriptor[40:72].decode("ascii", "replace").strip()
     if header[510:512] == b"\x55\xaa":
-        # FAT32 has its type and label at other offsets than FAT12 and FAT16.
+        # FAT32 has its type and label at other offsets than FAT12 and FAT16, so both are tried.
         for kind, name in ((82, 71), (54, 43)):
             if header[kind : kind + 3] == b"FAT":
                 return "vfat", header[name : name + 11].decode("ascii", "replace").strip()
@@ -119,7 +119,8 @@ def find(places: Places, seconds: float) -> tuple[Path, str]:
                 first = False
             events.settimeout(min(left, _LOOK_SECONDS))
             with suppress(OSError):
-                # The loop searches again after each event, after a time-out and after lost events.
+                # The program searches for the drive again after an event of the kernel, and also after a time-out or a
+                # lost event.
                 events.recv(65536)
 
 
@@ -371,7 +372,8 @@ def main() -> None:
             socket.sethostname(told.hostname)
         write_files(places, told)
     except (AgentError, OSError) as error:
-        # With a fallback network, an operator can log in with ssh and find the cause.
+        # An unreadable config drive leaves the amphora without an address. A fallback network lets an operator log in
+        # with ssh.
         if not places.network.exists():
             _write(places.network, cloud_network.FALLBACK)
         sys.exit(f"amphora: {error}")

@@ -64,7 +64,7 @@ class Server(BaseApplication):
             options["child_exit"] = _exit_with_worker
         for name, value in options.items():
             if name in self.cfg.settings:
-                # Older versions of gunicorn lack the option `control_socket_disable`.
+                # Older versions of gunicorn lack some of the options, so only known options are set.
                 self.cfg.set(name, value)
 
     def load(self) -> Any:

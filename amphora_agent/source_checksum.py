@@ -19,7 +19,7 @@ def source_checksum(packages: Iterable[str], elsewhere: Iterable[str]) -> str:
     Raises:
         OSError: a source cannot be read.
     """
-    # Daemons import this module, in each of which pathlib or a digest other than crc32 would need a megabyte.
+    # Each daemon imports this module. pathlib, or another digest than crc32, would need a megabyte of memory in each.
     agent = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
     own = sorted(
         entry.path

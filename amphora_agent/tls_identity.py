@@ -168,7 +168,7 @@ class Identity:
             finally:
                 with suppress(OSError):
                     candidate.unlink(missing_ok=True)
-            # The CAs are written before the certificate, which is of no use without its CA.
+            # A certificate is of no use without its CA, so the CAs are written first.
             contents = {self._issuers: server_ca, self._callers: client_ca, self._own: pem}
             changed = {file: content for file, content in contents.items() if content is not None}
             self._exchange(changed, found, lambda: prove(anchor))
@@ -263,7 +263,8 @@ def shown_by(host: str, port: int, name: str, authorities: str) -> str:
 def _server(own: Path, callers: Path | None) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    # With an empty password, OpenSSL refuses an encrypted key. Without a password, it would ask on the terminal.
+    # With an empty password, OpenSSL refuses an encrypted key. Without this argument, OpenSSL would ask for a password
+    # on the terminal.
     context.load_cert_chain(own, password=b"")
     if callers is not None:
         context.verify_mode = ssl.CERT_REQUIRED

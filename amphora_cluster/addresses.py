@@ -27,7 +27,7 @@ def choose_address(server: Server, template: MemberTemplate) -> Address | str:
 
 def canonical(ip: str) -> str:
     """The usual spelling of an IP address. Octavia keeps the spelling of the creating request."""
-    # An IPv4 address has one spelling only. A pass over many members is three times as fast without parsing it.
+    # An IPv4 address has one spelling only. Without parsing it, a pass over many members is three times as fast.
     if ":" not in ip:
         return ip
     try:

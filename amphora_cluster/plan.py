@@ -98,7 +98,7 @@ def plan(group: Group, servers: tuple[Server, ...], pool: Pool, nodes: tuple[Nod
     planned = tuple(outcome.node for outcome in outcomes if outcome.node)
     times = [outcome.again_at for outcome in outcomes if outcome.again_at is not None]
     return Plan(
-        # Octavia refuses all changes while the load balancer is not ACTIVE.
+        # Octavia refuses all changes while the load balancer is not ACTIVE, so the plan then has no steps.
         steps=steps if pool.changeable else (),
         nodes=planned,
         again_at=min(times, default=None),

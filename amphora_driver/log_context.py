@@ -60,8 +60,8 @@ class ContextFilter(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         fields = _fields.get()
         if fields:
-            # The plain formatter of oslo.log prints `instance` before the message. Its JSON formatter prints the fields
-            # that `extra_keys` names.
+            # oslo.log's plain formatter prints `instance` before the message, and its JSON formatter prints the fields
+            # in `extra_keys`. So both are set.
             words = (f"{short}={fields[name]}" for name, short in _SHORT.items() if name in fields)
             record.instance = f"[{' '.join(words)}] "
             record.extra_keys = [*getattr(record, "extra_keys", ()), *fields]

@@ -48,7 +48,7 @@ def wait_active(settings: Settings, connection: Any, load_balancer_id: str, note
         if emulated:
             note(f"still waiting: load balancer is {found.provisioning_status}, amphora boots ({seconds:.0f} s)")
 
-    # Frequent polling would slow the boot of an emulated amphora down.
+    # An emulated amphora is polled less often, because frequent polling would slow its boot down.
     for _ in vm_wait.poll(settings.wait_timeout, note_progress, None if emulated else _POLL_INTERVAL):
         found = connection.load_balancer.get_load_balancer(load_balancer_id)
         if found.provisioning_status == "ACTIVE":

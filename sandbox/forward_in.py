@@ -37,7 +37,7 @@ async def _serve(place: Path, port: int) -> None:
 
 
 async def _forward(place: Path, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    # A socket belongs to the network namespace in which it was created.
+    # A socket belongs to the network namespace in which it was created, so it is created inside the namespace.
     connect = functools.partial(socket.create_connection, (_LOOPBACK_ADDRESS, port))
     try:
         inside = await asyncio.to_thread(namespaces.run_inside, place, connect)

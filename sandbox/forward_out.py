@@ -57,7 +57,7 @@ def main(arguments: list[str]) -> int:
     place = namespaces.path(namespace)
     listeners = {}
     for port in map(int, numbers):
-        # A socket belongs to the network namespace in which it was created.
+        # A socket belongs to the network namespace in which it was created, so it is created inside the namespace.
         listen = functools.partial(socket.create_server, (_LOOPBACK_ADDRESS, port), backlog=128)
         listeners[port] = namespaces.run_inside(place, listen)
     asyncio.run(_serve(listeners))
@@ -88,7 +88,7 @@ async def copy_stream(source: asyncio.StreamReader, target: asyncio.StreamWriter
             target.write(data)
             await target.drain()
     except OSError:
-        # One side has closed the forwarded connection.
+        # One side has closed the forwarded connection, so the other side is closed too.
         pass
     finally:
         target.close()

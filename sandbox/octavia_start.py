@@ -59,7 +59,8 @@ def _begin(connection: Any) -> None:
 
 
 def _checkin(dbapi_connection: Any, _record: Any) -> None:
-    # SQLAlchemy raises the event "commit" before the database commits. Only a returned connection has surely committed.
+    # The write lock is released when the connection returns to the pool, because SQLAlchemy raises the event "commit"
+    # before the database commits.
     if _write_lock.lock is not None and _write_lock.holder == id(dbapi_connection):
         os.close(_write_lock.lock)
         _write_lock.lock = _write_lock.holder = None
@@ -96,7 +97,7 @@ def api() -> Application:
     octavia_schema.ensure_schema()
 
     def with_project(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
-        # Octavia requires a project id, which clients with the auth type "none" do not send.
+        # Octavia requires a project id. Clients with the auth type "none" send none, so a fixed one is added.
         environ.setdefault("HTTP_X_PROJECT_ID", _PROJECT)
         environ.setdefault("HTTP_X_USER_ID", _PROJECT)
         return application(environ, start_response)  # type: ignore[no-any-return]
@@ -122,7 +123,8 @@ def driver_agent() -> int:
         read_options(arguments)
         _compile_statements()
 
-    # octavia-driver-agent has no hook before the first fork except the function that reads the options.
+    # The SQL statements are compiled before the first fork of octavia-driver-agent, which has no other hook there than
+    # the function that reads the options.
     service.prepare_service = read_options_and_compile
     return int(agent.main() or 0)
 

@@ -206,7 +206,7 @@ def load_or_create_settings(
         octavia_options=octavia_options or {},
     )
     state.mkdir(parents=True, exist_ok=True, mode=0o755)
-    # The URLs may contain passwords.
+    # The URLs in the file may contain passwords, so only its owner may read it.
     _file(state).touch(mode=0o600)
     _file(state).write_bytes(msgspec.json.format(msgspec.json.encode(settings)))
     return settings

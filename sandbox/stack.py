@@ -87,7 +87,7 @@ class Stack:
                     self._power_off(network)
             removed = namespaces.names(f"{self.settings.prefix}-")
             for name in removed:
-                # A namespace may contain processes that the sandbox has not recorded.
+                # A namespace may contain processes that the sandbox has not recorded, so all its processes are killed.
                 if not signal_and_wait(namespaces.processes(name), signal.SIGKILL, _KILL_SECONDS):
                     raise SandboxError(f"remove the namespace {name}", "a process in it does not end after SIGKILL")
                 namespaces.remove(name)
@@ -148,7 +148,7 @@ class Stack:
     def _compute_backends(self, network: LocalNetwork) -> tuple[NetnsCompute | QemuCompute, ...]:
         """All compute backends: a flavor can select each of them."""
         options = config.load([str(self.settings.driver_configuration)])
-        # A sandbox of an older version has no directory for virtual machines.
+        # A sandbox of an older version has no directory for virtual machines, and thus no QEMU backend.
         qemu = [QemuCompute(options, network)] if self.settings.machines.exists() else []
         return (NetnsCompute(options, network), *qemu)
 

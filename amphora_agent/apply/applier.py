@@ -244,7 +244,7 @@ class Applier:
     def _verifiable(self) -> Bundle | None:
         """The confirmed bundle, if drift from that bundle has to be repaired."""
         bundle = self._served
-        # On an amphora under Octavia's own worker, the worker repairs drift.
+        # Octavia's own worker, if it controls the amphora, repairs drift itself. So the agent then repairs none.
         ours = bundle is not None and bundle.load_balancer_id != OCTAVIA_API_V1_ID
         return bundle if ours and self._has_applied and not self._parts.swap.is_interrupted else None
 

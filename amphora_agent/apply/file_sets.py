@@ -96,7 +96,7 @@ class FileSets:
                     os.link(source, target)
                 else:
                     _write(target, file)
-            # A directory of this set may exist with missing or modified files.
+            # A directory of this set may exist with missing or modified files, so it is replaced.
             _remove(directory)
             incomplete.rename(directory)
         except BaseException:

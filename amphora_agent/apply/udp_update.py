@@ -51,7 +51,8 @@ class UdpUpdate:
             return
         known, self._served = self._served, None
         if known is None:
-            # The rules in the kernel are unknown. In a drift check, the L4 daemon reads them before it writes new ones.
+            # The agent does not know the rules in the kernel. In a drift check, the L4 daemon reads them before it
+            # writes new ones.
             self._service.find_drift(wanted[0], paired=wanted[1])
         self._serve(bundle)
 
@@ -64,7 +65,8 @@ class UdpUpdate:
         """Restore the virtual servers of the previous bundle, unless they are still served."""
         before = replace(failed, virtual_servers=(), vrrp=None) if served is None else served
         wanted = _wanted(before)
-        # The failed change may have started the L4 daemon, which the configuration before may not need.
+        # The failed change may have started the L4 daemon. If the configuration before the change needs none, it is
+        # stopped again.
         is_idle = bool(failed.virtual_servers) and not wanted[0]
         if not is_idle and (wanted == self._served or (self._served is None and not wanted[0])):
             return

@@ -79,7 +79,7 @@ class DriftChecker:
         if not haproxy.is_wanted():
             yield Difference("haproxy", "HAProxy does not run, and the service manager does not start it")
         elif haproxy.worker_pid() is not None:
-            # HAProxy does not answer while it starts or under high load. A missing answer is no drift.
+            # HAProxy does not answer while it starts or under high load, so a missing answer is no drift.
             try:
                 haproxy.verify(wanted, directory)
             except (HaproxyError, OSError) as error:
@@ -93,8 +93,8 @@ class DriftChecker:
             if identity is None or self._file.read_bytes() != wanted.content.encode():
                 yield Difference("haproxy.cfg", "haproxy.cfg was modified")
                 return
-            # The file is correct now, but may have been different for a while. A worker that started in this time may
-            # have read other content.
+            # The file is correct now, but may have been different before. So a HAProxy worker that started since the
+            # last check may have read other content.
             earlier = None if self._intact is None else self._intact[1]
             self._misread = self._misread or (None not in (earlier, worker) and earlier != worker)
         self._intact = identity, worker

@@ -157,7 +157,8 @@ class DriftRepair:
             )
             unrepaired: tuple[Difference, ...] = tuple(found)
         else:
-            # `_check` returns None during a change of the configuration. The next periodic check finds remaining drift.
+            # `_check` returns None while a change of the configuration runs. In this case, the repair counts as
+            # successful, and the next periodic check finds remaining drift.
             unrepaired = self._check() or ()
         self._report.record(found, unrepaired)
         if unrepaired:

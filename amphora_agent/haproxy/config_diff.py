@@ -177,7 +177,7 @@ def _section_actions(
     for name, server in after.items():
         was = before.get(name)
         if was is server:
-            # The parser reuses the object of an unchanged server.
+            # The parser reuses the object of an unchanged server, so an identical object means no change.
             continue
         if was is None:
             why = _not_addable(new, server, wanted, features)
@@ -286,7 +286,8 @@ def _fixed_keywords(server: Server, other: Server) -> tuple[str, ...]:
     """Return the keywords whose values no command can change to the values of the other server."""
     words = list(server.keywords)
     for keyword in _SETTABLE:
-        # A runtime command can change the address and port of a health check, but cannot remove them.
+        # A runtime command can change the address and port of a health check, but cannot remove them. So their removal
+        # needs a reload.
         is_check = keyword in ("addr", "port")
         if is_check and not (keyword in other.keywords and server.checked and "agent-check" not in words):
             continue

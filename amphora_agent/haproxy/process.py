@@ -199,7 +199,7 @@ class Haproxy:
                 raise HaproxyError("start HAProxy", why)
             # HAProxy 2.6 reports a completed start to systemd only, so it is polled.
             time.sleep(_POLL_SECONDS)
-        # The responder serves no metrics before the first reading of HAProxy's counters.
+        # The counters are read at once, because the responder serves no metrics before the first reading.
         self.counters.sample()
 
     def ensure_wanted(self) -> None:
@@ -227,8 +227,8 @@ class Haproxy:
                 worker = self.worker_pid()
                 if worker is not None:
                     self.counters.hold(drain)
-                    # SIGUSR1 makes a worker close its listeners. HAProxy's master would end at this signal and be
-                    # restarted.
+                    # SIGUSR1 makes a worker close its listeners. The signal must not go to HAProxy's master, which
+                    # would end and be restarted.
                     os.kill(worker, signal.SIGUSR1)
                 self.counters.finish_all(STOP_SECONDS)
         self._services.stop(SERVICE)
@@ -310,7 +310,7 @@ class Haproxy:
             deadline = time.monotonic() + OLD_WORKER_END_SECONDS
             while pid in self._workers().replaced:
                 if time.monotonic() > deadline:
-                    # An old worker stays while a client or another process is connected to it.
+                    # An old worker ends only after all clients and other processes have disconnected, so it is killed.
                     _log.warning(
                         "The agent kills HAProxy's old worker with process id %d, because HAProxy has too many old "
                         "workers and this worker does not end",
@@ -348,8 +348,8 @@ class Haproxy:
                     self.master.ask("reload", seconds=self._read_seconds)
                     again = time.monotonic() + _LOST_COMMAND_SECONDS
             except HaproxyError:
-                # During a reload, HAProxy's master executes itself again and does not answer. A missing answer is no
-                # failure.
+                # During a reload, HAProxy's master executes itself again and does not answer. So a missing answer does
+                # not mean a failed reload.
                 count, worker = reloads, None
                 if self._starts() > starts + 1:
                     raise HaproxyError("reload HAProxy", self._last_alert() or "it crashed twice") from None
@@ -386,7 +386,8 @@ class Haproxy:
         """
         deadline = time.monotonic() + _STOPPING_SECONDS
         with suppress(HaproxyError):
-            # An old worker that does not answer is frozen and accepts no connections.
+            # The wait ends without an error if an old worker does not answer, because a frozen worker accepts no
+            # connections.
             while old is not None and time.monotonic() < deadline:
                 if "\nStopping: 0\n" not in self.master.ask(f"@!{old} show info", seconds=_STOPPING_SECONDS):
                     return

@@ -63,8 +63,8 @@ class ActionRunner:
             case act.AddServer():
                 self._add(action)
             case act.ComputeCookies(backend, key, names):
-                # HAProxy 2.6 computes the dynamic cookies of servers when a command sets the key, even to the same
-                # value.
+                # HAProxy 2.6 computes the dynamic cookies of new servers only when a command sets the key. So the
+                # command sets the same key again.
                 self._worker.order(f"set dynamic-cookie-key backend {backend} {key}")
                 self._order_all([f"enable server {backend}/{name}" for name in names])
             case act.ReplaceServer():
@@ -84,8 +84,8 @@ class ActionRunner:
             case act.SetMaintenance(backend, name, maintenance):
                 worker.order(f"set server {backend}/{name} state {'maint' if maintenance else 'ready'}")
             case act.SetAddress(backend, name, address, port):
-                # The answer to `set server addr` differs between versions of HAProxy. A later read verifies the
-                # address.
+                # The answer to `set server addr` differs between versions of HAProxy, so it is ignored. A later read
+                # verifies the address.
                 worker.ask(f"set server {backend}/{name} addr {address} port {port}")
             case act.SetCheck(backend, name, check_address, check_port):
                 place = f"check-addr {check_address}" if check_address is not None else ""
@@ -112,7 +112,7 @@ class ActionRunner:
             commands.append(f"enable health {name}")
         if not server.disabled and not action.awaits_cookie:
             commands.append(f"enable server {name}")
-        # Any other answer than `_ADDED` means that a command has failed.
+        # If a command fails, the answer differs from `_ADDED`, and `order` raises an error.
         self._worker.order("; ".join(commands), _ADDED)
 
     def _replace(self, action: act.ReplaceServer) -> None:
@@ -195,7 +195,8 @@ class ActionRunner:
         head = lines[0].split() if lines else []
         if "used_cur" not in head:
             return {}
-        # The line of column names begins with the additional word "#".
+        # In HAProxy's answer, the line of column names begins with the additional word "#", so the index of a value is
+        # one less.
         column = head.index("used_cur") - 1
         found = {}
         for line in lines[1:]:

@@ -204,8 +204,8 @@ def _server_difference(server: Server, state: ServerState) -> str:
         if port.isdecimal() and int(port) != state.check_port:
             return f"is monitored on port {state.check_port}, not {port}"
     if "agent-check" in server.keywords:
-        # With `agent-check`, a server itself sets its weight and its maintenance, which may differ from the
-        # configuration.
+        # With `agent-check`, a server itself sets its weight and its maintenance. They may differ from the
+        # configuration, so they are not compared.
         return ""
     if (state.weight, state.maintenance) != (server.weight, server.disabled):
         wanted = (server.weight, server.disabled)
@@ -215,12 +215,12 @@ def _server_difference(server: Server, state: ServerState) -> str:
 
 def _same_endpoint(server: Server, host: str, port: int) -> bool:
     if server.address == f"{host}:{port}":
-        # Most addresses have the same text in the configuration and in HAProxy's answer. Comparing texts is faster than
-        # parsing addresses.
+        # Most addresses have the same text in the configuration and in HAProxy's answer, so the faster comparison of
+        # texts comes first.
         return True
     wanted, number = server.endpoint
     if not (_is_address(wanted) and number.isdecimal()):
-        # No runtime command can change a host name, a socket path or a port offset.
+        # No runtime command can change a host name, a socket path or a port offset, so such addresses are not compared.
         return True
     return _same_address(wanted, host) and int(number) == port
 

@@ -51,7 +51,8 @@ class TlsStore:
             case act.LoadFile():
                 self._load(action.store, action.name)
             case act.UnloadFile():
-                # HAProxy refuses to unload a file in use, which its next worker will not load.
+                # HAProxy refuses to unload a file in use. The refusal is ignored, because HAProxy's next worker will
+                # not load the file.
                 self._worker.ask(f"del ssl {action.store} {action.name}")
                 self._names.get(action.store, set()).discard(action.name)
             case act.AddToCrtList():

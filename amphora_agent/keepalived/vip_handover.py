@@ -174,7 +174,7 @@ class VipHandover:
         except _FAILURES:
             self._deadlines = _expire_new(before, deadlines, time.monotonic())
             with suppress(*_FAILURES):
-                # If this attempt to end the failed hand-over fails too, the background thread retries.
+                # An error in this clean-up is ignored, because the background thread repeats the clean-up.
                 self._end_expired()
             raise
 
@@ -222,7 +222,7 @@ class VipHandover:
 
     def _remove_tunnel(self) -> None:
         self._inner.run(tunnel_answers.stop_answers)
-        # The partner may still need its own end of the tunnel.
+        # Only this amphora's end of the tunnel is removed, because the partner may still need the other end.
         self._inner.run(connection_tunnel.remove_tunnel)
         with suppress(FirewallError):
             self._inner.run(connection_tunnel.remove_guard)

@@ -118,7 +118,7 @@ def remove_stale_vips(instance: VrrpInstance) -> None:
                 try:
                     route.addr("del", index=index, address=str(address.ip), prefixlen=address.max_prefixlen)
                 except NetlinkError as error:
-                    # EADDRNOTAVAIL: the kernel has already removed the VIP.
+                    # EADDRNOTAVAIL means that the kernel has already removed the VIP, so the error is ignored.
                     if error.code != errno.EADDRNOTAVAIL:
                         raise
 

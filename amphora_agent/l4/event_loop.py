@@ -60,7 +60,8 @@ class EventLoop:
     def run_once(self, longest: float | None = None) -> None:
         """Wait for the next event, at most for this number of seconds, and handle everything that is due."""
         for key, _ in self._selector.select(self._timeout(longest)):
-            # An earlier event may have closed this socket, and a new socket may have its descriptor.
+            # An earlier event may have closed this socket, and a new socket may have the same descriptor. In both
+            # cases, the event is skipped.
             is_open = isinstance(key.fileobj, socket.socket) and key.fileobj.fileno() >= 0
             present = self._selector.get_map().get(key.fileobj) if is_open else None
             if present is not None and present.data is key.data:
@@ -91,7 +92,7 @@ def make_nonblocking(one: socket.socket) -> socket.socket:
     try:
         number = fcntl.fcntl(one.fileno(), fcntl.F_DUPFD_CLOEXEC, _RESERVED_BELOW)
     except OSError:
-        # fcntl() fails if the process may open at most 1024 files. The socket then keeps its low descriptor.
+        # If the process may open at most 1024 files, fcntl() fails, and the socket keeps its low descriptor.
         return one
     with one:
         moved = socket.socket(fileno=number)

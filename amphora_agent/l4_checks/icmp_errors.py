@@ -120,7 +120,8 @@ class IcmpErrorMonitor:
 
 def _open_icmp_socket(family: socket.AddressFamily) -> socket.socket:
     """Open a socket that receives a copy of each ICMP "unreachable" packet, on every interface."""
-    # Python binds a packet socket only to a named interface. This struct sockaddr_ll means all interfaces (packet(7)).
+    # Python's socket module binds a packet socket only to a named interface. So this code makes the struct sockaddr_ll
+    # for all interfaces (packet(7)).
     link = socket.htons(_ETH_P_IP if family == socket.AF_INET else _ETH_P_IPV6)
     address = struct.pack("=HHiHBB8s", socket.AF_PACKET, link, 0, 0, 0, 0, b"")
     libc = ctypes.CDLL(None, use_errno=True)

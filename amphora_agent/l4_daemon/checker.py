@@ -168,7 +168,7 @@ class Checker:
             try:
                 self._engine.rebalance(self._desired.servers, self._applied_health, paired=self._desired.paired)
             except AgentError:
-                # If the error stays, the next attempt fails and logs it.
+                # The error is not logged here, because the next attempt logs it if it stays.
                 self._must_apply = True
         self._schedule_rebalance()
 

@@ -180,7 +180,7 @@ class CheckerClient:
         except FileNotFoundError:
             return False
         except (OSError, ValueError, KeyError, TypeError):
-            # Without a readable file of virtual servers, the L4 daemon may be forwarding.
+            # Without a readable file of virtual servers, the agent assumes that the L4 daemon is forwarding.
             return True
 
     def _ensure_running(self) -> None:
@@ -201,12 +201,11 @@ class CheckerClient:
         script = str(Path(__file__).with_name("__main__.py"))
         argv = [sys.executable, "-I", "-S", script, str(self._paths.checker), str(self._paths.checker_socket)]
         policy = ServicePolicy(restart_delay=_RESTART_DELAY)
-        # In a virtual machine, systemd makes the L4 daemon's user the owner of this directory.
         self._paths.checker.mkdir(mode=0o711, parents=True, exist_ok=True)
         try:
             self._services.start(SERVICE, argv, inner=True, policy=policy)
         except ServiceError:
-            # The service manager refuses to start a daemon that runs with another command line.
+            # The service manager refuses to start a daemon that runs with another command line, so it is stopped first.
             self._services.stop(SERVICE)
             self._services.start(SERVICE, argv, inner=True, policy=policy)
 

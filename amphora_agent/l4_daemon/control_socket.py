@@ -61,7 +61,7 @@ class ControlSocket:
         except (BlockingIOError, ConnectionAbortedError):
             return
         except OSError as error:
-            # accept() fails when the L4 daemon has reached its limit of open files.
+            # accept() fails when the L4 daemon has reached its limit of open files. So the control socket pauses.
             log(f"the control socket of the L4 daemon accepts no connections for {_PAUSE_SECONDS} s: {error}")
             self._loop.remove(self._listener)
             listen = partial(self._loop.add_reader, self._listener, self._accept)

@@ -120,7 +120,7 @@ def _flows(link: socket.socket, only: bytes = b"") -> Iterator[tuple[bytes, int]
     for answer, spans in _dump(link, only):
         for at, stop in spans:
             mark = _find(answer, at + netlink.FIRST_ATTRIBUTE, stop, _MARK)
-            # The kernel may omit the mark attribute of a flow with the mark 0.
+            # The kernel may omit the mark attribute of a flow with the mark 0. So a missing attribute means 0.
             yield answer[at:stop], 0 if mark is None else int.from_bytes(answer[mark + 4 : mark + 8], "big")
 
 

@@ -132,7 +132,8 @@ class NftablesEngine:
         try:
             libnftables.run_commands(ruleset.rebuild_commands(present, table))
         except NftError:
-            # nftables refuses a difference if another program has changed the table. A new table loses the counters.
+            # nftables refuses the change if another program has changed the table. So the whole table is created again,
+            # which loses its counters.
             self._run(ruleset.DELETE_COMMANDS + ruleset.diff_commands(ruleset.EMPTY, table))
         self._record_table(table, marks, before, set())
 
@@ -214,8 +215,8 @@ class NftablesEngine:
             return False
         found = {mark: count for mark, count in self._count_flows().items() if mark}
         rest = LEAST_SHARE * (time.monotonic() - now)
-        # The next count is predicted from the rate since the last one. `ahead` is the time until the next count,
-        # divided by the time since the last one.
+        # New flows until the next count are predicted from the rate since the last one. `ahead` is the predicted time
+        # as a fraction of the measured time.
         ahead = max(PERIOD_SECONDS, rest) / max(now - self._loads_read_at, MIN_PERIOD_SECONDS)
         former, self._loads_due = self._loads, time.monotonic() + rest
         self._loads_read_at = self._counted_at = now

@@ -197,11 +197,11 @@ def _serve_rules(server: VirtualServer, maps: Mapping[str, Map], loads: Loads, *
     versions = eligible_members.vip_families(server)
     for version in versions:
         name = f"slots-{server.id}-{version}"
-        # nftables refuses a hash over zero slots.
+        # nftables refuses a hash over zero slots, so a virtual server without slots gets no rule.
         if maps[name].elements:
             by = _slot_expression(server, version, len(maps[name].elements), paired=paired)
-            # A new list of members changes the comment and thereby the rule. For a changed rule, the kernel begins at
-            # the first turn.
+            # The comment changes with each new list of turns, so the kernel replaces the rule and begins at the first
+            # turn.
             comment = f' comment "{loads.number}"' if uses_least_connections(server) else ""
             yield f"meta nfproto {_NFPROTO[version]} ct mark set {by} map @{name}{comment}"
     yield f'ct mark != 0 counter name "flows-{server.id}"'
@@ -218,13 +218,12 @@ def _slot_expression(server: VirtualServer, version: int, slots: int, *, paired:
     if not _is_hashed(server, paired=paired):
         return f"numgen inc mod {slots}"
     source = f"{_WORDS[version]} saddr"
-    # An equal seed on all amphorae makes each of them choose the same member for a client. Virtual servers have
-    # different seeds.
+    # All amphorae use an equal seed for a virtual server, so that each of them chooses the same member for a client.
     end = f"mod {slots} seed {int(server.id[:8], 16) or 1:#x}"
     if server.persistence is not None:
         prefix = server.persistence.prefix_v4 if version == 4 else server.persistence.prefix_v6
         if prefix == 0:
-            # A prefix of 0 makes all clients one client.
+            # A prefix of 0 makes all clients one client, so all get the same hash.
             return f"jhash {source} mod 1 seed 0x1"
         mask = ipaddress.ip_network(f"{'0.0.0.0' if version == 4 else '::'}/{prefix}").netmask
         return f"jhash {source} & {mask} {end}"

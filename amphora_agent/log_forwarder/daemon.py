@@ -102,7 +102,7 @@ class LogForwarding:
                 self._error = str(error)
             else:
                 self._error = ""
-            # Without targets, a stopped log forwarder needs no poll.
+            # Without targets, the log forwarder is stopped, and the thread waits without a time-out.
             self._wakeup.wait(POLL_SECONDS if self._wanted or self._error else None)
             self._wakeup.clear()
 
@@ -155,8 +155,8 @@ class LogForwarding:
         try:
             self._services.start(SERVICE, argv, inner=False)
         except ServiceError:
-            # A changed search path of Python changes the arguments, which the service manager refuses for a running
-            # process.
+            # A changed search path of Python changes the arguments. The service manager refuses them for a running
+            # process, so it is stopped first.
             self._services.stop(SERVICE)
             self._services.start(SERVICE, argv, inner=False)
 
@@ -169,7 +169,7 @@ class LogForwarding:
             except (FileNotFoundError, ConnectionError) as error:
                 if time.monotonic() > deadline:
                     raise ServiceError("configure the log forwarder", f"it does not answer: {error}") from error
-                # The log forwarder sends no notification when its socket exists.
+                # The log forwarder sends no notification when its socket exists, so the agent polls it.
                 time.sleep(_RETRY_SECONDS)
 
     def _ask_once(self, request: dict[str, Any], sent: socket.socket | None) -> dict[str, Any]:

@@ -81,7 +81,7 @@ class Datagrams:
             for line in lines:
                 self._send(self._socket, line)
         except OSError:
-            # A new socket uses the present address of the amphora.
+            # After an error, the socket is closed, because a new one uses the present address of the amphora.
             self.close()
             raise
 
@@ -90,7 +90,7 @@ class Datagrams:
             opened.send(line)
         except ConnectionRefusedError:
             # The error belongs to an earlier datagram, which the target's host refused. The kernel has not sent this
-            # datagram.
+            # datagram, so it is sent again.
             self.lost += 1
             opened.send(line)
 
@@ -220,7 +220,7 @@ class Requests:
         import http.client  # noqa: PLC0415 (saves memory without such a target)
 
         if self._connection is not None and self._connection.sock is not None and _is_closed(self._connection.sock):
-            # A server closes a connection that was idle for some time.
+            # The server may have closed the connection, which was idle for some time. So the forwarder opens a new one.
             self.close()
         try:
             if self._connection is None:

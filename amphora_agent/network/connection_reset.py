@@ -36,8 +36,8 @@ def reset_connections(instance: VrrpInstance) -> int:
     if not connections:
         return 0
     with IPRoute() as route:
-        # The kernel sends a reset from a VIP only while the amphora has the VIP. On the loopback interface, the VIPs
-        # cause no conflict, because the kernel answers no ARP request for them.
+        # To send a reset from a VIP, the kernel needs the VIP as a local address. On the loopback interface, it causes
+        # no conflict, because the kernel answers no ARP request for it.
         index = route.link_lookup(ifname="lo")[0]
         wanted = [{"index": index, "address": str(vip.ip), "prefixlen": vip.max_prefixlen} for vip in instance.vips]
         try:
@@ -49,7 +49,7 @@ def reset_connections(instance: VrrpInstance) -> int:
         finally:
             for address in wanted:
                 with suppress(NetlinkError):
-                    # A VIP that the kernel refused to add cannot be removed.
+                    # A VIP that the kernel refused to add cannot be removed, so the error is ignored.
                     route.addr("del", **address)
     return len(connections)
 

@@ -68,11 +68,11 @@ class Pinger:
         opened, request = self.sockets.get(family), _REQUEST_TYPES[family]
         if opened is None:
             raise OSError(errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT))
-        # sendto() would look up a host name. inet_pton() accepts addresses only and raises an error first.
+        # sendto() would look up a host name. So inet_pton(), which accepts only addresses, checks the address first.
         packed = socket.inet_pton(family, address)
         self._sequence = (self._sequence + 1) & 0xFFFF
         key = _NUMBERS.pack(self._identifier, self._sequence) + os.urandom(_NONCE_BYTES)
-        # The kernel computes the checksum of an ICMPv6 message.
+        # The kernel computes the checksum of an ICMPv6 message, so only IPv4 needs one here.
         checksum = _checksum(_HEAD.pack(request, 0, 0) + key) if family == socket.AF_INET else 0
         opened.sendto(_HEAD.pack(request, 0, checksum) + key, (address, 0))
         self._pending[key] = (packed, requester)
@@ -115,7 +115,7 @@ def open_raw_socket(family: socket.AddressFamily, protocol: int) -> socket.socke
     try:
         opened.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _BUFFER_BYTES)
     except PermissionError:
-        # Without CAP_NET_ADMIN, the kernel limits the receive buffer to net.core.rmem_max.
+        # Without CAP_NET_ADMIN, only the option SO_RCVBUF is permitted, which the kernel limits to net.core.rmem_max.
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
     return opened
 

@@ -134,7 +134,7 @@ class NamespaceState:
             (self.links[one.mac].index, address) for one in self.interfaces for address in (*one.addresses, *one.vips)
         }
         for index, address in present - known:
-            # Under VRRP, only keepalived adds and removes the VIPs (/32 or /128). If another program removed one,
+            # Under VRRP, only keepalived may remove the VIPs (/32 or /128). If the agent removed a former VIP,
             # keepalived would release all VIPs.
             is_ours = self.wanted.has_vips or address.network.prefixlen != address.max_prefixlen
             if is_ours and index not in self._unwanted_indexes:
@@ -206,7 +206,8 @@ def _remove_addresses(route: Any, addresses: Iterable[tuple[int, Address]]) -> N
         try:
             route.addr("del", index=index, address=str(address.ip), prefixlen=address.network.prefixlen)
         except NetlinkError as error:
-            # The kernel removes secondary addresses together with their primary address.
+            # The kernel removes secondary addresses together with their primary address, so an address may be gone
+            # already.
             if error.code != errno.EADDRNOTAVAIL:
                 raise
 

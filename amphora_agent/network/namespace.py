@@ -29,7 +29,7 @@ class Namespace:
         self._thread = ThreadPoolExecutor(1, "inner-namespace", initializer=self._enter)
 
     def _enter(self) -> None:
-        # Python has os.setns() only since version 3.12.
+        # Python has os.setns() only since version 3.12, so the function of the C library is called.
         descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             libc = ctypes.CDLL(None, use_errno=True)

@@ -37,7 +37,8 @@ def changed(settings: Settings, text: str) -> Settings:
         topology = parser.get("controller_worker", "loadbalancer_topology", fallback="")
         found = settings.targets if targets is None else parse_targets(targets.strip("[]"))
     except configparser.Error as error:
-        # The text of the parser's error may repeat the line with the heartbeat key.
+        # The text of the parser's error may repeat the line with the heartbeat key, so only the type of the error is
+        # reported.
         raise RequestRefused(_REFUSED, f"{type(error).__name__}", 500) from None
     except ValueError as error:
         raise RequestRefused(_REFUSED, str(error), 500) from error

@@ -95,8 +95,8 @@ class OctaviaAmphora:
 
     def set_rules(self, document: Any) -> None:
         with self.changing():
-            # An empty list for an amphora without rules is the first one and is applied. Later, an empty list leaves
-            # the rules unchanged.
+            # For a new amphora, an empty list means no rules. Later, Octavia's worker sends an empty list for unchanged
+            # rules.
             read = firewall_rules.read(document)
             if read or self._state.rules is None:
                 self._apply(replace(self._state, rules=read))
@@ -146,7 +146,7 @@ class OctaviaAmphora:
             raise RequestRefused(NO_LOAD_BALANCER, "no configuration was uploaded", 404)
         found = text_of.translate(state.uploaded, owner)
         if not found.ports:
-            # HAProxy cannot run without an enabled listener.
+            # HAProxy cannot run without an enabled listener, so it is stopped.
             return self._bare(state)
         wanted = replace(
             state.wanted,
@@ -229,7 +229,7 @@ class OctaviaAmphora:
 
     def _apply(self, state: State) -> ApplyResult:
         if self._applier.lost is not None and any(file.content is None for file in state.wanted.files):
-            # A reboot deletes the TLS files. No listener is served until Octavia's worker uploads them again.
+            # A reboot deletes the TLS files. So no listener is served until Octavia's worker uploads the files again.
             state = self._bare(state)
         bundle = self._bundle(state)
         outcome = self._applier.apply_bundle(bundle, digest(json.dumps(bundle.to_document()).encode()))

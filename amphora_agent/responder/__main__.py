@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 
-# Python's options -I and -S, which save a megabyte, remove the package from the search path.
+# Python's options -I and -S save a megabyte, but remove the package from the search path. So it is added again.
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))  # noqa: PTH100, PTH118, PTH120
 
 from amphora_agent.haproxy.runtime_socket import Socket

@@ -167,7 +167,7 @@ class Responder:
                 return
             _stream(connection, parts, chunked=version == "HTTP/1.1")
         except OSError:
-            # The client has closed the connection, which is no error.
+            # The client has closed the connection during the scrape, which is no error.
             pass
         except Exception as error:  # noqa: BLE001 (this thread has no caller)
             _log(
@@ -232,7 +232,7 @@ class _Session:
         for key, _ in self._selector.select(self._expire()):
             if isinstance(key.data, Exchange):
                 if self._open.get(key.fd) is key.data:
-                    # An earlier event of the same round may have closed this connection.
+                    # An earlier event of the same round may have closed this connection, so it is looked up again.
                     self._read(key.data)
             else:
                 key.data()

@@ -30,6 +30,6 @@ class Targets:
                     self._known = {words[0]: words[1] for words in map(str.split, file) if len(words) == 2}
                 self._mark = mark
         except OSError:
-            # The targets of the last successful read stay until the next one.
+            # If the file is unreadable, the targets of the last successful read stay in use.
             pass
         return self._known

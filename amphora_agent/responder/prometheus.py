@@ -58,7 +58,8 @@ def scrape(worker: Socket, sums: str = "", others: str = "") -> Iterator[str]:
         if time.monotonic() > deadline:
             cause = "the agent has not written the counters of its former workers"
             raise HaproxyError("read HAProxy's statistics", cause)
-        # After a reload, the file with the counters describes the former worker until the agent writes it again.
+        # After a reload, the file with the counters describes the former worker until the agent writes it again. So the
+        # responder polls it.
         time.sleep(_POLL_SECONDS)
 
 

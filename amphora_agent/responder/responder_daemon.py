@@ -94,8 +94,8 @@ class ResponderDaemon:
         try:
             self._services.start(SERVICE, argv, inner=True)
         except ServiceError:
-            # The service manager refuses other arguments for a running process, for example after a change of Python's
-            # search path.
+            # The service manager refuses other arguments for a running process, so the responder is stopped first.
+            # Python's search path may have changed.
             self._services.stop(SERVICE)
             self._services.start(SERVICE, argv, inner=True)
 

@@ -107,7 +107,7 @@ class HealthFile:
     def _write(self, content: str) -> None:
         if self._file is None or content == self._written:
             return
-        # One write in place: a watcher of the file, such as keepalived, sees one change.
+        # The content is written in place, so that a watcher of the file, such as keepalived, sees one change only.
         with suppress(OSError):
             self._file.write_text(content, encoding="ascii")
             self._written = content
@@ -137,7 +137,7 @@ class HealthFile:
             connection.connect(self._probe.socket)
             connection.send(self._probe.question.encode())
         except OSError:
-            # The daemon has no listening socket yet, or the backlog of its socket is full.
+            # The daemon has no listening socket yet, or the backlog of its socket is full. So the probe is repeated.
             connection.close()
             self.due = now + self._probe.interval
         else:
@@ -168,7 +168,7 @@ class HealthFile:
         self.due = now + probe.time_limit / 2
         silent = now - (self._silent_since if self._silent_since is not None else now)
         if not self._answered or self._pid is None:
-            # A daemon that has never answered is starting, not frozen.
+            # A daemon that has never answered may still be starting, so it does not count as frozen.
             self.due = now + probe.interval
             return
         activity = read_activity(self._pid)

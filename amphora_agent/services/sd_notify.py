@@ -83,15 +83,15 @@ def notify_ready(inherited: Inherited) -> None:
 def store_descriptor(address: str, name: str, descriptor: int) -> None:
     """Store a descriptor in systemd beyond the life of this process; raises ServiceError."""
     send(address, f"FDSTORE=1\nFDPOLL=0\nFDNAME={_encoded(name)}", [descriptor])
-    # systemd answers "BARRIER=1" after all earlier messages (sd_notify(3)). The descriptor is stored then, and the
-    # process may exit.
+    # systemd answers "BARRIER=1" after it has processed all earlier messages (sd_notify(3)). Then the descriptor is
+    # stored, and this process may exit.
     ours, theirs = socket.socketpair()
     with ours:
         with theirs:
             send(address, "BARRIER=1", [theirs.fileno()])
         ours.settimeout(ANSWER_SECONDS)
         try:
-            # systemd answers by closing its end of the socket pair.
+            # systemd answers by closing its end of the socket pair, at which recv() returns.
             ours.recv(1)
         except OSError as error:
             raise ServiceError("notify systemd", f"it does not answer: {error}") from error

@@ -231,7 +231,7 @@ class Supervisor:
             except BlockingIOError:
                 self._unforwarded += 1
             except OSError:
-                # Without a log target, no log forwarder runs.
+                # Without a log target, no log forwarder runs, and the lines are dropped.
                 return
 
     def _reap(self) -> None:
@@ -285,7 +285,7 @@ class Supervisor:
         except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
             answer = {"ok": False, "error": f"{type(error).__name__}: {error}"}
         while self._arrived:
-            # File descriptors of a request that its handler has not taken.
+            # File descriptors that arrived with the request and that its handler has not taken are closed.
             os.close(self._arrived.pop())
         if answer is not None:
             self._answer(connection, answer)
@@ -311,7 +311,7 @@ class Supervisor:
                 known.health.started(known.pid)
             service, starts = known, False
         elif known is not None and known.due is not None and known.restart_delay and known.argv == service.argv:
-            # The daemon has exited and is about to be restarted after a delay.
+            # The daemon has exited and is about to be restarted after a delay, so this request does not start it.
             service, starts = known, False
         elif known is not None:
             service.log, service.starts = known.log, known.starts

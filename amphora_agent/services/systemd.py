@@ -62,7 +62,8 @@ class Systemd:
                 return present if present.wanted else self._started_status(name)
             pending = self._state(name) in _ACTIVE_STATES
             if pending and policy.restart_delay and change is not UnitChange.COMMAND and self._wanted(name) == WANTED:
-                # The daemon has exited, and systemd is about to restart it after a delay.
+                # The daemon has exited, and systemd is about to restart it after a delay. So the agent does not start
+                # it now.
                 return self._started_status(name)
             self._start_unit(name, restart=pending)
             return self._started_status(name)
@@ -76,8 +77,8 @@ class Systemd:
         try:
             self._systemctl(f"start {name}", "restart" if restart else "start", unit_name(name))
         except ServiceError:
-            # systemctl also fails if the daemon exits right after its start. The caller notices that the daemon does
-            # not answer.
+            # systemctl also fails if the daemon starts and exits at once. This error is ignored, because the caller
+            # notices that the daemon does not answer.
             if health_watcher.read_line(directory / "starts") == before:
                 raise
 
@@ -87,7 +88,7 @@ class Systemd:
                 return
             self._set_wanted(name, MISSED if missed else STOPPED)
             self._systemctl(f"stop {name}", "stop", unit_name(name))
-            # systemd keeps failed units in memory until `reset-failed`.
+            # systemd would keep the failed unit in memory until the command `reset-failed`.
             self._systemctl(f"stop {name}", "reset-failed", unit_name(name), may_fail=True)
 
     def dismiss(self, name: str) -> None:
@@ -168,7 +169,8 @@ class Systemd:
         unit.state.mkdir(mode=0o700, parents=True, exist_ok=True)
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, text, durable=False)
-        # systemd warns about unit files that other users cannot read. Unit files contain no secrets.
+        # systemd warns about unit files that other users cannot read. So this file, which has no secrets, becomes
+        # readable.
         file.chmod(0o644)
         if change is not UnitChange.NEW:
             self._systemctl(f"start {unit.name}", "daemon-reload")
@@ -210,10 +212,10 @@ class Systemd:
             return None
         pid = health_watcher.running_pid(directory, unit_name(name))
         starts = int(health_watcher.read_line(directory / "starts") or 0)
-        # systemd does not restart a daemon that an operator has stopped.
+        # systemd does not restart a daemon that an operator has stopped, so it does not count as restarting.
         restarts = wanted == WANTED and (pid is not None or self._state(name) in _ACTIVE_STATES)
         if restarts and pid is None:
-            # The daemon may have started while systemctl ran.
+            # The daemon may have started while systemctl ran, so its process id is read again.
             pid = health_watcher.running_pid(directory, unit_name(name))
         return ServiceStatus(pid, starts, exit_code(health_watcher.read_line(directory / "exit")), restarts)
 

@@ -113,7 +113,8 @@ class Collector:
             identity = _identity(self._latest.pid) if self._latest is not None else ""
             if not identity:
                 return
-            # After a failed reload, a connection to this worker exists already, and only the end of its drain changes.
+            # After a failed reload, the collector is connected to this worker already. So only the end of the drain
+            # changes.
             if (known := next((held for held in self._held if held.identity == identity), None)) is not None:
                 known.until = until
                 return
@@ -181,7 +182,8 @@ class Collector:
                 # Without an answer of HAProxy, `_latest` becomes None, and the heartbeat has no objects of HAProxy.
                 found = haproxy_stats.parse(self._worker.ask(haproxy_stats.QUESTION), self._latest)
         finally:
-            # Other threads read `load` without the lock, also while HAProxy answers.
+            # Other threads read `_latest` without the lock, also while HAProxy answers. So it changes in one
+            # assignment.
             self._latest = found
         if self._latest is not None and (identity := _identity(self._latest.pid)):
             self._totals.read(identity, self._latest.counts)
@@ -199,7 +201,7 @@ class Collector:
                 return
             sample = self._read_held(held)
         except HaproxyError:
-            # The old worker has crashed or has reached the time `hard-stop-after`.
+            # The old worker has crashed or has reached the time `hard-stop-after`, so its connection is closed.
             self._release(held)
             return
         if present:

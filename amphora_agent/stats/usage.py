@@ -106,7 +106,7 @@ class UsageMeter:
             if self._tracked is not None:
                 self._tracked_percent = None if self._tracked.exception() else self._tracked.result()
                 self._tracked_at = self._clock()
-            # A namespace that is closed, or cannot be entered, accepts no function.
+            # A namespace that is closed, or cannot be entered, raises RuntimeError.
             with suppress(RuntimeError):
                 self._tracked = self._inner.start(_measure_conntrack)
         return self._tracked_percent if self._clock() - self._tracked_at < _OUTDATED_SECONDS else None

@@ -117,7 +117,8 @@ def make_app(
 def _refused(error: AmphoraDriverError) -> Response:
     match error:
         case Throttled():
-            # A line for each refused request would fill the log. The begin of the pause is logged.
+            # The refusals during a pause are only counted, because a log line for each would fill the log. The begin of
+            # the pause is logged.
             _count(counters.LIMITED)
             return respond(429, error_json(error), Retry_After=str(math.ceil(error.seconds)))
         case Unauthenticated():

@@ -108,8 +108,8 @@ def _signed(received: Received, group_id: str, tokens: Tokens) -> TokenRecord:
     valid = signed.verify(key, signature)
     if record is None or not valid or record.group_id != group_id:
         raise _refusal()
-    # The timestamp and the lifetime of nonces use one clock, the database clock. With a slow clock of a host, a
-    # timestamp could outlive its nonce.
+    # The timestamp must be compared with the database clock, which limits the lifetime of nonces too. With a slow clock
+    # of a host, a timestamp could outlive its nonce.
     if abs(tokens.now() - signed.timestamp) > WINDOW_SECONDS:
         happened = f"the timestamp differs by more than {WINDOW_SECONDS:g} s from the clock of this service"
         raise Unauthenticated("authenticate the request", happened, "Set the clock of the client.")

@@ -58,7 +58,7 @@ class SharedCounters:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        # The lock of a file excludes other processes, but no threads of this process.
+        # The lock of the file excludes other processes only, so the threads of this process need another lock.
         with self._threads:
             fcntl.lockf(self._file, fcntl.LOCK_EX)
             try:

@@ -62,7 +62,7 @@ class Server(BaseApplication):
 
     def load_config(self) -> None:
         for name, value in gunicorn_options(self._conf).items():
-            # Older versions of gunicorn do not have all of these settings.
+            # Older versions of gunicorn lack some of these settings, so only known settings are set.
             if name in self.cfg.settings:
                 self.cfg.set(name, value)
 

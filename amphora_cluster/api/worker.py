@@ -85,7 +85,7 @@ def _read(connection: PlainConnection | TlsConnection, read: Callable[[], bytes]
     left = connection.read_end - now
     if left <= 0:
         raise _lost()
-    # gunicorn sets a shorter limit for the end of a connection, which its main thread awaits.
+    # gunicorn's main thread waits for the end of a connection with a shorter time-out, which must stay.
     connection.settimeout(left if before is None else min(before, left))
     try:
         return read()

@@ -83,7 +83,8 @@ def no_answer(error: Exception, wanted: str) -> CloudError | ConfigurationError:
     if isinstance(error, exceptions.Unauthorized | exceptions.NotFound) and not isinstance(
         error, exceptions.EndpointNotFound
     ):
-        # Keystone answers 401 for a wrong secret and 404 for a deleted application credential.
+        # Keystone answers 401 for a wrong secret and 404 for a deleted application credential. In both cases, the group
+        # needs a new one.
         remedy = "Give the group a new application credential."
         return CredentialRefused(wanted, reason, remedy, final=True)
     if isinstance(error, exceptions.MissingRequiredOptions | exceptions.EndpointNotFound):

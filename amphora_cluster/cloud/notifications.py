@@ -74,7 +74,7 @@ class NovaNotifications:
             except Exception as error:  # noqa: BLE001 - library, broker and network errors have no common base
                 if self._ending.is_set():
                     return
-                # The text of the error may contain the broker's password.
+                # The text of the error may contain the broker's password, so the log has the type only.
                 text = "the receiver of Nova's notifications lost its connection (%s) and connects again in %g s"
                 LOG.warning(text, type(error).__name__, self._backoff)
             self._ending.wait(self._backoff)
@@ -94,8 +94,8 @@ class NovaNotifications:
         try:
             with connection.Consumer(queue, callbacks=[self._receive], no_ack=True, accept=["json"]):
                 self._backoff = _FIRST_BACKOFF
-                # Notifications from the time without a connection may be lost. The next poll of each group finds the
-                # changes.
+                # Notifications from the time without a connection may be lost. This is harmless, because the next poll
+                # of each group finds the changes.
                 while not self._ending.is_set():
                     self._drain(connection)
         finally:

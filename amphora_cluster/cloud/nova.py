@@ -185,7 +185,7 @@ class NovaServers:
 
     def _all(self, wanted: str, *, fresh: bool) -> list[ServerRecord]:
         age = 0.0 if fresh else self._connection.settings.server_list_age
-        # Threads of other groups wait here while one thread reads the list, and then use the same list.
+        # Threads of other groups wait here while one thread reads the list. Then they use its list and need no request.
         with self._lock:
             read_at, listed = self._listed
             if time.monotonic() - read_at >= age:
@@ -225,7 +225,7 @@ class NovaServers:
         try:
             answer: _Interfaces = self._get(f"/servers/{record.id}/os-interface", _Interfaces, wanted)
         except Missing:
-            # The server was deleted after Nova returned the list.
+            # The server was deleted after Nova returned the list, so its subnets are unknown.
             return record.server()
         found = {ip.ip_address: ip.subnet_id for one in answer.interfaceAttachments for ip in one.fixed_ips or ()}
         if all(ip in found for ip, _ in addresses):

@@ -165,8 +165,8 @@ class OctaviaPools:
         """Return whether the pool has a monitor that is enabled."""
         if pool.healthmonitor_id is None:
             return False
-        # With a disabled health monitor, all members have the status NO_MONITOR. Another status makes the request for
-        # the monitor needless.
+        # With a disabled health monitor, all members have the status NO_MONITOR. If no member has it, the monitor need
+        # not be read.
         if not any(one.operating_status == "NO_MONITOR" for one in members):
             return True
         path = f"/v2/lbaas/healthmonitors/{pool.healthmonitor_id}"
@@ -183,8 +183,8 @@ class OctaviaPools:
         # listeners, they save requests.
         path = f"/v2/lbaas/listeners/{listeners[0]}/stats" if len(listeners) == 1 else f"{_LB}/{load_balancer_id}/stats"
         found = self._get(path, _StatisticsAnswer, wanted).stats
-        # Octavia answers zeros if a provider reports no statistics, for example OVN. A counted connection proves that
-        # the provider reports them.
+        # Octavia answers zeros if a provider reports no statistics, for example OVN. So only a listener that has
+        # counted a connection has reliable statistics.
         return found.active_connections if found.total_connections > 0 else None
 
     def _members(self, pool_id: str, wanted: str) -> list[MemberRecord]:

@@ -110,7 +110,7 @@ class CloudConnection:
         from keystoneauth1 import exceptions  # noqa: PLC0415
 
         try:
-            # keystoneauth's log would contain all answers and would slow each request down.
+            # keystoneauth's log would contain all answers and slow each request down, so it is disabled.
             return self._adapter(service).request(path, method, raise_exc=False, connect_retries=0, log=False, **more)
         except exceptions.ConnectFailure as error:
             if not repeat or isinstance(error, exceptions.ConnectTimeout):

@@ -217,7 +217,7 @@ class GroupPass:
         ended: tuple[StoredRequest, ...],
     ) -> PassEnd | None:
         """Record what differs from the database and return the lease, or leave both to the caller."""
-        # With steps, the plan and its requests are in the database already.
+        # A plan with steps has been recorded before the steps, together with the applied requests.
         nodes_before, requests_before = (
             (view.plan.nodes, view.requests) if view.plan.steps else (claimed.nodes, claimed.requests)
         )
@@ -239,7 +239,8 @@ class GroupPass:
         self._busy.pop(claim.group_id, None)
         failed = {node.server_id for node in nodes if node.state is NodeState.FAILED}
         if view.plan.steps and all(step.server_id in failed for step in view.plan.steps):
-            # Octavia has refused all steps and would refuse them again within a second.
+            # Octavia has refused all steps and would refuse them again within a second. So the next pass waits for the
+            # poll interval.
             return poll
         return poll if view.plan.again_at is None else min(poll, max(view.plan.again_at, now))
 
@@ -256,7 +257,8 @@ class GroupPass:
             deletable = group.owns_load_balancer and view.pool.failed
             there = not deletable and any(group.tag in member.tags for member in view.pool.members)
         except Missing as error:
-            # The user has deleted the pool, the load balancer or the source of the servers before the group.
+            # The user has deleted the pool, the load balancer or the source of the servers before the group. The
+            # deletion of the group continues.
             LOG.info(
                 "group %s: the pool or the source of the servers does not exist any more, but the controller "
                 "continues to delete the group: %s",

@@ -129,7 +129,7 @@ class Controller:
                 self._notifications.stop(_STOP_GRACE)
             self._idle.set()
             for thread in threads:
-                # The thread may wait for a database that does not answer.
+                # The thread may wait for a database that does not answer, so the join has a time-out.
                 thread.join(_STOP_GRACE)
             self._end()
         self._database.dispose()
@@ -245,7 +245,7 @@ class Controller:
                 self._running.discard(one)
                 self._ends += [end] if end is not None else []
             if full:
-                # Other groups may wait for the thread that is free now.
+                # All threads were in use, and one of them is free now. Other groups may wait for it.
                 self._wakeup.set()
 
     def _repeat(self, task: str, every: float, work: Callable[[], None]) -> None:

@@ -116,7 +116,7 @@ class Claims:
                 for row in rows
             )
 
-        # Most searches find no group, and a read costs less than a write.
+        # Most searches find no group. A read, which costs less than a write, comes first.
         due = self._database.read(
             lambda connection: connection.execute(
                 sa.select(group_row.c.id).where(*_due(clock.now(connection), fresh=fresh)).limit(1)

@@ -64,7 +64,7 @@ class RequestStore:
             TooManyOpen: the group has `MOST_OPEN` open requests.
         """
         request = msgspec.structs.replace(request, id=request.id or str(uuid.uuid4()))
-        # MariaDB ignores the case of texts. Without the digest, the keys `A` and `a` would be equal.
+        # MariaDB ignores the case of texts, so the keys `A` and `a` would be equal. Their digests differ.
         key = None if key is None else hashlib.sha256(key.encode()).hexdigest()
 
         def write(connection: sa.Connection) -> Request:
@@ -84,7 +84,7 @@ class RequestStore:
         try:
             return self._database.write(write)
         except ContentRefused:
-            # Another process has just recorded a request with the same key, which is the answer for this client.
+            # Another process has just recorded a request with the same key. The client gets that request as the answer.
             found = None if key is None else self._database.read(lambda c: _with_key(c, request.group_id, key))
             if found is None:
                 raise

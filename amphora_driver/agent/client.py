@@ -224,7 +224,8 @@ class AgentClient:
             try:
                 return _decode(self._request(amphora_id, address, call, deadline), Info, call)
             except AgentRefused as error:
-                # The web server in the amphora answers 503 until the application of the agent has started.
+                # The amphora's web server answers 503 until the agent's application has started, so the client tries
+                # again.
                 if error.status != 503 or deadline.left() <= pause:
                     raise
             time.sleep(pause)
@@ -330,7 +331,7 @@ class AgentClient:
         try:
             content = _read(response, call)
         except BaseException:
-            # After an incomplete read, the next call on the same connection would read the rest of this response.
+            # The connection must be closed, because the next call on it would read the rest of this response.
             response.close()
             raise
         response.release_conn()

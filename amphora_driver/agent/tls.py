@@ -79,8 +79,8 @@ class BoundedSocket(ssl.SSLSocket):
                 try:
                     return act()
                 except TimeoutError as error:
-                    # An error from the kernel (ETIMEDOUT) has an error number. The time-out of Python's socket has
-                    # none.
+                    # An error of the kernel (ETIMEDOUT) ends the request. A time-out of Python's socket, which has no
+                    # error number, is only a pause between checks.
                     if error.errno is not None:
                         raise
         finally:

@@ -285,7 +285,8 @@ class CertificateMaintenance:
         }
         if not outdated:
             return 0
-        # With a fixed order, the same unreachable amphorae could occupy each round and block all other renewals.
+        # The load balancers are chosen at random. With a fixed order, the same unreachable amphorae could block all
+        # other renewals.
         chosen = random.sample(sorted(outdated), min(_MOST, len(outdated)))
         return self._database.write(lambda c: ca_records.make_load_balancers_due(c, chosen, fleet.now))
 

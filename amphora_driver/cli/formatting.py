@@ -179,7 +179,7 @@ class Rows(Value):
         return "\n".join(escape_unprintable(self.describe(row)) for row in self._value) or self.empty
 
     def _data(self) -> list[dict[str, Any]]:
-        # SQLAlchemy's column names belong to a subclass of str, which PyYAML cannot represent.
+        # PyYAML cannot represent SQLAlchemy's column names, which belong to a subclass of str.
         return [{str(name): _iso_time(name, value) for name, value in row.items()} for row in self._value]
 
 

@@ -173,7 +173,7 @@ def _details(connection: sa.Connection, text: str, requests: int, now: float) ->
         node: LoadBalancer | None = desired_objects.load_object(connection, Kind.LOAD_BALANCER, load_balancer_id)
     except UnknownObject:
         node = None
-    # Other lines of the output show the topology and the two backends.
+    # The topology and the two backends are left out, because other lines of the output show them.
     profile: dict[str, Any] = {} if node is None else msgspec.to_builtins(node.profile)
     profile = {name: value for name, value in profile.items() if name not in ("topology", "compute", "network")}
     return {

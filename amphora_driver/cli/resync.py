@@ -83,8 +83,8 @@ def _find_id(connection: sa.Connection, prefix: str) -> str:
     try:
         return queries.find_load_balancer_id(connection, prefix)
     except UnknownObject:
-        # A resync also accepts a load balancer that exists only in Octavia. The database cannot complete a prefix of
-        # its id.
+        # A complete id is accepted without a record, because a resync may name a load balancer that exists only in
+        # Octavia.
         with contextlib.suppress(ValueError):
             if str(uuid.UUID(prefix)) == prefix:
                 return prefix

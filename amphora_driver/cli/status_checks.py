@@ -316,7 +316,7 @@ def check_images(machines: Sequence[Any], now: float, days: int) -> Check:
 def _date_of_image(image: str | None) -> dt.date | None:
     """Return the first date in the name of an image."""
     for year, month, day in _DATE.findall(image or ""):
-        # Digits in the name of an image may look like an invalid date, for example 2026-13-01.
+        # Digits in the name of an image may look like an invalid date, for example 2026-13-01. Such digits are ignored.
         with contextlib.suppress(ValueError):
             return dt.date(int(year), int(month), int(day))
     return None

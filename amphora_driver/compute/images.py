@@ -104,7 +104,7 @@ def _link(source: Path, place: Path) -> None:
     except OSError as error:
         if error.errno not in {errno.EXDEV, errno.EPERM, errno.EMLINK}:
             raise
-        # A hard link is impossible in some cases, for example across file systems.
+        # If a hard link is impossible, for example across file systems, the file is copied.
         temporary = place.with_name(f".{place.name}.new")
         shutil.copyfile(source, temporary)
         temporary.replace(place)

@@ -108,7 +108,8 @@ class NetnsCompute(HostCompute):
 
     def _remove_machine(self, amphora_id: str, wanted: str) -> None:
         process = self._process(amphora_id)
-        # The kernel ends all processes of a PID namespace when the first process of the namespace ends.
+        # The kernel ends all processes of a PID namespace with the first one. So only this process and its children get
+        # the signal.
         known = [] if process is None else [*process.children(), process]
         # A child of a process that has just started may be missing from `known`. So the backend also kills all
         # processes in the network namespace.

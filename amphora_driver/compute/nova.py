@@ -187,7 +187,8 @@ class NovaCompute:
             try:
                 interface = self._nova.attach_port(server["id"], port.id)
             except ApiError as error:
-                # Nova answers 409 if the port is attached already, to this server or to another one.
+                # Nova answers 409 if the port is attached already, to this server or to another one. So the interfaces
+                # of this server are read.
                 interface = self._nova.interface(server["id"], port.id) if error.status == 409 else None
                 if interface is None:
                     raise
@@ -337,8 +338,8 @@ class NovaCompute:
         pauses = _Pauses(_ACTIVE_SECONDS, "attach a port")
         while interface is not None and interface["port_state"] != "ACTIVE":
             if not pauses.wait():
-                # Some mechanism drivers of Neutron never report an active port, for example for SR-IOV. Waiting longer
-                # would block the job.
+                # Some mechanism drivers of Neutron never report an active port, for example for SR-IOV. So the wait
+                # ends without an error.
                 LOG.warning(
                     "port %s of amphora %s still has state %s instead of ACTIVE, but the compute backend stops "
                     "waiting and continues",

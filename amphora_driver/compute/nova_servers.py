@@ -130,7 +130,7 @@ def server_body(new: NewServer, zone: str | None = None) -> Json:
         server["imageRef"] = new.image_id
     else:
         server["block_device_mapping_v2"] = [_boot_volume(new.volume, new.image_id)]
-    # Nova refuses null as the value of `availability_zone` and `key_name`.
+    # Nova refuses null as the value of `availability_zone` and `key_name`, so missing values are left out.
     server |= {name: value for name, value in (("availability_zone", zone), ("key_name", new.key_name)) if value}
     hints: Json = {}
     if new.group_id:

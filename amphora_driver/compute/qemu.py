@@ -115,7 +115,7 @@ class QemuCompute(HostCompute):
             memory=options.memory,
             kernel_arguments=arguments,
             initrd=initrd,
-            # QEMU refuses to change to the user under which it runs already.
+            # QEMU refuses to change to the user under which it runs already, so the option is left out.
             user=None if _uid_of(options.user, "start a machine") == os.geteuid() else options.user,
             runs_with=kvm_probe.supports_run_with_user(options.program),
         )
@@ -126,7 +126,7 @@ class QemuCompute(HostCompute):
         self._spawn(folder, qemu_command.build_command(hardware, folder, ports))
 
     def _spawn(self, folder: Path, argv: list[str]) -> None:
-        # The console file shows the present boot only.
+        # The console file must show the present boot only.
         write_private(folder / CONSOLE, b"")
         inside = ("nsenter", f"--net={namespaces.path(self._switch_name)}", f"--wd={folder}", "--")
         environment = {name: os.environ[name] for name in ("PATH",) if name in os.environ} | {"LANG": "C.UTF-8"}
@@ -172,7 +172,7 @@ def _add_interface(monitor: Monitor, port: Port, switch: str) -> None:
 def _remove_interface(monitor: Monitor, port: Port) -> None:
     """Remove the interface of a port. If the guest does not release it, remove its network backend only."""
     if device_id(port) in monitor.device_ids():
-        # QEMU refuses `device_del` only while an earlier `device_del` waits for the guest. The refusal is harmless.
+        # QEMU refuses `device_del` only while an earlier `device_del` waits for the guest. So the refusal is ignored.
         monitor.try_execute("device_del", id=device_id(port))
         if not monitor.wait_until_removed(device_id(port), _RELEASE_SECONDS):
             words = (port.id, _RELEASE_SECONDS)

@@ -96,8 +96,8 @@ def _lock(folder: Path, *, make: bool) -> int | None:
         except BaseException:
             os.close(descriptor)
             raise
-        # Another process may have replaced the directory while this process waited for the lock. The lock is valid only
-        # for the present directory.
+        # While this process waited for the lock, another process may have replaced the directory. Only a lock of the
+        # present directory is valid.
         if folder.exists() and os.path.samestat(os.fstat(descriptor), folder.stat()):
             return descriptor
         os.close(descriptor)

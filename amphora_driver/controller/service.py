@@ -135,8 +135,8 @@ class Controller:
             threading.Thread(target=self._check_jobs, name="watch", daemon=True),
             *(threading.Thread(target=run, args=events, name=name) for name, run in self._duties.items()),
         ]
-        # The liveness thread may block while the database does not answer. A daemon thread does not delay the end of
-        # the process.
+        # The liveness thread may block while the database does not answer. As a daemon thread, it does not delay the
+        # end of the process.
         liveness = threading.Thread(target=self._liveness.run, args=(self._stopping,), name="liveness", daemon=True)
         with ProcessLock(f"{conf.amp_queue.socket_dir}/alive", self._name) as process_lock:
             self._process_lock = process_lock
@@ -199,7 +199,8 @@ class Controller:
         if load_balancer_id is None:
             self._wakeup.wake()
             return
-        # The controller may have begun to stop or to drain while this thread waited for a worker slot.
+        # The controller may have begun to stop or to drain while this thread waited for a worker slot. Then it starts
+        # no job.
         if self._stopping.is_set() or self._draining.is_set():
             return
         try:
@@ -221,8 +222,8 @@ class Controller:
         try:
             pool.submit(self._run_job, job)
         except RuntimeError as error:
-            # The thread pool is shutting down and never runs this job. The shutdown waits until all worker slots are
-            # free.
+            # The thread pool is shutting down and never runs this job. The slot is freed, because the shutdown waits
+            # for all slots.
             self._slots.release(job)
             LOG.info(
                 "load balancer %s: the stopping controller returns the lease of a job that it has not started: %s",

@@ -287,8 +287,8 @@ class Database:
         if url.get_backend_name() != "sqlite":
             options: dict[str, Any] = {"isolation_level": "READ COMMITTED", "pool_pre_ping": True, "pool_recycle": 3600}
             limits, postgresql = _connect_arguments(url, self._answer_timeout), url.get_backend_name() == "postgresql"
-            # By default, the pool sends ROLLBACK with each returned connection. psycopg omits a needless one itself,
-            # and for MariaDB `_reset_mariadb` does.
+            # By default, the pool sends a needless ROLLBACK for each returned connection. For MariaDB, `_reset_mariadb`
+            # sends it only if a transaction is open.
             options["pool_reset_on_return"] = "rollback" if postgresql else None
             engine = sa.create_engine(url, **options, **_POOL_OPTIONS, connect_args=limits)
             if postgresql:
@@ -303,7 +303,7 @@ class Database:
         return engine
 
     def _connect_postgresql(self, _dialect: Any, _record: Any, arguments: Any, options: Any) -> Any:
-        # Only hosts with a PostgreSQL database have psycopg.
+        # The import is inside the function, because only hosts with a PostgreSQL database have psycopg.
         from amphora_driver.database import postgresql  # noqa: PLC0415
 
         return postgresql.connect_with_timeout(self._answer_timeout, tuple(arguments), dict(options))

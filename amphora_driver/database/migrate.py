@@ -151,7 +151,7 @@ def _upgrade_lock(engine: sa.Engine, schema: Schema) -> Iterator[None]:
         try:
             yield
         finally:
-            # Closing the connection releases the lock.
+            # The server releases the lock when the connection closes.
             connection.invalidate()
 
 

@@ -136,7 +136,8 @@ class Vault:
         ring = self._key_ring
         if ring.removed and time.monotonic() > ring.removed_until:
             with self._reload_lock:
-                # Another thread may have replaced the key ring while this thread waited for the lock.
+                # Another thread may have replaced the key ring while this thread waited for the lock, so the ring is
+                # compared again.
                 if self._key_ring is ring:
                     self._key_ring = _KeyRing(ring.keys)
         return self._key_ring

@@ -259,8 +259,8 @@ class FailureDetector:
         self, rows: dict[str, BreakerRow], watched: set[str], silent: set[str], found: list[JudgedAmphora], now: float
     ) -> None:
         if not self._observed_long_enough(now):
-            # The failure detector has observed for too short a time to know which amphorae are silent. The state of the
-            # breaker and the operator's acknowledgements stay.
+            # The failure detector has observed for too short a time to know which amphorae are silent. So the state of
+            # the breaker and the operator's acknowledgements stay.
             return
         if self._records.closed_by_operator(rows):
             LOG.warning(

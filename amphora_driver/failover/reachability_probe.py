@@ -95,7 +95,7 @@ class ReachabilityProbe:
             self._results[amphora_id] = ProbeResult(outcome=outcome, at=at, detail=detail, inconclusive_at=inconclusive)
 
     def _probe(self, amphora_id: str, address: str) -> tuple[ProbeOutcome, str]:
-        # After a network failure, an old connection may hang although the agent answers.
+        # After a network failure, an old connection may hang although the agent answers. So the probe uses a new one.
         self._agents.forget(amphora_id)
         begun = time.monotonic()
         try:
@@ -137,7 +137,7 @@ def local_fault(error: AmphoraDriverError) -> str:
     if not isinstance(error, (AgentUnreachable, AgentUntrusted)):
         return str(error).rstrip(".")
     for one in _causes(error):
-        # The `errno` of an SSLError is a number of OpenSSL, not of the operating system.
+        # SSLErrors are excluded, because their `errno` is a number of OpenSSL and not of the operating system.
         if isinstance(one, OSError) and not isinstance(one, ssl.SSLError) and one.errno in _LOCAL_ERRORS:
             return (one.strerror or str(one)).lower()
     return ""
@@ -145,7 +145,7 @@ def local_fault(error: AmphoraDriverError) -> str:
 
 def is_tls_alert(error: AmphoraDriverError) -> bool:
     """Return whether the agent refused the connection with a TLS alert (RFC 8446, section 6.2)."""
-    # urllib3 keeps the SSLError in the arguments of its own exception.
+    # urllib3 keeps the SSLError in the arguments of its own exception, so these are searched too.
     found = (one for seen in _causes(error) for one in (seen, *seen.args))
     return any(isinstance(one, ssl.SSLError) and "_ALERT_" in (one.reason or "") for one in found)
 

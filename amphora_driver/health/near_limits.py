@@ -70,7 +70,8 @@ class NearLimits:
             return known
         mark, first, last = self._changing.get(key, (known, now, now))
         if mark is not known or now - last > self._hold:
-            # The count starts again after a change of the mark, and after a silence of the amphora.
+            # The count of contradicting heartbeats starts again if the mark has changed, or if the amphora was silent
+            # for too long.
             first = now
         self._changing[key] = known, first, now
         return known if now - first < self._hold else not known

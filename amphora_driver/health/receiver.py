@@ -235,7 +235,8 @@ class Receiver:
     def _record_refusal(self, refusal: HeartbeatRefused) -> None:
         self.refused[refusal.reason] += 1
         now = time.monotonic()
-        # A log message for each datagram of a flood would fill the disk.
+        # Refused heartbeats are logged at intervals, because a log message for each datagram of a flood would fill the
+        # disk.
         if now - self._logged_at >= _LOG_INTERVAL:
             self._logged_at = now
             amphorae = dict(self.refused_by_amphora.most_common(_MAX_NAMED))
@@ -249,8 +250,8 @@ class Receiver:
         try:
             self._wakeup_writer.send(b"\0")
         except OSError:
-            # The wake-up fails if earlier messages fill the socket buffer or the loop has ended. In both cases, it is
-            # not needed.
+            # The wake-up fails if earlier messages fill the socket buffer or the loop has ended. In both cases, no
+            # wake-up is needed.
             return
 
     def _drain_wakeups(self) -> None:

@@ -197,7 +197,7 @@ class HealthManagerService(cotyledon.Service):
 
     def terminate(self) -> None:
         self._manager.stop()
-        # Cotyledon ends the process when `terminate` returns.
+        # Cotyledon ends the process when `terminate` returns, so the last write must end before.
         if not self._manager.wait(_STOP_TIMEOUT):
             LOG.warning(
                 "the health manager exits before writing all reports, because the last write takes longer than %d s",

@@ -121,7 +121,7 @@ def _insert(connection: sa.Connection, rows: Sequence[Row]) -> None:
 
 
 def _new(name: str) -> sa.BindParameter[int]:
-    # Some databases cannot infer the type of a parameter inside CASE.
+    # The parameter has an explicit type, because some databases cannot infer one inside CASE.
     return sa.bindparam(f"new_{name}", type_=sa.BigInteger)
 
 

@@ -257,8 +257,8 @@ def _member_status(
     if down is not None and best.status is not Operating.ERROR:
         return ObjectStatus(Kind.MEMBER, Operating.DEGRADED, f"{down.describe()}, {best.describe()}")
     if member.weight == 0 and best.status in (Operating.ONLINE, Operating.NO_MONITOR):
-        # HAProxy reports DRAIN only for servers with health checks. A server with weight 0 gets no new connections
-        # either.
+        # HAProxy reports DRAIN only for servers with health checks. But any server with weight 0 gets no new
+        # connections, so its member is draining.
         return ObjectStatus(Kind.MEMBER, Operating.DRAINING, f"weight 0, {best.describe()}")
     return ObjectStatus(Kind.MEMBER, best.status, best.describe())
 

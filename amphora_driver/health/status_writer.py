@@ -179,8 +179,8 @@ class StatusWriter:
             state = self._states.setdefault(load_balancer_id, _LoadBalancerState())
             self._log_silent(load_balancer_id, state, [each for each in trusted if each not in reports])
             newest = max((reports[each].generation or 0 for each in live), default=0)
-            # A faulty amphora may report a generation that does not exist. Without the limit, all real generations
-            # below that number would be ignored.
+            # A faulty amphora may report a generation that does not exist yet. Without this limit, all real generations
+            # below it would be ignored.
             served = min(newest, one.generation)
             if served > state.served:
                 # A new generation may contain objects without statuses in the database, so all statuses are computed

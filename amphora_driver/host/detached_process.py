@@ -40,7 +40,7 @@ class Process(msgspec.Struct, frozen=True):
     def children(self) -> list[Process]:
         """The child processes. The kernel has a list of children for each thread."""
         numbers: list[str] = []
-        # The process or a thread may end during the read of /proc.
+        # The process or a thread may end during the read of /proc, so missing files are ignored.
         with suppress(FileNotFoundError, ProcessLookupError):
             for thread in Path(f"/proc/{self.pid}/task").iterdir():
                 with suppress(FileNotFoundError, ProcessLookupError):
@@ -125,7 +125,7 @@ def find(matches: Callable[[Path], bool]) -> list[Process]:
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
-            # A process may end while the driver reads its files in /proc.
+            # A process may end while its files in /proc are read, so errors are ignored.
             with suppress(OSError):
                 if matches(entry):
                     found.append(identify(int(entry.name)))

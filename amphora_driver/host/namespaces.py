@@ -72,7 +72,7 @@ def remove(name: str) -> None:
     place = path(name)
     while exists(name):
         _check_result(_LIBC.umount2(os.fsencode(place), _MNT_DETACH), f"unmount {place}")
-    # The kernel then also detaches the copies of this mount in the mount namespaces of amphorae.
+    # When the mount point is removed, the kernel detaches the copies of this mount in the mount namespaces of amphorae.
     place.unlink(missing_ok=True)
 
 
@@ -124,7 +124,8 @@ def write_sysctl(name: str, value: int) -> None:
 
 def _create_and_mount(place: Path) -> None:
     _check_result(_LIBC.unshare(_CLONE_NEWNET), "create a network namespace")
-    # Duplicate address detection would delay the use of each IPv6 address by one or two seconds.
+    # Duplicate address detection is disabled, because it would delay the use of each IPv6 address by one or two
+    # seconds.
     for scope in ("all", "default"):
         write_sysctl(f"net/ipv6/conf/{scope}/accept_dad", 0)
         write_sysctl(f"net/ipv6/conf/{scope}/accept_ra", 0)

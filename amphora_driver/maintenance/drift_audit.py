@@ -286,7 +286,8 @@ class DriftAuditor:
         load_balancer_id, ids = due[0].load_balancer_id, {one.amphora_id for one in due}
         recorded = self._database.read(lambda c: load_record(c, load_balancer_id, self._context.catalogue))
         if recorded is None or recorded.generation != due[0].generation:
-            # The load balancer has changed since the selection of its amphorae, or is incomplete in the database.
+            # If the load balancer has changed since its selection, or is incomplete in the database, its audit is
+            # postponed.
             self._put_off(ids)
             return
         expected = self._expected_digests(recorded)

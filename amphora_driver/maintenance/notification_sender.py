@@ -121,7 +121,7 @@ class NotificationSender:
         metrics.count_notifications("failed")
         self._bus.discard()
         self._retry_at = time.monotonic() + self._backoff
-        # The text of the error may contain the password of the message bus.
+        # The text of the error may contain the password of the message bus, so the log has the type only.
         LOG.warning(
             "the message bus did not accept a notification (%s); the controller tries again in %g s",
             type(error).__name__,
@@ -133,7 +133,7 @@ class NotificationSender:
         """Drop notifications that are too old, and those that nothing can make due."""
         self._database.write(outbox.delete_ownerless)
         max_age = float(self._conf.amp_notifications.max_age)
-        # A jump of the database clock makes the ages of notifications unreliable.
+        # A jump of the database clock makes the ages of notifications unreliable, so none is dropped soon after a jump.
         if self._database.seconds_since_clock_jump() < max_age:
             return
         if dropped := self._database.write(lambda connection: outbox.delete_old(connection, max_age)):
@@ -160,7 +160,7 @@ def create_duties(
     if not options.url:
         raise ConfigurationError(attempt, "[amp_notifications] url is not set", "Set the URL of the message bus.")
     try:
-        # kombu is part of the extra [distributed], and only a message bus needs it.
+        # The import is inside the function, because only deployments with a message bus have kombu.
         from amphora_driver.notifications.publisher import Publisher  # noqa: PLC0415
     except ImportError as error:
         raise ConfigurationError(attempt, str(error), "Install octavia-amphora-driver[distributed].") from error

@@ -123,7 +123,7 @@ class OrphanCleaner:
             )
         )
         if not (found or noted):
-            # Without orphans, which is usual, no write transaction locks rows.
+            # Usually there are no orphans, and no write transaction should lock rows.
             return []
         for one in sorted(found - noted.keys()):
             LOG.warning(

@@ -89,7 +89,8 @@ class SettingsUpdate:
         roots = self._database.read(
             lambda connection: desired_objects.load_roots(connection, [one.load_balancer_id for one in chosen])
         )
-        # A query may hang. Without the time of the next query, each round would send another one.
+        # The next query is scheduled before this one is sent, because a query may hang and each round would send
+        # another one.
         for one in chosen:
             self._put_off(one.id)
         asked = {pool.submit(self._query, one, roots.get(one.load_balancer_id)): one for one in chosen}
@@ -156,7 +157,8 @@ class SettingsUpdate:
             actual = self._agents.put_settings(amphora_id, address, wanted.encode(), deadline=deadline).digest
         except AgentError as error:
             if isinstance(error, AgentRefused) and error.status == _NOT_FOUND:
-                # A 404 comes from an agent of an earlier version, which has replaced the queried agent meanwhile.
+                # An agent of an earlier version answers 404. It has replaced the queried agent meanwhile, so its
+                # settings are not compared.
                 return ""
             return f"settings: it has other heartbeat settings or log targets than configured: {error.happened}"
         if actual != wanted.digest:

@@ -248,7 +248,8 @@ def _text_or_empty(value: Any) -> str:
 
 def _convert(model_class: type[S], fields: Mapping[str, Any]) -> S:
     try:
-        # Octavia sends some numbers as text, for example `redirect_http_code`.
+        # `strict=False` accepts numbers as text, because Octavia sends some numbers as text, for example
+        # `redirect_http_code`.
         return msgspec.convert(fields, model_class, strict=False)
     except msgspec.ValidationError as error:
         raise ModelError(

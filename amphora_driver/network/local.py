@@ -134,7 +134,7 @@ class LocalNetwork:
             local_db.add_addresses(connection, port.id, fixed, len(have))
             return find(connection) or port
 
-        # The port usually exists, and a read needs no write lock.
+        # The port usually exists, so a read without a write lock comes first.
         port = self._database.read(find)
         if port is not None and set(subnet_ids) <= {fixed.subnet_id for fixed in port.addresses}:
             return port
@@ -294,7 +294,8 @@ class LocalNetwork:
             try:
                 fixed.append(local_db.choose_address(connection, subnet, request.address, attempt, mine))
             except NetworkError as error:
-                # Only the user can choose another address. Octavia shows a `Conflict` to the user.
+                # The user can choose another address, but the operator cannot solve the problem. So the error becomes a
+                # `Conflict`, which Octavia shows to the user.
                 raise Conflict(error.wanted, error.happened, error.remedy) from error
         return local_db.to_vips(local_db.make_port(connection, segment, vip_owner(load_balancer_id), fixed))
 

@@ -95,7 +95,7 @@ class NeutronNetwork:
             with apply_deadline(mine), translated(attempt):
                 return self._vips.allocate(load_balancer_id, project_id, wanted, attempt)
         except (DeadlinePassed, TimedOut) as error:
-            # Neutron may have created the port without a timely answer. The next call then finds the port.
+            # Neutron may have created the port although its answer is late. The next call finds this port.
             return NotYet(reason=f"Neutron did not answer in {self._allocation_timeout:g} s: {error.happened}")
 
     def release_load_balancer(self, load_balancer_id: str) -> None:

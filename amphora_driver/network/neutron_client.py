@@ -97,7 +97,8 @@ class Neutron:
         try:
             self._service.request("PUT", f"{_NAMES[kind][0]}/{made['id']}/tags", json={"tags": list(tags)})
         except ApiError as error:
-            # Tags only help operators to find objects, and the driver does not need them.
+            # An object without tags works, because tags only help operators to find objects. So the error is logged
+            # only.
             LOG.warning(
                 "the network backend could not add tags to %s %s, and leaves the object without tags: %s",
                 _NAMES[kind][1],

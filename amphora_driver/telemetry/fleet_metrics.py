@@ -67,7 +67,7 @@ def encode_metrics(
         build.add_metric([], {"version": version, "kind": kind})
         families += [build, *own.collect()]
     for family in families:
-        # A `_created` series of each counter would double the size of the response.
+        # prometheus_client adds a series `_created` to each counter, which would double the size of the response.
         family.samples = [one for one in family.samples if not one.name.endswith("_created")]
     if view is not None:
         families += fleet_families(view)
@@ -82,7 +82,7 @@ def fleet_families(view: View) -> Iterator[Metric]:
     is_current = view.read_error is None and view.fleet is not None
     yield _gauge("amphora_fleet_up", "1 if the database could be read for this answer.", is_current)
     if view.read_error is not None or view.fleet is None:
-        # While the database is unreadable, metrics of the fleet are missing. Old values would look current.
+        # Metrics of an unreadable database are left out, because old values would look current.
         return
     fleet = view.fleet
     yield _gauge("amphora_fleet_read_seconds", "Duration of the read of the fleet.", fleet.took)
@@ -213,7 +213,7 @@ def _control_plane_metrics(fleet: FleetSnapshot) -> Iterator[Metric]:
     for (kind, draining), number in sorted(counted.items()):
         seen.add_metric([kind, draining], number)
     yield seen
-    # The newest heartbeat of a kind comes last and replaces the others.
+    # Processes are sorted by their last heartbeat, so the newest heartbeat of each kind replaces the others.
     youngest = {one.kind: one.seen_at for one in sorted(fleet.processes, key=lambda one: one.seen_at)}
     ages = {kind: max(0.0, fleet.at - seen_at) for kind, seen_at in sorted(youngest.items())}
     yield _by("amphora_fleet_process_age_seconds", "Age of the newest heartbeat of a process.", "kind", ages)

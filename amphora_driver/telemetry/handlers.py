@@ -109,7 +109,7 @@ class TokenFile:
 
     def _read_file(self, found: os.stat_result) -> Secret:
         """Return the token of a file with this state."""
-        # Every write changes at least one of inode, size, mtime and ctime.
+        # Every write of the token file changes at least one of inode, size, mtime and ctime, so all four are compared.
         mark = (found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
         if self._known is None or self._known[0] != mark:
             line = Path(str(self._path)).read_bytes().split(b"\n", 1)[0].strip()
@@ -166,7 +166,7 @@ class RequestHandler:
 
     def _respond_with_records(self, request: Request, token: Secret | None) -> Response:
         if token is None:
-            # Without a token, every user of this host can read the page, which has fewer details than the records.
+            # Without a token, every user of this host could read the records, which have more details than the page.
             raise RequestRefused(403, "The records need a token: [amp_status_page] token_file is not set.")
         scope = parse_scope(request)
         try:
@@ -188,7 +188,7 @@ class RequestHandler:
 def parse_scope(request: Request) -> Scope:
     """Return the scope of a request for records; raises RequestRefused for an invalid one."""
     failover, prefix = request.query_value("failover"), request.query_value("load_balancer")
-    # Integers of a database have at most 18 digits in all cases.
+    # A number of more than 18 digits may exceed the integers of a database.
     if failover and not (failover.isascii() and failover.isdigit() and len(failover) <= 18):
         raise RequestRefused(400, "The number of the fail-over is invalid.")
     if len(prefix) > _MAX_ID or (failover and prefix):

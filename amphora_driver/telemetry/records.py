@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from amphora_driver.database.engine import Database
 
-# A reader refuses a document of another format.
+# Version of the document's format. A reader refuses another one.
 FORMAT = 1
 MAX_ROWS = 50_000
 # Maximum number of fail-overs in the document about the whole fleet, beside the open ones.
@@ -94,7 +94,7 @@ def read_options(conf: ConfigOpts) -> dict[str, dict[str, Any]]:
 
 def sent_columns(table: sa.Table) -> tuple[sa.Column[Any], ...]:
     """Return the columns of a table that a document may contain: none of them is binary."""
-    # All binary values of the database are encrypted secrets, which are not sent.
+    # Binary values are left out, because all of them are encrypted secrets.
     return tuple(one for one in table.c if not isinstance(one.type, sa.LargeBinary) and one not in _OMITTED)
 
 
@@ -161,7 +161,7 @@ class RecordReader:
 
 def _read_table(connection: sa.Connection, query: sa.Select[Any]) -> TableRows:
     result = connection.execute(query.limit(MAX_ROWS) if query._limit is None else query)  # noqa: SLF001 - no public name
-    # SQLAlchemy's column names belong to a subclass of str, which msgspec does not encode.
+    # msgspec does not encode SQLAlchemy's column names, which belong to a subclass of str.
     return TableRows(tuple(map(str, result.keys())), [tuple(row) for row in result])
 
 
@@ -216,13 +216,14 @@ def _fleet_queries() -> dict[str, sa.Select[Any]]:
     status, request, failover = tables.object_status.c, tables.request, tables_fleet.failover
     newest = sa.select(failover.c.id).order_by(failover.c.id.desc()).limit(MAX_FAILOVERS).subquery()
     shown_failover = sa.or_(failover.c.ended_at.is_(None), failover.c.id.in_(sa.select(newest.c.id)))
-    # Commands count the pending and unreported objects of each load balancer.
+    # Besides load balancers, only objects with a pending or unreported status are sent, because commands count these.
     shown_status = sa.or_(status.kind == _BALANCER, status.pending.is_not(None), status.version > status.reported)
     whole = (tables.job, tables.amphora, tables.amphora_heartbeat, tables.duty)
     expiring = _EXPIRING.subquery()
-    # The join with `job` uses an index. A condition on `kind` alone would read all objects.
+    # The condition uses a join with `job`, because a condition on `kind` alone would read all objects.
     work = tables.job.c
-    # The list of expiring certificates shows the kind of their objects.
+    # Objects with expiring certificates are sent too, because the list of these certificates shows the kind of their
+    # objects.
     shown = sa.union(sa.select(work.load_balancer_id.label("id")), sa.select(expiring.c.object_id)).subquery()
     newer = sa.and_(request.c.load_balancer_id == work.load_balancer_id, request.c.generation > work.applied)
     fleet = tables_fleet

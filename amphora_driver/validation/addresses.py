@@ -62,7 +62,7 @@ def _find_objection(text: str) -> str | None:
     address = parsed.ipv4_mapped if isinstance(parsed, IPv6Address) and parsed.ipv4_mapped else parsed
     if address.is_loopback or address.is_link_local or address.is_multicast or address.is_unspecified:
         return "a loopback, link-local, multicast or unspecified address cannot be a member"
-    # 0.0.0.0/8 means "this network", and 240.0.0.0/4 is reserved and contains the broadcast address.
+    # These ranges contain "this network" (0.0.0.0/8) and the broadcast address (in 240.0.0.0/4).
     if isinstance(address, IPv4Address) and (address.is_reserved or int(address) < 2**24):
         return "a reserved address cannot be a member"
     return None

@@ -166,7 +166,7 @@ def _chain(leaf: x509.Certificate, others: list[x509.Certificate]) -> list[x509.
 def _authorities(option: str, text: Secret) -> list[x509.Certificate]:
     found = _certificates(option, list(_blocks(text, b"CERTIFICATE")))
     for one in found:
-        # Users may list the self-signed certificate of a member in place of a CA.
+        # Users may list the self-signed certificate of a member in place of a CA, so such a certificate is accepted.
         if one.issuer != one.subject and not _may_sign(one):
             _refuse(option, "a certificate in it does not belong to a certificate authority")
     return found
@@ -204,7 +204,7 @@ def _certificates(option: str, blocks: Sequence[bytes]) -> list[x509.Certificate
     found: list[x509.Certificate] = []
     for block in blocks:
         one = _parse(option, partial(x509.load_pem_x509_certificate, block))
-        # The library parses names on first access and may then raise an error, which `_parse` handles.
+        # The library parses names on first access and may then raise an error, so `_parse` accesses them.
         _parse(option, partial(attrgetter("subject", "issuer"), one))
         if one not in found:
             found.append(one)

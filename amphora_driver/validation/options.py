@@ -81,7 +81,7 @@ def check_listener(listener: Listener) -> None:
     require_one_of("listener protocol", listener.protocol, LISTENER_PROTOCOLS)
     require_between("listener option protocol_port", listener.protocol_port, 1, 65535)
     if listener.connection_limit != -1:
-        # HAProxy reads a connection limit of 0 as "no limit" (manual: maxconn).
+        # A limit of 0 is refused, because HAProxy reads it as "no limit" (manual: maxconn).
         require_between("listener option connection_limit", listener.connection_limit, 1, MAX_TIMEOUT)
     for name in _TIMEOUTS:
         value = getattr(listener, name)

@@ -19,7 +19,7 @@ def check_members_distinct(pool: Pool) -> None:
     seen: set[tuple[object, int]] = set()
     for member in pool.members:
         address: object = member.address
-        # `options.check_member` refuses a member with an invalid address.
+        # An invalid address is ignored here, because `options.check_member` refuses it.
         with contextlib.suppress(ValueError):
             address = addresses.parse_address(member.address)
         endpoint = (address, member.protocol_port)

@@ -78,7 +78,7 @@ def choose_profile(
     chosen: dict[str, Any] = {
         **{key: zone_values.get(key) for key in availability_zones.COMPUTE_KEYS},
         "compute_zones": None if (zones := zone_values.get("compute_zones")) is None else tuple(zones),
-        # JSON may contain a whole number as 5.0.
+        # JSON may contain a whole number as 5.0, so the values are converted to int.
         **{key: int(wanted[key]) for key in _WHOLE_NUMBERS if key in wanted},
         **{key: wanted[key] for key in _SAME_NAME if key in wanted},
         **{key: tuple(wanted[key]) for key in flavors.LOG_KEYS if key in wanted},
@@ -150,7 +150,7 @@ def _topology(name: str | None, deployment: Deployment) -> Topology:
 
 
 def _backend(kind: str, name: str, backends: Mapping[str, Backend]) -> Backend:
-    # The operator may have disabled the backend of an existing load balancer.
+    # An existing load balancer may have a backend that the operator has disabled since.
     if name not in backends:
         raise UnsupportedOption(
             f"use the {kind} backend {name}",
