@@ -84,8 +84,8 @@ class Keepalived:
         changed = text != self._current_text()
         if changed:
             write_atomically(self._paths.keepalived_configuration, text, durable=False)
-        # Without a health file, keepalived would wait for HAProxy before it adds the VIPs. So the files begin with
-        # ALIVE.
+        # Missing health files begin with ALIVE, so that keepalived can add the VIPs before HAProxy listens for the
+        # first time.
         for watched in (self._paths.haproxy_health, self._paths.released):
             with suppress(FileExistsError), watched.open("x", encoding="ascii") as file:
                 file.write(ALIVE)

@@ -107,7 +107,7 @@ def parse(answer: str, before: Sample | None = None) -> Sample | None:
         proxy, name, status = row[0], row[1], row[columns["status"]]
         if name == "FRONTEND":
             listeners[proxy] = Listener(status, int(row[columns["scur"]] or 0))
-            # A listener without a limit of its own has the limit of the process, which is measured elsewhere.
+            # A listener whose limit equals that of the process has no limit of its own.
             if 0 < (limit := int(row[columns["slim"]] or 0)) < most:
                 shares.append(min(100, 100 * listeners[proxy].active_connections // limit))
         elif name == "BACKEND":

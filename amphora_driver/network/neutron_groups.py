@@ -168,7 +168,8 @@ class Groups:
         self, name: str, rules: frozenset[Rule], load_balancer_id: str | None = None, *, stateful: bool = True
     ) -> Json:
         """Return the group with this name; created and completed if necessary."""
-        # Operators may add rules to the groups of the deployment, but not to the group of a load balancer.
+        # Operators may add rules to the groups of the deployment. The group of a load balancer must have exactly the
+        # driver's rules.
         exact = load_balancer_id is not None
         for _ in range(_ATTEMPTS):
             found = self._find(name)
@@ -185,7 +186,7 @@ class Groups:
             except ApiError as error:
                 if error.status not in (404, 409) or "overquota" in error.kind.lower():
                     raise
-                # Another process has changed the rules or deleted the group.
+                # Another process has changed the rules or deleted the group, so the driver tries again.
                 continue
             self._delete_others(found, kept)
             return kept
@@ -214,7 +215,7 @@ class Groups:
             try:
                 self._neutron.delete("groups", one["id"])
             except ApiError as error:
-                # Neutron answers 409 if a port uses the group, which is usual.
+                # Neutron answers 409 if a port uses the group. This is usual and needs no warning.
                 level = logging.DEBUG if error.status == 409 else logging.WARNING
                 LOG.log(
                     level,

@@ -124,7 +124,8 @@ class AmphoraPorts:
 
     def _find(self, request: PortRequest) -> Json | None:
         found = self._list(request.amphora_id, network_id=request.network_id)
-        # Neutron refuses to change the type (`vnic_type`) of a port that is bound to a hypervisor.
+        # Neutron refuses to change the type (`vnic_type`) of a port that is bound to a hypervisor. So only a port of
+        # the requested type is usable.
         return objects.oldest([one for one in found if one["binding:vnic_type"] == request.vnic_type])
 
     def _list(self, amphora_id: str, **more: str) -> list[Json]:

@@ -104,8 +104,8 @@ def render_ruleset(protected: Sequence[ProtectedVips]) -> str:
     for number, one in enumerate(protected):
         if one.groups is not None:
             lines += [f"  chain vip{number} {{", *(f"    {line}" for line in _admission_rules(one, one.groups)), "  }"]
-    # The hook `forward` sees frames between ports of a bridge, and `output` sees packets that the kernel routes to a
-    # bridge.
+    # The rules need both hooks: `forward` sees frames between ports of a bridge, and `output` sees packets that the
+    # kernel routes to a bridge.
     for hook in ("forward", "output"):
         lines += [f"  chain {hook} {{", f"    type filter hook {hook} priority 0; policy accept;"]
         for number, one in enumerate(protected):

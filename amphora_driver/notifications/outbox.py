@@ -69,10 +69,10 @@ def announce(connection: sa.Connection, load_balancer_id: str, generation: int, 
     """Record the notification of a request, which waits for the result; see `Announce`."""
     if event is Event.DELETE:
         # Octavia accepts a deletion only after the result of the previous request. The provider agent may have died
-        # before it recorded that result.
+        # before it recorded that result, so it is recorded here.
         applied = connection.execute(sa.select(job.c.applied).where(job.c.load_balancer_id == load_balancer_id))
         release(connection, {load_balancer_id: int(applied.scalar_one())})
-        # After a failed deletion, the user deletes again. Only the newest deletion is reported.
+        # A user repeats a deletion that has failed. Only the newest one causes a notification.
         repeated = _ROW.load_balancer_id == load_balancer_id, _ROW.event == event.value, _ROW.ready_at.is_(None)
         connection.execute(notification.delete().where(*repeated))
     row = {"load_balancer_id": load_balancer_id, "generation": generation, "event": event.value}
@@ -117,7 +117,7 @@ def delete_old(connection: sa.Connection, max_age: float) -> int:
 def delete_ownerless(connection: sa.Connection) -> None:
     """Delete waiting notifications of load balancers that were deleted while notifications were off."""
     known = sa.exists().where(job.c.load_balancer_id == _ROW.load_balancer_id)
-    # On MariaDB, a DELETE that reads `job` would lock rows of `job`.
+    # On MariaDB, a DELETE that reads `job` would lock rows of `job`. So the ids are read first.
     found = connection.execute(sa.select(_ROW.id).where(_ROW.ready_at.is_(None), ~known))
     for some in chunks(list(found.scalars())):
         connection.execute(_DELETE, {"ids": some})

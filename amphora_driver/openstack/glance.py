@@ -44,7 +44,8 @@ class Images:
         return read((tag,), lambda: self._read(tag))
 
     def _read(self, tag: str) -> str | None:
-        # Glance stores creation times in whole seconds. With the sort by id, the result is the same for equal times.
+        # Glance stores creation times in whole seconds. The sort by id makes the order of equal times the same in each
+        # request.
         params = [("tag", tag), ("owner", self._owner), ("status", "active"), ("sort", "created_at:desc,id:desc")]
         found = self._service.request("GET", "/images", params=[*params, ("limit", "1")])["images"]
         # The security of all amphorae depends on the owner of the image, so the answer is checked too.

@@ -117,7 +117,7 @@ class Service:
             return self._adapter
 
     def _connect(self) -> Any:
-        # The imports take a second, and octavia-api may never connect to OpenStack.
+        # The imports are inside the method, because they take a second, and octavia-api may never connect to OpenStack.
         from keystoneauth1 import exceptions, loading  # noqa: PLC0415
         from openstack.connection import Connection  # noqa: PLC0415
 
@@ -141,8 +141,8 @@ class Service:
         adapter = getattr(Connection(session=session, **self._endpoint(conf, groups[0])), self._kind)
         version = _VERSIONS.get(self._kind)
         if version and adapter.endpoint_override:
-            # openstacksdk asks a service without a version in its address for the version. If the service does not
-            # answer, all later requests fail with status 404.
+            # The address gets the version here. Otherwise, openstacksdk asks the service for it once, and if the
+            # service does not answer, all later requests fail with status 404.
             adapter.endpoint_override = f"{_without_version(adapter.endpoint_override)}/{version}"
         return adapter
 
@@ -173,7 +173,7 @@ class Service:
             interface = interface or next(iter(theirs.valid_interfaces or ()), None)
             address = address or theirs.endpoint_override
         if address and self._kind == "load_balancer":
-            # Octavia lists its versions only at the address without a version.
+            # Octavia lists its versions only at the address without a version, so this part is removed.
             address = _without_version(address)
         values = {"region_name": region, "interface": interface, f"{self._kind}_endpoint_override": address}
         return {name: value for name, value in values.items() if value}

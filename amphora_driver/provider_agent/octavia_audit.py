@@ -142,8 +142,8 @@ class OctaviaAuditor:
             "restores these members: %s"
         )
         LOG.warning(dropped, load_balancer_id, ", ".join(lost))
-        # Only removed members are restored here. A later comparison corrects the members that the batch created or
-        # changed.
+        # Only the removed members are restored here. A later comparison with Octavia corrects the members that the
+        # batch created or changed.
         if self._database.write(lambda connection: sync_transactions.restore_members(connection, row, lost)):
             self.schedule([load_balancer_id])
             notifier.notify(self._conf, local_socket.CONTROLLER, load_balancer_id)
@@ -167,7 +167,7 @@ class OctaviaAuditor:
             )
             LOG.warning(unknown, load_balancer_id)
             return False
-        # Octavia shows a removed object until it receives the status DELETED.
+        # Octavia shows a removed object until it receives the status DELETED, so removed objects are not compared.
         tree = without_objects(from_octavia.load_balancer(found), removed)
         differences = describe_differences(recorded, tree)
         if not differences:
@@ -243,7 +243,8 @@ def nodes_by_id(tree: LoadBalancer) -> Mapping[str, Node]:
 
 
 def _comparable_nodes(tree: LoadBalancer) -> Mapping[str, Node]:
-    # Position numbers of L7 policies may differ while the order is the same. `without_objects` renumbers the policies.
+    # `without_objects` renumbers the L7 policies, because their position numbers may differ while the order is the
+    # same.
     return nodes_by_id(without_objects(tree, ()))
 
 

@@ -105,7 +105,8 @@ class OctaviaReader:
 
         def work_and_wake() -> None:
             if work():
-                # The read may have added statuses to the outbox, which the reporter sends to Octavia.
+                # The read may have added statuses to the outbox. So the reporter, which sends them to Octavia, is
+                # woken.
                 local_socket.wake_role(self._conf.amp_queue.socket_dir, local_socket.REPORTER)
 
         if self._executor is None:

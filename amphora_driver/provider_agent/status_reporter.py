@@ -99,7 +99,7 @@ class Reporter:
 
     def run(self, is_stopped: Callable[[], bool]) -> None:
         """Report after every wake-up, and at least once per poll interval, until `is_stopped` returns True."""
-        # A statistics call takes 0.1 s. In its own thread, it does not delay the report of an ACTIVE status.
+        # A statistics call takes 0.1 s. Its own thread prevents a delay of the report of an ACTIVE status.
         threads = [
             threading.Thread(target=self._report_statistics_until_stopped, name="statistics", daemon=True),
             threading.Thread(target=self._update_registry_until_stopped, name="registry", daemon=True),
@@ -112,7 +112,7 @@ class Reporter:
         ):
             delay = 0.0
             while not is_stopped():
-                # The reporter notices a stop request only between two waits.
+                # The wait is short, because the reporter notices a stop request only between two waits.
                 wakeup.wait(min(delay, 0.5))
                 delay = self.try_run_once()
         self._ended.set()
@@ -347,7 +347,8 @@ class Reporter:
                 raise
             ends = report.kind is Kind.LOAD_BALANCER and report.provisioning is Provisioning.DELETED
             if ends and self.library.get_loadbalancer(report.object_id) is None:
-                # Octavia refuses DELETED for a load balancer that it has already deleted or never committed.
+                # Octavia refuses the status DELETED for a load balancer that it has already deleted or never committed.
+                # Then nothing is to be reported.
                 return True
             backoff = min(2 * self._refused.get(report.object_id, (0.0, 0.125))[1], 60.0)
             metrics.count_reports("refused")
@@ -355,8 +356,8 @@ class Reporter:
             LOG.warning(refused, report.kind, report.object_id, backoff, error.fault_string)
             self._refused[report.object_id] = (time.monotonic() + backoff, backoff)
             if backoff <= _MAX_CHILD_BACKOFF:
-                # Without its own status, the load balancer stays PENDING. Octavia then refuses new requests of users
-                # until the child's status is accepted.
+                # The status of the load balancer waits too, so that it stays PENDING. Octavia then accepts no requests
+                # of users until the child's status is accepted.
                 self._refused.setdefault(report.load_balancer_id, (time.monotonic() + backoff, 0.125))
             return False
         self._refused.pop(report.object_id, None)

@@ -89,7 +89,7 @@ class ControllerConsumer(_Consumer):
         for name in _VERBOSE_LOGGERS:
             logging.getLogger(name).setLevel(logging.WARNING)
 
-        # Celery reads the attribute `__name__` of a task function, which `on_hint` may not have.
+        # The nested function has the attribute `__name__`, which Celery needs and `on_hint` may not have.
         def handle_hint(load_balancer_id: str | None) -> None:
             on_hint(load_balancer_id)
 
@@ -97,7 +97,7 @@ class ControllerConsumer(_Consumer):
 
     def stop(self, seconds: float) -> None:
         self._ending.set()
-        # Celery's global flag `should_stop` stops the worker of this process with any value except None.
+        # Celery's global flag `should_stop`, with any value except None, stops the worker of this process.
         state.should_stop = 0
         super().stop(seconds)
         if not self._thread.is_alive():
@@ -108,7 +108,8 @@ class ControllerConsumer(_Consumer):
         try:
             self._app.WorkController(pool_cls="solo", concurrency=1, **without).start()
         except Exception:
-            # Errors of Celery, the broker and the network have no common base class.
+            # Every error causes a new connection, because errors of Celery, the broker and the network have no common
+            # base class.
             LOG.exception(
                 "the controller could not receive messages about new work from the message broker, and "
                 "tries again in %g s",

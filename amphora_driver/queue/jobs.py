@@ -89,12 +89,13 @@ class Jobs:
                 # An owner in the row of a due job ended without returning its lease, which counts as a crash.
                 crashes=row.crashes + (row.owner is not None),
             )
-            # `due_at` becomes zero here. URGENT at the end of the job then means an urgent event during the job.
+            # `due_at` becomes zero here. If it is URGENT at the end of the job, an urgent event has arrived during the
+            # job.
             claimed = {"owner": self._owner, "epoch": lease.epoch, "crashes": lease.crashes, "due_at": 0.0}
             _update(connection, row.load_balancer_id, **claimed, leased_until=now + self._seconds)
             return lease
 
-        # Most searches find no job, and a read without locks costs less than a write transaction.
+        # Most searches find no job. A read without locks, which costs less than a write transaction, comes first.
         anything = self._database.read(
             lambda connection: connection.execute(
                 sa.select(job.c.epoch).where(*_due(clock.now(connection), load_balancer_id, fresh=fresh)).limit(1)
@@ -138,10 +139,10 @@ class Jobs:
 
         def write(connection: sa.Connection) -> None:
             if connection.dialect.name == "postgresql":
-                # On PostgreSQL, an UPDATE that waited for another transaction sees outdated rows of other tables. It
-                # could mark the job as done although an amphora has just lost its configuration.
+                # The row is locked first on PostgreSQL. Without this lock, the UPDATE could see outdated rows of other
+                # tables, and mark the job as done although an amphora has just lost its configuration.
                 connection.execute(_LOCK_ROW, {"of": lease.load_balancer_id})
-            # The UPDATE also checks the lease: without a changed row, the lease is lost.
+            # The UPDATE also checks the lease of the job. If it changes no row, the lease is lost.
             if connection.execute(statement, bound).rowcount != 1:
                 raise _lost(lease)
 

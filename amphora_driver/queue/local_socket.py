@@ -32,11 +32,11 @@ def wake_role(directory: str, role: str) -> None:
                 try:
                     sender.sendto(b"!", entry.path)
                 except ConnectionRefusedError:
-                    # A refused connection means that the owner of the socket died and left its file.
+                    # A refused connection means that the owner of the socket has died, so its file is removed.
                     with contextlib.suppress(OSError):
                         os.unlink(entry.path)  # noqa: PTH108 - scandir returns paths
                 except OSError:
-                    # A full socket already contains a message that wakes its process.
+                    # A full socket already contains a message that wakes its process, so the error is ignored.
                     continue
 
 
@@ -68,7 +68,7 @@ class WakeupSocket:
 
     def wake(self) -> None:
         """Wake up the waiting thread, from another thread of the same process."""
-        # Without a free file descriptor, no message is sent, and the process finds the work at its next poll.
+        # Without a free file descriptor, no message is sent. The process then finds the work at its next poll.
         kind = socket.SOCK_DGRAM | socket.SOCK_NONBLOCK
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, kind) as sender:
             sender.sendto(b"!", str(self._path))

@@ -116,7 +116,8 @@ class Publisher:
 
     def _run(self) -> None:
         try:
-            # The import of Celery takes half a second, and only the queue engine `celery` needs it.
+            # The import is inside the method, because Celery takes half a second to import and only the queue engine
+            # `celery` needs it.
             from amphora_driver.queue.rabbitmq import HintSender  # noqa: PLC0415
         except ImportError as error:
             text = (
@@ -166,5 +167,5 @@ class Publisher:
 
 
 _publishers: dict[str, Publisher] = {}
-# A child process has no publisher threads after a fork.
+# A child process has no publisher threads after a fork, so it forgets the publishers of its parent.
 os.register_at_fork(after_in_child=_publishers.clear)

@@ -41,8 +41,8 @@ def create_celery_app(url: str) -> celery.Celery:
         task_default_queue=CONTROLLERS,
         task_create_missing_queues=False,
         task_ignore_result=True,
-        # A hint is acknowledged before its job starts. If the controller dies, another one finds the job after the
-        # lease has expired.
+        # A hint is acknowledged before its job starts. It may be lost, because another controller finds the job after
+        # the lease has expired.
         task_acks_late=False,
         worker_prefetch_multiplier=1,
         worker_enable_remote_control=False,

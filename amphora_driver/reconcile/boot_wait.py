@@ -177,7 +177,7 @@ class BootWait:
         try:
             connection = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         except OSError as error:
-            # All file descriptors of the process may be in use for a moment.
+            # All file descriptors of the process may be in use for a moment, so the attempt is repeated.
             LOG.debug(
                 "the controller could not open a socket to booting amphora %s and tries again later: %s",
                 entry.awaited.amphora_id,
@@ -185,14 +185,14 @@ class BootWait:
             )
             return
         try:
-            # If `connect_ex` connects at once (code 0), the selector reports the socket as writable, as after a later
-            # connection.
+            # A connection that succeeds at once (code 0) needs no special code, because the selector reports the socket
+            # as writable in both cases.
             code = connection.connect_ex((entry.awaited.address, self._port))
             if code in (0, errno.EINPROGRESS):
                 self._selector.register(connection, selectors.EVENT_WRITE, entry)
                 entry.socket, entry.next_at = connection, now + _CONNECT_TIMEOUT
         except (OSError, ValueError) as error:
-            # The next job of the load balancer reports an invalid address as an error.
+            # An invalid address is only logged here, because the next job of the load balancer reports it as an error.
             LOG.debug(
                 "the controller could not connect to booting amphora %s and tries again later: %s",
                 entry.awaited.amphora_id,
@@ -236,6 +236,7 @@ class BootWait:
             entry.socket = None
 
     def _wake(self) -> None:
-        # The send fails if the socket is full, and then `run` wakes anyway, or after the end of `run`.
+        # The send fails if the socket is full or `run` has ended. A full socket already contains a message that wakes
+        # `run`.
         with suppress(OSError):
             self._wake_sender.send(b"!")

@@ -142,7 +142,7 @@ class AmphoraRemoval:
             if said is None:
                 return None
             if said.holds_vip is False:
-                # An earlier request to hand over the VIPs has succeeded, but its answer was lost or its controller
+                # The amphora has handed over the VIPs at an earlier request, whose answer was lost or whose controller
                 # crashed.
                 return float(said.draining or 0.0)
         return None

@@ -218,7 +218,8 @@ class StepExecutor:
         profile = _profile(view)
         zones = self._permitted_zones(profile)
         spare = isinstance(view, steps.SparePoolView)
-        # Another amphora of the load balancer may have booted since the start of the job.
+        # The amphorae are read again, because another one of the load balancer may have booted since the start of the
+        # job.
         others = self._read_amphorae()
         if (not spare and self._awaits_partner(amphora, others, zones)) or self._delays_boot(amphora):
             return
@@ -338,7 +339,8 @@ class StepExecutor:
             raise
         subnets = tuple(map(self._network.subnet, dict.fromkeys(one.subnet_id for one in port.addresses)))
         made = AttachedPort(port=port, subnets=subnets, sr_iov=step.sr_iov)
-        # A port with two records would be deleted at the removal of one record, while the other one still lists it.
+        # A port must have one record only. With two records, the removal of one would delete the port while the other
+        # still lists it.
         others = tuple(one for one in amphora.plugged if one.key != made.key and one.port.id != port.id)
         self._update(amphora.id, plugged=(*others, made))
 
@@ -346,7 +348,8 @@ class StepExecutor:
         """Query an agent once; the wait for a booting amphora uses neither this thread nor the lease."""
         amphora = self._read_amphora(step.amphora_id)
         if amphora.management_address is None:
-            # The compute backend may assign the management address only after the boot has begun.
+            # The compute backend may assign the management address only after the boot has begun, so a missing address
+            # is no error yet.
             self._check_boot_timeout(amphora, AgentUnreachable("reach it", "its management address is not known"))
             self.absent |= {amphora.id}
             return

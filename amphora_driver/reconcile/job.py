@@ -68,7 +68,7 @@ class Job:
             return self.preemption_reason(connection, generation, op, urgent=urgent)
 
         first = self._database.read(read)
-        # Another thread may have set the reason during the read. Its reason stays.
+        # If another thread has set the reason during the read, its reason stays.
         if first is not None and self._preempted_by is None:
             self._preempted_by = first
         if self._preempted_by is not None:

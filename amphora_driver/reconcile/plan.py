@@ -283,7 +283,8 @@ class AmphoraSet:
         """Return the steps that remove replaced amphorae; a draining amphora stays until its connections end."""
         draining = [one for one in self.retiring if self._is_draining(one)]
         found: list[steps.Step] = [self._release_or_hand_over(one) for one in self.retiring if one not in draining]
-        # A draining amphora that does not know all VRRP peers could take the VIPs back.
+        # A draining amphora that does not know all VRRP peers could take the VIPs back. So it gets a push if its peers
+        # have changed.
         reason = "its VRRP peers lack an amphora that stays"
         found += [
             steps.Push(waves=((one.id,),), optional=frozenset((one.id,)), whole=False, reason=reason)
@@ -298,8 +299,8 @@ class AmphoraSet:
 
     def _release_or_hand_over(self, one: Amphora) -> steps.Release | steps.HandOver:
         """Return the release of an amphora, or a handover if the amphora took the VIPs in its replacement."""
-        # During a replacement, the load balancer has three amphorae. A handover between three amphorae ends the open
-        # connections.
+        # During a replacement, the load balancer has three amphorae, between which a handover ends the open
+        # connections. So this handover is not the usual one.
         if one.holds_vip and one in self._holder_to_hand_over() and self.live:
             to = max(self.live, key=lambda other: self._view.priorities.get(other.role, 0))
             return steps.HandOver(amphora_id=one.id, to=to.id, reason="it took the VIPs during its replacement")
@@ -315,8 +316,8 @@ class AmphoraSet:
     def _is_draining(self, one: Amphora) -> bool:
         if not one.drains_until:
             return False
-        # A changed wall clock makes the recorded end of the drain wrong. The agent measures the drain with a monotonic
-        # clock and reports its end.
+        # A changed wall clock makes the recorded end of the drain wrong. The amphora then counts as draining until its
+        # agent, which uses a monotonic clock, reports the end.
         return self._view.clock_set or one.drains_until > self._view.now
 
     def forget_departed(self) -> list[steps.Step]:

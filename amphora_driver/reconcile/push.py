@@ -197,10 +197,11 @@ class BundlePush:
         body = build_bundle(wave.recorded, amphora, served, self._conf)
         deadline = self._job.deadline
         if amphora.drains_until is not None:
-            # A slow answer of a draining amphora would delay the pushes to the others.
+            # A push to a draining amphora has a short time-out, because a slow answer would delay the pushes to the
+            # others.
             deadline = deadline.within(_RETIRING_TIMEOUT)
         applied = self._agents.put_bundle(amphora.id, str(amphora.management_address), body, deadline=deadline)
-        # Another controller may have pushed a newer generation meanwhile. Only an older one is an error.
+        # Another controller may have pushed a newer generation meanwhile. So only an older generation is an error.
         if applied.generation < wave.recorded.generation:
             attempted = f"have amphora {amphora.id} serve generation {wave.recorded.generation}"
             raise AgentRefused(attempted, f"the amphora still serves generation {applied.generation}")
@@ -239,11 +240,11 @@ class BundlePush:
                 if view.replacing and one.state is not AmphoraState.RETIRING:
                     failovers.record_event(connection, view.load_balancer_id, Event.CONFIRMED, now, one.id)
             if all_serve:
-                # The confirmation of the last amphora and that of the load balancer are in one transaction. A crash
-                # cannot separate them.
+                # One transaction confirms the generation for the last amphora and for the load balancer. So a crash
+                # cannot leave only one of the two.
                 self._record_confirmation(connection, view)
             elif served and self._omitted and view.applied < generation:
-                # A later job may confirm this generation, and then needs the omitted objects.
+                # The omitted objects are recorded now, because a later job may confirm this generation and needs them.
                 omitted, of = self._all_omitted(view), view.load_balancer_id
                 record_omitted_objects(connection, of, generation, omitted)
 

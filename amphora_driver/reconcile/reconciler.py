@@ -149,7 +149,7 @@ class Reconciler:
         if step is None or until is None:
             self._jobs.complete(job.lease, view.generation)
             return
-        # The end of the wait may have passed while the job ran.
+        # The end of the wait may have passed while the job ran, so the pause has a minimum.
         pause = max(until - self._database.now(), min(_MIN_PAUSE, until - view.now))
         if step.amphorae and self._boot_wait is not None:
             pause = max(pause, _PAUSE_PER_BOOT * len(self._boot_wait))
@@ -267,8 +267,8 @@ class Reconciler:
         try:
             now = self._database.now()
             if isinstance(error, Superseded) or job.is_preempted:
-                # A newer request has interrupted the job, and the interruption may have caused this error. It is no
-                # failure of the job.
+                # A newer request has interrupted the job and may have caused this error. So the job counts as
+                # interrupted, not as failed.
                 LOG.info(
                     "load balancer %s: the controller interrupts its running job and starts the job again: %s",
                     of,

@@ -65,6 +65,7 @@ def open_secret(name: SecretName, sealed: Mapping[SecretName, SealedSecret], vau
     except StoreError as error:
         return f"the {name.purpose} under {name.ref} cannot be opened: {error.happened}"
     if not opened.reveal().isascii():
-        # A text in PEM format is ASCII. `render/bundle.py` would replace other characters without an error.
+        # A text in PEM format is ASCII. Other characters are refused here, because `render/bundle.py` would replace
+        # them without an error.
         return f"the {name.purpose} under {name.ref} is not in PEM format: set the reference again"
     return opened

@@ -101,8 +101,8 @@ class SpareSteps:
         if not self._ready:
             return {}
         image = self._current_image(spec)
-        # Certificates are normally renewed after half of their validity. With less than a third left, the renewals have
-        # failed.
+        # Certificates are normally renewed after half of their validity. If less than a third is left, the renewals
+        # have failed, and the amphora is not used.
         lasting = self._context.conf.amp_certificates.validity_days * _DAY / 3
         return {one.id: why for one in self._ready if (why := spare_pools.unfit_reason(one, image, now, lasting))}
 

@@ -110,7 +110,7 @@ class ExaminedPool:
         return found
 
     def _examine_monitor(self, failed: frozenset[str]) -> Monitor | None:
-        # A pool with an invalid health monitor is served without health checks.
+        # If the health monitor of a pool is invalid, HAProxy serves the pool without health checks.
         wanted = self.pool.healthmonitor
         if wanted is None or wanted.id in failed:
             return None
@@ -152,8 +152,8 @@ class ExaminedPool:
 
     def _backend(self, route: Route) -> _Backend:
         pool, http = self.pool, mode_is_http(self.pool, listener_http=route.http)
-        # Consistent hashing keeps most clients at their members when members change. Without it, HAProxy refuses `add
-        # server` (management guide 9.3).
+        # Consistent hashing keeps most clients at their members when members change. With other hashing, HAProxy
+        # refuses `add server` (management guide 9.3).
         return _Backend(
             name=quoting.backend_name(quoting.identifier(pool.id, "the pool's id", pool.id), route.listener),
             mode=_HTTP if http else _TCP,

@@ -162,7 +162,7 @@ def _transport(listener: Listener) -> str:
 
 def _in_clear(value: object) -> str:
     if isinstance(value, Secret):
-        # Without `errors`, a decoding error of invalid UTF-8 would quote the secret.
+        # With `errors`, invalid UTF-8 raises no error. The text of such an error would quote the secret.
         return value.reveal().decode(errors="replace")
     raise TypeError(f"a {type(value).__name__} is not part of a bundle")
 
@@ -201,10 +201,11 @@ def _interface(tree: LoadBalancer, plugged: AttachedPort, member_routes: Sequenc
     routes: list[tuple[str, str | None]] = [(destination, None) for destination in member_routes]
     routes += [(route.destination, route.gateway) for subnet in plugged.subnets for route in subnet.routes]
     if is_vip:
-        # Clients, and members outside the attached networks, are reachable only through a gateway of the VIP network.
+        # The default route leads to the VIP network. Only its gateway reaches clients, and members outside the attached
+        # networks.
         gateways = [subnet.gateway for subnet in plugged.subnets if subnet.gateway is not None]
         routes += [("::/0" if ":" in gateway else "0.0.0.0/0", gateway) for gateway in gateways]
-    # The kernel refuses a second route to the same destination.
+    # The kernel refuses a second route to the same destination, so the first one counts.
     first: dict[str, str | None] = {}
     for destination, gateway in routes:
         first.setdefault(destination, gateway)

@@ -201,7 +201,8 @@ def _backend_of(listener: Listener, context: ListenerContext, name: Quoted, pool
     if found is None or not found.recorded:
         raise render_errors.refused_object(listener.id, f"its pool {pool_id!r} is not recorded", "Name another pool.")
     if found.protocol is not None and found.protocol not in options.BEHIND[listener.protocol]:
-        # For some combinations of protocols, HAProxy refuses the whole configuration file (manual: `mode`).
+        # For some combinations of protocols, HAProxy refuses the whole configuration file (manual: `mode`). So the
+        # listener is refused here.
         reason = render_errors.protocol_mismatch(found.protocol, pool_id, listener)
         raise render_errors.refused_object(listener.id, reason, "Name another pool.")
     if found.needs_http and not _reads_http(listener) and found.protocol is not PoolProtocol.HTTP:
@@ -221,7 +222,7 @@ def _policies(
     if not enabled:
         return l7.L7()
     if not _reads_http(listener):
-        # HAProxy would silently ignore L7 policies of a listener without HTTP.
+        # L7 policies of a listener without HTTP are refused, because HAProxy would silently ignore them.
         refused.append(render_errors.policies_without_http(listener))
         return None
     culprits = {

@@ -165,7 +165,7 @@ def _action(policy: L7Policy) -> Quoted:
         return _UNAVAILABLE
     target = l7.check_redirect_target(policy)
     if policy.action is L7Action.REDIRECT_PREFIX and not set("?#") & set(target):
-        # HAProxy appends the path, which begins with a slash, to the prefix.
+        # HAProxy appends the path, which begins with a slash, to the prefix. So the prefix must not end with one.
         target = target.rstrip("/") or "/"
     code = policy.redirect_http_code or l7.DEFAULT_REDIRECT_CODE
     return quoting.words(
@@ -263,7 +263,7 @@ def _fetches(rule: L7Rule) -> tuple[str, ...]:
 _PATH = ("path",)
 _FIXED = {
     L7RuleType.PATH: _PATH,
-    # The Host header may contain a port.
+    # A HOST_NAME rule matches the Host header with and without its port.
     L7RuleType.HOST_NAME: ("req.fhdr(host)", "req.fhdr(host),host_only"),
     L7RuleType.FILE_TYPE: ("var(txn.extension)",),
 }

@@ -246,7 +246,8 @@ def text(
         _refuse(where, value, f"it is longer than {longest} bytes", object_id)
     if flag_position and value.startswith("-"):
         _refuse(where, value, "it begins with '-' and would be read as a flag", object_id)
-    # HAProxy permits no single quote inside single quotes.
+    # HAProxy permits no single quote inside single quotes. So the quotes are closed, an escaped quote follows, and new
+    # quotes are opened.
     return _quoted("'" + value.replace("'", "'\\''") + "'")
 
 

@@ -14,7 +14,7 @@ from amphora_driver.render import quoting
 
 
 class _Environment(jinja2.Environment):
-    # Jinja2 would replace a missing attribute by a key of a mapping. The built-in `getattr` raises an error.
+    # If an attribute is missing, Jinja2 would use a key of a mapping instead. The built-in `getattr` raises an error.
     getattr = staticmethod(getattr)  # type: ignore[assignment]
 
 

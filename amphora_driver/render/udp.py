@@ -223,7 +223,7 @@ def _behind(pool: Pool, vips: tuple[Vip, ...] | None, failed: Collection[str], r
     monitor = pool.healthmonitor
     checked = None
     if monitor is not None and monitor.id not in failed:
-        # A pool with an invalid health monitor is served without health checks, as by HAProxy.
+        # If the health monitor is invalid, the pool is served without health checks, as by HAProxy.
         checked = render_errors.try_render(lambda: (_monitor(monitor, pool),), monitor.id, refused)
     _check_id(pool.id)
     options.check_pool(pool)

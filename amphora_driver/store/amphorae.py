@@ -290,7 +290,7 @@ def record_heartbeats(connection: sa.Connection, heard: Sequence[LastHeartbeat])
                 with connection.begin_nested():
                     connection.execute(_INSERT_SEEN, new)
             except IntegrityError:
-                # Another health manager has just inserted a row for the amphora.
+                # Another health manager has just inserted a row for the amphora, so the row is updated.
                 connection.execute(_UPDATE_SEEN, new)
 
 

@@ -169,7 +169,7 @@ def load_member_context(connection: sa.Connection, member: Member) -> tuple[list
 
     The database searches the bodies as text: reading all bodies would cost a thousand times more.
     """
-    # A validated address contains no wildcard of LIKE (% or _).
+    # The pattern for LIKE needs no escaping, because a validated address contains neither % nor _.
     endpoint = f'"address":"{member.address}","protocol_port":{member.protocol_port}'
     values = {"pool": member.pool_id, "endpoint": f"{endpoint},", "at_the_end": f"{endpoint}}}"}
     rows = connection.execute(_AROUND, values).all()
@@ -239,8 +239,8 @@ def load_l4_context(
 
 def load_tree(connection: sa.Connection, load_balancer_id: str) -> LoadBalancer:
     """Return a complete load balancer, children in the order of creation; see `load_object`."""
-    # A load balancer may have thousands of members. Texts as keys, and no call of `with_children` for objects without
-    # children, save time.
+    # A load balancer may have thousands of members. To save time, the keys are texts, and `with_children` is called
+    # only for objects that may have children.
     decoders = {kind.value: decoder for kind, decoder in _DECODERS.items()}
     by_parent: dict[tuple[str, str | None], list[Any]] = defaultdict(list)
     for kind, parent, body in connection.execute(_TREE, {"of": load_balancer_id}):
@@ -284,7 +284,7 @@ def replace_tree(connection: sa.Connection, generation: int, tree: LoadBalancer)
     query = sa.select(_OBJECT.id, _OBJECT.body, _OBJECT.removed).where(_OBJECT.load_balancer_id == tree.id)
     rows = connection.execute(query).all()
     recorded = {row.id: row.body for row in rows if not row.removed}
-    # Octavia still returns objects whose deletion is in progress.
+    # Octavia still returns objects whose deletion is in progress, so recorded removals are excluded.
     removed = {row.id for row in rows if row.removed}
     nodes = {node.id: node for node in iter_subtree(tree) if node.id not in removed}
     purge_objects(connection, [object_id for object_id in recorded if object_id not in nodes])

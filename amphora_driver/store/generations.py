@@ -97,7 +97,8 @@ def rotate_tickets(
     rotated = 0
     for one, following in due:
         unchanged = job.c.load_balancer_id == one.load_balancer_id, job.c.tickets == one.number
-        # A change of the load balancer may have created new keys since the search for due keys.
+        # A change of the load balancer may have created new keys since the search for due keys, so the update checks
+        # again.
         query = job.update().where(*unchanged, job.c.tickets_due <= now, *SETTLED)
         if connection.execute(query.ordered_values(*advance_to(job.c.generation + 1), *rotation.items())).rowcount:
             rotated += 1

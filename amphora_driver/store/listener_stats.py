@@ -53,7 +53,7 @@ def list_due_totals(connection: sa.Connection, limit: int) -> list[ListenerTotal
         .where(table.c.listener_id.in_(listener_ids))
         .group_by(table.c.listener_id)
     )
-    # MariaDB and PostgreSQL return sums as Decimal.
+    # MariaDB and PostgreSQL return sums as Decimal, so they are converted.
     return [
         ListenerTotals(listener_id=row.listener_id, **{name: int(getattr(row, name)) for name in counters})
         for row in rows

@@ -109,7 +109,7 @@ def record_unknown_amphorae(connection: sa.Connection, strays: Sequence[UnknownA
     ids = sorted(one.amphora_id for one in strays)
     recorded = sa.select(unknown_amphora.c.amphora_id).where(unknown_amphora.c.amphora_id.in_(ids))
     known = set(connection.execute(recorded).scalars())
-    # A controller may have recorded an amphora after the arrival of its heartbeat.
+    # A controller may have recorded an amphora after the arrival of its heartbeat, so the ids are checked again.
     owned = set(connection.execute(sa.select(amphora.c.id).where(amphora.c.id.in_(ids))).scalars())
     new = []
     for one in sorted(strays, key=lambda each: each.amphora_id):
@@ -144,7 +144,7 @@ def _insert_unknown(connection: sa.Connection, one: UnknownAmphora) -> bool:
         with connection.begin_nested():
             connection.execute(unknown_amphora.insert().values(**values))
     except IntegrityError:
-        # Another health manager has just inserted this row.
+        # Another health manager has just inserted this row, so nothing is left to do.
         return False
     return True
 

@@ -409,7 +409,7 @@ def _record_request(
 ) -> None:
     accepted = {"load_balancer_id": load_balancer_id, "generation": generation, "accepted_at": time.time()}
     added = connection.execute(request.insert(), {**accepted, "action": action, "object_id": object_id})
-    # The inserted row proves the commit of the transaction if the connection is lost during COMMIT.
+    # The inserted row proves that the transaction was committed, if the connection is lost during COMMIT.
     (row,) = added.inserted_primary_key or (None,)
     set_commit_marker(connection, _REQUEST_MARKER, {"row": row, "of": load_balancer_id})
     if generation % _PURGE_INTERVAL == 0:

@@ -342,7 +342,7 @@ def _retire_old_spares(connection: sa.Connection, rotation_id: int, wanted: Sele
 
 def _selection_query(wanted: Selection, now: float) -> sa.Select[Any]:
     columns = (amphora.c.id, amphora.c.load_balancer_id)
-    # A retiring amphora is being replaced already.
+    # Retiring amphorae are not selected, because they are being replaced already.
     conditions = [amphora.c.state != AmphoraState.RETIRING.value, job.c.op == "apply"]
     if wanted.image is not None:
         conditions.append(sa.or_(amphora.c.image.is_(None), amphora.c.image != wanted.image))
