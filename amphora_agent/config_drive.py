@@ -381,7 +381,7 @@ def main() -> None:
         _log(f"the config drive has the file {path!r}, which is ignored: it is not a permitted file of {_FOLDER}")
     if told.other_user_data:
         _log("the user data of the virtual machine are ignored, because they are not a document of boot files")
-    _log(f"{len(told.files)} files of the config drive {device.name} are now in {places.files}")
+    _log(f"the boot program copied {len(told.files)} files from the config drive {device.name} to {places.files}")
 
 
 if __name__ == "__main__":

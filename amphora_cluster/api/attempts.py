@@ -115,7 +115,8 @@ class FailedAttempts:
             paused = [self._count(kind, name, free) for kind, name, free in self._limits(caller)]
         for kind, name, number, seconds in filter(None, paused):
             LOG.warning(
-                "%d authentications failed for %s %s; for %g s, requests of unknown callers get the status 429",
+                "%d authentications failed for %s %s, so the API answers requests of unknown callers from "
+"there with status 429 for %g s",
                 number, kind, printable(name, 64), seconds,
             )  # fmt: skip
 

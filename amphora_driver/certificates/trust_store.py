@@ -202,7 +202,11 @@ class TrustStore:
             issued = self._issuer(signer).issue_client(name, self._options.validity_days)
             renewed = now + (issued.expires_at - now) * self._options.renew_at
             self._client = signer.id, issued, renewed
-            LOG.info("this process now uses a new client certificate, which certificate authority %d signed", signer.id)
+            LOG.info(
+                "this process now uses a new client certificate for its connections to agents, which "
+                "certificate authority %d has signed",
+                signer.id,
+            )
         return self._client[1]
 
 

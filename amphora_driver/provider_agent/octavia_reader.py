@@ -248,7 +248,9 @@ class OctaviaReader:
             pools = [read_part(Kind.POOL, one) for one in tree.pools]
             listeners = [read_part(Kind.LISTENER, one) for one in tree.listeners]
         except _FAILED as error:
-            failed = "the provider agent could not read the parts of load balancer %s from Octavia and tries again: %s"
+            failed = (
+                "the provider agent could not read load balancer %s from Octavia object by object, and tries again: %s"
+            )
             LOG.warning(failed, row.load_balancer_id, error)
             return False
         if None in listeners or None in pools or not (listeners or pools):
