@@ -116,7 +116,7 @@ class FailedAttempts:
         for kind, name, number, seconds in filter(None, paused):
             LOG.warning(
                 "%d authentications failed for %s %s, so the API answers requests of unknown callers from "
-"there with status 429 for %g s",
+                "there with status 429 for %g s",
                 number, kind, printable(name, 64), seconds,
             )  # fmt: skip
 
