@@ -32,7 +32,7 @@ def run_duty(
                 error,
             )
         except Exception:
-            # An error must not end the thread of a duty. No component would report that the duty is not performed.
+            # An error must not end the thread of a recurring task, because no component would report that.
             LOG.exception(
                 "the controller failed unexpectedly in its recurring task '%s', and tries again in %g s", duty, every
             )

@@ -62,7 +62,8 @@ _MAX_CHILD_BACKOFF = 2.0
 # s.
 _MAX_ROUND_AGE = 45.0
 _DUTY, _DUTY_SECONDS = "reporter", 10.0
-# Poll intervals for which a reporter that cannot reach octavia-driver-agent leaves its duty to other hosts.
+# A reporter that cannot reach octavia-driver-agent waits this number of poll intervals, so that another host can take
+# over the reports to Octavia.
 _YIELD_INTERVALS = 2
 
 
@@ -187,8 +188,8 @@ class Reporter:
         if not self._acquire_duty():
             return float(self._conf.amp_queue.poll_interval)
         waiting = self._pass_barriers()
-        # A call to Octavia may last longer than the lease of the reporting duty, so the duty is checked before each
-        # call.
+        # Only one reporter at a time has the duty to report statuses, for the time of a lease. A call to Octavia may
+        # last longer than the lease, so the duty is checked before each call.
         while self._acquire_duty() and self._report_statuses():
             pass
         if self._acquire_duty():
@@ -300,7 +301,8 @@ class Reporter:
             return False
         # The next call starts with the next load balancer, so that one with many statuses does not delay the others.
         self._last_reported = reports[-1].load_balancer_id
-        # Old statuses of a reporter without the duty could overwrite newer ones of the reporter with the duty.
+        # Only the reporter with the duty may send statuses. The old statuses of another one could overwrite newer
+        # statuses.
         if not self._holds_duty():
             return True
         try:

@@ -128,8 +128,8 @@ class ReporterConsumer(_Consumer):
     def _consume(self) -> None:
         limits = {"connect_timeout": rabbitmq.CONNECT_SECONDS, "heartbeat": rabbitmq.HEARTBEAT_SECONDS}
         connection = kombu.Connection(self._url, **limits)
-        # RabbitMQ deletes this queue at the end of the connection. The provider agent also polls the database, so lost
-        # hints are harmless.
+        # RabbitMQ deletes this queue at the end of the connection. Lost messages about new work are harmless, because
+        # the provider agent also polls the database.
         queue = kombu.Queue(exchange=rabbitmq.REPORTERS, exclusive=True, durable=False, auto_delete=True)
         try:
             with connection.Consumer(queue, callbacks=[self._handle], no_ack=True):

@@ -30,7 +30,7 @@ from amphora_driver.errors import LeaseLost
 # A lease with more than this number of lease durations left means that the database clock was set back. Hosts may
 # configure different durations.
 _LEASES = 4
-# The same limit for the lease of a duty, a task that one process performs at a time.
+# The same limit for the lease of a duty, which is a task that one process performs at a time.
 _DUTIES = 10
 # A lease with less than this number of seconds left is never regarded as too long.
 _LEAST = 60.0

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 CELERY = "celery"
-# Maximum number of hints that wait for the message broker.
+# Maximum number of hints (messages about new work) that wait for the message broker.
 _MOST_WAITING = 1000
 # Shortest and longest pause in seconds after the broker could not be reached.
 _BACKOFF = (0.2, 5.0)
@@ -88,7 +88,7 @@ class Publisher:
     def __init__(self, url: str, most: int = _MOST_WAITING) -> None:
         self._url = url
         self._most = most
-        # Hints that wait for the message broker, in the order of arrival.
+        # Hints (messages about new work) that wait for the message broker, in the order of arrival.
         self._waiting: dict[_Hint, None] = {}
         self._news = threading.Condition()
         self._ending = threading.Event()
@@ -129,8 +129,8 @@ class Publisher:
         sender = HintSender(self._url)
         pause = _BACKOFF[0]
         while (hint := self._next()) is not None:
-            # The loss of an idle connection shows only when a hint is sent. So a failed hint is sent once more, over a
-            # new connection.
+            # The loss of an idle connection shows only when a message is sent. So a failed message is sent once more,
+            # over a new connection.
             if self._send(sender, hint) or self._send(sender, hint):
                 pause = _BACKOFF[0]
             else:

@@ -17,8 +17,8 @@ from amphora_driver.queue import local_socket
 # RabbitMQ delivers each message of this queue to one controller.
 CONTROLLERS = "amphora-driver.controllers"
 TASK = "amphora_driver.look"
-# RabbitMQ delivers each message of this exchange to all provider agents. Only the one with the reporting duty acts on
-# it.
+# RabbitMQ delivers each message of this exchange to all provider agents. Only the one that reports to Octavia at
+# present acts on it.
 REPORTERS = kombu.Exchange("amphora-driver.reporters", type="fanout", durable=True)
 CONNECT_SECONDS = 3.0
 _ANSWER_SECONDS = 3.0
@@ -32,7 +32,8 @@ def create_celery_app(url: str) -> celery.Celery:
     Celery tries several URLs, separated by semicolons, in order.
     """
     app = celery.Celery("amphora-driver", broker=url, set_as_current=False)
-    # Limits for hints that collect while no controller runs. Controllers also find their work by polling.
+    # Limits for messages about new work that collect while no controller runs. Controllers also find their work by
+    # polling.
     limits = {"x-queue-type": "quorum", "x-max-length": 100_000, "x-message-ttl": 600_000}
     exchange = kombu.Exchange("")
     queue = kombu.Queue(CONTROLLERS, exchange, routing_key=CONTROLLERS, durable=True, queue_arguments=limits)
@@ -41,8 +42,8 @@ def create_celery_app(url: str) -> celery.Celery:
         task_default_queue=CONTROLLERS,
         task_create_missing_queues=False,
         task_ignore_result=True,
-        # A hint is acknowledged before its job starts. It may be lost, because another controller finds the job after
-        # the lease has expired.
+        # A message about new work is acknowledged before its job starts, so it may be lost. Another controller then
+        # finds the job after the lease has expired.
         task_acks_late=False,
         worker_prefetch_multiplier=1,
         worker_enable_remote_control=False,

@@ -69,7 +69,7 @@ def build_bundle(recorded: BundleInputs, amphora: Amphora, served: Served, conf:
     """
     priority = recorded.priorities.get(amphora.role)
     if priority is not None and amphora.drains_until is not None:
-        # A draining amphora must not take a VIP from an amphora that stays.
+        # A draining amphora gets the lowest VRRP priority, so that it takes no VIP from an amphora that stays.
         priority = vrrp_peers.LAST_PRIORITY
     interval = advert_interval(recorded.tree, conf)
     everyone = vrrp_peers.participants(recorded.amphorae, recorded.priorities)
