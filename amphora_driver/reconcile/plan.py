@@ -299,8 +299,8 @@ class AmphoraSet:
 
     def _release_or_hand_over(self, one: Amphora) -> steps.Release | steps.HandOver:
         """Return the release of an amphora, or a handover if the amphora took the VIPs in its replacement."""
-        # This handover ends the open connections, because a load balancer has three amphorae during a replacement. Only a
-        # handover between two amphorae keeps connections.
+        # During a replacement, a load balancer has three amphorae. This handover ends the open connections, because a
+        # handover keeps them only between two amphorae.
         if one.holds_vip and one in self._holder_to_hand_over() and self.live:
             to = max(self.live, key=lambda other: self._view.priorities.get(other.role, 0))
             return steps.HandOver(amphora_id=one.id, to=to.id, reason="it took the VIPs during its replacement")

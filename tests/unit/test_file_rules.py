@@ -23,7 +23,7 @@ from amphora_driver.secret import Secret
 
 ROOT = Path(__file__).parents[2]
 SPDX = "# SPDX-License-Identifier: Apache-2.0"
-MOST_LINES = 500
+MOST_LINES, MOST_MODULES = 500, 20
 SHIPPED = ("amphora_driver", "amphora_agent", "amphora_cluster")
 # Modules with these names collect unrelated code.
 EMPTY_NAMES = {"util", "utils", "helper", "helpers", "common", "manager", "misc"}
@@ -94,6 +94,12 @@ def test_no_file_is_too_long():
         if path.suffix in {".py", ".j2", ".sh", ".mako"}
     }
     assert {name: lines for name, lines in counted.items() if lines > MOST_LINES} == {}
+
+
+def test_no_package_has_too_many_modules():
+    number = Counter(place(path).parent for path in inside(*SHIPPED, "sandbox", suffix=".py"))
+    assert {str(folder): found for folder, found in number.items() if found > MOST_MODULES} == {}
+    assert len(number) > 40
 
 
 def test_no_module_has_a_meaningless_name():
