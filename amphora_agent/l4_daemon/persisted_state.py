@@ -88,6 +88,6 @@ def _logged_errors(name: str, *, may_lack: bool = True) -> Iterator[None]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         if not (may_lack and isinstance(error, FileNotFoundError)):
             log(
-                f"the L4 daemon cannot read or write its file {name}, and continues without the file: "
-                f"{type(error).__name__}: {error}"
+                f"the L4 daemon cannot read or write its state file {name}, and continues without the "
+                f"stored states: {type(error).__name__}: {error}"
             )

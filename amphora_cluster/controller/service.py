@@ -217,7 +217,10 @@ class Controller:
                 loaded += self._passes.load([claim])
             except msgspec.DecodeError as error:
                 text = f"A record of the group is not valid, or is one of a newer version: {error}"
-                LOG.error("group %s: %s", claim.group_id, text)  # noqa: TRY400 - the traceback has no more information
+                unread = (
+                    "group %s: the controller cannot use the group's record in the database, and tries again later: %s"
+                )
+                LOG.error(unread, claim.group_id, error)  # noqa: TRY400 - the traceback has no more information
                 due_at, attempts = self._database.now() + self._conf.amp_cluster.retry_most, claim.attempts + 1
                 self._keep_ends([PassEnd(claim=claim, due_at=due_at, error=text, attempts=attempts)])
         return loaded

@@ -269,7 +269,7 @@ class StatusWriter:
             )
         for one in unrepaired:
             LOG.warning(
-                "the health manager requests a new push of the configuration to amphora %s: %s",
+                "the health manager requests that a controller pushes the configuration to amphora %s again: %s",
                 one.amphora_id,
                 _plain(_push_reason(one)),
             )

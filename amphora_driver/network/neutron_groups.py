@@ -227,8 +227,8 @@ class Groups:
                 )
             else:
                 LOG.info(
-                    "several processes created the security group %s, so the network backend keeps %s and has deleted "
-                    "%s",
+                    "several processes created the security group %s, so the network backend uses %s and has "
+                    "deleted the duplicate %s",
                     one["name"],
                     kept["id"],
                     one["id"],
