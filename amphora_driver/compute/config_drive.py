@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The boot files of a virtual machine: on a config drive in the format of Nova, or in Nova's user data.
+"""The boot files of a virtual machine, on a config drive like Nova's or in Nova's user data.
 
 `amphora_agent/config_drive.py` reads both in the image. Nova limits only the size of the user data. For injected files,
 Nova has a quota of five by default, and its newer API versions refuse them.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Orphans: machines and ports of a backend that no row owns, and senders of heartbeats with an unknown amphora id.
+"""Orphans (machines and ports that no row owns), and senders of heartbeats with unknown amphora ids.
 
 Invariant: a row exists before the backend creates a resource, and until the backend has deleted the resource. A
 resource that was listed *before* the rows were read, and that no row owns, is an orphan. The usual cause is a stopped

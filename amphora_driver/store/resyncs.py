@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads from Octavia: rereads of incomplete deliveries, and resynchronizations at an operator's request.
+"""Reads from Octavia: rereads of incomplete deliveries, and resynchronizations for operators.
 
 A reread follows Octavia's commit of an object that Octavia delivered incompletely. A resynchronization reads a load
 balancer completely and reports all its statuses.
