@@ -151,7 +151,7 @@ def transport_error(error: Exception, wanted: str) -> AmphoraDriverError:
     if isinstance(error, exceptions.ConnectTimeout):
         return TimedOut(wanted, reason)
     if isinstance(error, exceptions.Unauthorized | exceptions.Forbidden):
-        # Octavia shows the text of a final `NetworkError` to users. An error of the service account is for operators only.
+        # Octavia shows the text of a final `NetworkError` to users. An error of the service account is for operators.
         return ConfigurationError(wanted, reason, "Check the service account in [amp_openstack].")
     if isinstance(error, exceptions.MissingRequiredOptions | exceptions.NoMatchingPlugin):
         return ConfigurationError(wanted, reason, "Correct the options of keystoneauth in [amp_openstack].")
