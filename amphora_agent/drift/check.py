@@ -28,8 +28,8 @@ class DriftChecker:
         self._applier = applier
         self._parts = parts
         self._file = parts.paths.configuration
-        # Of the last check with a correct configuration file: the file's inode number, size and times, and the process
-        # id of HAProxy's worker.
+        # State at the last check that found a correct configuration file: the file's inode number, size and times, and
+        # the process id of HAProxy's worker.
         self._intact: tuple[tuple[int, ...] | None, int | None] | None = None
         self._misread = False
         applier.add_change_listener(self.invalidate)

@@ -263,7 +263,8 @@ class Haproxy:
                     self.worker.ask(worker_replacement.ready_command(command))
             raise
         finally:
-            # A HAProxy that starts after a crash must not read these states, which are outdated soon.
+            # After a crash, HAProxy must not read this file of server states, which are outdated soon. So the file is
+            # emptied.
             self._write_server_state(worker_replacement.NO_STATES)
             self.counters.sample()
 

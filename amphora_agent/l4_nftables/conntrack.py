@@ -32,7 +32,7 @@ _MARKED = re.compile(rb"\x08\x00\x08\x00(.{4})" if sys.byteorder == "little" els
 # Maximum number of marks whose flows are ended one by one. For each mark, the kernel searches all flows, so one dump is
 # faster for more marks.
 _MAX_DUMPS = 8
-# Number of requests before their answers are read. So many answers fit into the receive buffer.
+# Number of requests before their answers are read. The answers to this number of requests fit into the receive buffer.
 _BATCH = 200
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-# Columns whose values only increase, so they are added up over all workers. Counters of health checks are missing,
+# Columns whose values are added up over all workers, because they only increase. Counters of health checks are missing,
 # because each worker counts the same checks.
 _TRAFFIC = ("stot", "bin", "bout")
 _ERRORS = ("ereq", "dreq", "dresp", "econ", "eresp", "wretr", "wredis", "wrew", "cli_abrt", "srv_abrt")

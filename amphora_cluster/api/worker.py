@@ -85,7 +85,8 @@ def _read(connection: PlainConnection | TlsConnection, read: Callable[[], bytes]
     left = connection.read_end - now
     if left <= 0:
         raise _lost()
-    # gunicorn's main thread waits for the end of a connection with a shorter time-out, which must stay.
+    # gunicorn sets a shorter time-out for the end of a connection, for which its main thread waits. This time-out must
+    # stay.
     connection.settimeout(left if before is None else min(before, left))
     try:
         return read()

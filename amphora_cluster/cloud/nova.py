@@ -110,7 +110,7 @@ class _Interfaces(msgspec.Struct, frozen=True):
     interfaceAttachments: list[_Interface]  # noqa: N815 - Nova's name
 
 
-# Of one server: its addresses at the last read of the subnets, and the subnet of each address.
+# The addresses of a server at the last read of its subnets, and the subnet of each address.
 _Known = tuple[tuple[tuple[str, int], ...], dict[str, str]]
 
 

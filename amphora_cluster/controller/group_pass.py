@@ -89,7 +89,7 @@ class GroupPass:
         self._cloud = cloud
         self._settings = settings
         self._rng = random.SystemRandom()
-        # By group: the number of passes in a row with a busy load balancer.
+        # For each group: the number of passes in a row with a busy load balancer.
         self._busy: dict[str, int] = {}
 
     def run(self, claimed: ClaimedGroup) -> PassEnd | None:

@@ -95,8 +95,8 @@ class Claims:
             connection.execute(
                 group_row.update()
                 .where(group_row.c.id.in_([row.id for row in rows]))
-                # MySQL and MariaDB assign columns from left to right, and the new `attempts` depends on the old
-                # `owner`.
+                # In an UPDATE, MySQL and MariaDB assign columns from left to right. So `attempts`, which depends on the
+                # old `owner`, comes first.
                 .ordered_values(
                     (group_row.c.attempts, group_row.c.attempts + sa.case((group_row.c.owner.is_(None), 0), else_=1)),
                     (group_row.c.owner, self._owner),
@@ -109,7 +109,8 @@ class Claims:
                     group_id=row.id,
                     owner=self._owner,
                     epoch=row.epoch + 1,
-                    # An owner in the row has crashed or was suspended, which counts as a failed attempt.
+                    # If the row still has an owner, this process crashed or was suspended. So the claim counts as a
+                    # failed attempt.
                     attempts=row.attempts + (row.owner is not None),
                     events=row.events,
                 )
@@ -159,8 +160,8 @@ class Claims:
         def write(connection: sa.Connection) -> int:
             values: list[tuple[Any, Any]] = [(group_row.c.owner, None), (group_row.c.leased_until, None)]
             if owner is not None:
-                # MySQL and MariaDB assign columns from left to right, and the new `due_at` depends on the old
-                # `attempts`.
+                # In an UPDATE, MySQL and MariaDB assign columns from left to right. So `due_at`, which depends on the
+                # old `attempts`, comes first.
                 later = clock.now(connection) + _CRASH_BACKOFF * group_row.c.attempts
                 values = [(group_row.c.due_at, later), (group_row.c.attempts, group_row.c.attempts + 1), *values]
             mine = group_row.update().where(group_row.c.owner == (owner or self._owner))

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import threading
 
-# Seconds after which a reservation expires. A reserved boot may never happen, for example because its load balancer was
-# deleted.
+# Seconds after which a reservation of a boot expires. The boot may never happen, for example because its load balancer
+# was deleted.
 _KEEP_SECONDS = 300.0
 
 

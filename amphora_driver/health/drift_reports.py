@@ -62,7 +62,7 @@ class DriftReports:
     def __init__(self, interval: float) -> None:
         self._interval = interval
         self._periods: dict[str, _DriftPeriod] = {}
-        # By amphora: when the agent found the last recorded drift, and when this process recorded it.
+        # For each amphora: when the agent found the last recorded drift, and when this process recorded it.
         self._noticed: dict[str, tuple[float, float]] = {}
         # Amphorae that have reported drift to this process. This process later records the end of their drift.
         self._reported: set[str] = set()

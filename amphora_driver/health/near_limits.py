@@ -30,8 +30,8 @@ class NearLimits:
     def __init__(self, interval: float, limit: int = 85) -> None:
         self._hold = _HOLD_INTERVALS * interval
         self._limit = limit
-        # By amphora and resource: the mark that heartbeats contradict, and the times of the first and the last of these
-        # heartbeats.
+        # For each amphora and resource: the mark that heartbeats contradict, and the times of the first and the last of
+        # these heartbeats.
         self._changing: dict[tuple[str, str], tuple[bool, float, float]] = {}
 
     def find_changed(

@@ -168,8 +168,8 @@ class Receiver:
         receive = self._socket.recvfrom_into
         while True:
             selector.select()
-            # `stop` sets the flag before it sends a wake-up message. So the messages are read first: otherwise, the
-            # loop could remove that message, miss the flag and wait for ever.
+            # The messages are read before the flag, because `stop` sets the flag and then sends a message. In the other
+            # order, the loop could remove this message, miss the flag, and wait for ever.
             self._drain_wakeups()
             if self._stopping:
                 return

@@ -33,7 +33,7 @@ class UnknownAmphorae:
         self._write_interval = write_interval
         self._wall_clock = wall_clock
         self._lock = threading.Lock()
-        # By unknown amphora id: the monotonic times of the first and the last datagram, and the sender's address.
+        # For each unknown amphora id: the monotonic times of the first and the last datagram, and the sender's address.
         self._senders: dict[str, tuple[float, float, str]] = {}
         self._recorded: dict[str, float] = {}
         self._recorded_at = float("-inf")

@@ -72,13 +72,13 @@ class RotationWatch:
 
     def __init__(self, silence: float) -> None:
         self._silence = silence
-        # By amphora: the position of its newest heartbeat, whether it arrived during the observation, and the seconds
-        # without a newer one.
+        # For each amphora: the position of its newest heartbeat, whether it arrived during the observation, and the
+        # seconds without a newer one.
         self._heartbeats: dict[str, tuple[tuple[int, int], bool, float]] = {}
         self._watched: dict[str, float] = {}
         self._well: dict[str, float] = {}
-        # By load balancer in replacement: the job's number of failed attempts and whether the status was ERROR, both at
-        # the first observation.
+        # For each load balancer in replacement: the job's number of failed attempts and whether the status was ERROR,
+        # both at the first observation.
         self._first: dict[str, tuple[int, bool]] = {}
 
     def reset(self) -> None:
@@ -254,7 +254,7 @@ class ImageRotator:
     def _read_facts(self, connection: sa.Connection, load_balancer_ids: Sequence[str]) -> dict[str, LoadBalancerFacts]:
         works = connection.execute(sa.select(job).where(job.c.load_balancer_id.in_(load_balancer_ids))).all()
         live: defaultdict[str, list[plan.AmphoraFacts]] = defaultdict(list)
-        # By load balancer and retiring amphora: whether the amphora drains.
+        # For each load balancer and retiring amphora: whether the amphora drains.
         retiring: defaultdict[str, dict[str, bool]] = defaultdict(dict)
         query = sa.select(amphora).where(amphora.c.load_balancer_id.in_(load_balancer_ids))
         for row in connection.execute(query.order_by(amphora.c.created_at, amphora.c.id)):

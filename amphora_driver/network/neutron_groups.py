@@ -151,8 +151,8 @@ class Groups:
         guarded = [one for one in ports if one.get("port_security_enabled", True)]
         ids = sorted({group for one in guarded for group in one["security_groups"]})
         if not ids or not all(one["security_groups"] for one in guarded):
-            # Neutron blocks a port with port security and without a group. So without groups, only a port without port
-            # security passes the answers.
+            # Neutron blocks all traffic of a port that has port security but no group. So without groups, answers pass
+            # only ports without port security.
             return not guarded
         found = self._neutron.find("groups", fields=("id", "stateful"), id=ids)
         return len(found) == len(ids) and not any(one.get("stateful", True) for one in found)

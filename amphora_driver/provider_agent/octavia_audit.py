@@ -66,7 +66,8 @@ class OctaviaAuditor:
         self._reader = reader
         self._executor = executor
         self._lock = threading.Lock()
-        # By load balancer: the monotonic time of the next comparison, and the delay in seconds after a failed one.
+        # For each load balancer: the monotonic time of the next comparison, and the delay in seconds after a failed
+        # one.
         self._due: dict[str, float] = {}
         self._backoffs: dict[str, float] = {}
         self._next = 0.0

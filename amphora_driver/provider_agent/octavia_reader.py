@@ -65,7 +65,7 @@ class OctaviaReader:
         self._lock = threading.Lock()
         # Load balancers that are being read from Octavia.
         self._busy: set[str] = set()
-        # By load balancer: the monotonic time of the next read, and the back-off in seconds after a failed read.
+        # For each load balancer: the monotonic time of the next read, and the back-off in seconds after a failed read.
         self.retries: dict[str, tuple[float, float]] = {}
         # Times of Octavia's first negative answer about each unknown load balancer.
         self._unknown: dict[str, float] = {}

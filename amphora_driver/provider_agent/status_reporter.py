@@ -94,7 +94,7 @@ class Reporter:
         self._rounds = 0
         self._round_at = time.monotonic()
         self._ended = threading.Event()
-        # By object with a refused status: the monotonic time of the next report, and the back-off in seconds.
+        # For each object with a refused status: the monotonic time of the next report, and the back-off in seconds.
         self._refused: dict[str, tuple[float, float]] = {}
         self._last_reported = ""
 

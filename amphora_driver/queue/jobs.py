@@ -86,7 +86,8 @@ class Jobs:
                 owner=self._owner,
                 epoch=row.epoch + 1,
                 attempts=row.attempts,
-                # An owner in the row of a due job ended without returning its lease, which counts as a crash.
+                # If the row of a due job still has an owner, this process ended without returning its lease. So a crash
+                # is counted.
                 crashes=row.crashes + (row.owner is not None),
             )
             # `due_at` becomes zero here. If it is URGENT at the end of the job, an urgent event has arrived during the
@@ -199,8 +200,8 @@ class Jobs:
             connection.execute(
                 job.update()
                 .where(job.c.load_balancer_id == lease.load_balancer_id)
-                # MySQL and MariaDB assign columns from left to right, and the new `attempts` depends on the old
-                # `due_at`.
+                # In an UPDATE, MySQL and MariaDB assign columns from left to right. So `attempts`, which depends on the
+                # old `due_at`, comes first.
                 .ordered_values(
                     (job.c.attempts, sa.case((newer, job.c.attempts), else_=lease.attempts + 1)),
                     (job.c.due_at, sa.case((newer, 0.0), else_=clock.now(connection) + pause)),
@@ -224,8 +225,8 @@ class Jobs:
         def write(connection: sa.Connection) -> int:
             given: list[tuple[Any, Any]] = [(job.c.owner, None), (job.c.leased_until, None)]
             if owner is not None:
-                # MySQL and MariaDB assign columns from left to right, and the new `due_at` depends on the old
-                # `crashes`.
+                # In an UPDATE, MySQL and MariaDB assign columns from left to right. So `due_at`, which depends on the
+                # old `crashes`, comes first.
                 given.append((job.c.due_at, clock.now(connection) + _CRASH_BACKOFF * job.c.crashes))
                 given.append((job.c.crashes, job.c.crashes + 1))
             leases = job.update().where(job.c.owner == (owner or self._owner))
@@ -295,7 +296,8 @@ _DUE_AGAIN = sa.or_(
 _NOT_OVER = sa.or_(_DUE_AGAIN, sa.and_(_IS_LEAVING, sa.not_(job.c.read_back)))
 _RETURNED = {"owner": None, "leased_until": None, "attempts": 0, "crashes": 0, "error": None}.items()
 _AGAIN = sa.bindparam("again", type_=sa.Double)
-# MySQL and MariaDB assign columns from left to right, and the new `dirty` depends on the old `due_at`.
+# In an UPDATE, MySQL and MariaDB assign columns from left to right. So `dirty`, which depends on the old `due_at`,
+# comes first.
 _COMPLETE = job.update().where(*_MINE).ordered_values(("dirty", _NOT_OVER), ("due_at", 0.0), *_RETURNED)
 _COMPLETE_FOR_NOW = (
     job.update()

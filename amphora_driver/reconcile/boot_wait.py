@@ -71,7 +71,7 @@ class BootWait:
         self._on_listening = on_listening
         self._lock = threading.Lock()
         self._entries: dict[str, _Entry] = {}
-        # By amphora: the number of connections that it accepted, and the time of the last one.
+        # For each amphora: the number of connections that it accepted, and the time of the last one.
         self._connected: dict[str, tuple[int, float]] = {}
         # Entries that are not awaited any more, with open sockets. Only the thread of `run` may close the sockets,
         # because its selector may wait for them.

@@ -50,7 +50,8 @@ class AmphoraRemoval:
         self._job = job
         self._write = write
         self.holder_queried = False
-        # By amphora: whether it holds the VIPs by its own answer, and the time of its last heartbeat before the answer.
+        # For each amphora: whether it holds the VIPs by its own answer, and the time of its last heartbeat before the
+        # answer.
         self._answers: dict[str, tuple[bool, float | None]] = {}
 
     def query_holder(self, step: steps.QueryVipHolder, by_id: dict[str, Amphora]) -> None:

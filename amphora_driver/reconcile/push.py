@@ -41,7 +41,7 @@ from amphora_driver.store.failovers import Event
 from amphora_driver.store.sealed_secrets import SealedSecret
 from amphora_driver.untrusted_text import printable
 
-# By amphora: None if it serves the generation, otherwise the error of the push.
+# For each amphora: None if it serves the generation, otherwise the error of the push.
 Answers = dict[str, AgentError | None]
 
 LOG = logging.getLogger(__name__)

@@ -39,7 +39,8 @@ def lock_jobs(connection: sa.Connection, load_balancer_ids: Collection[str]) -> 
 
 def advance_to(following: Any) -> list[tuple[Any, Any]]:
     """Return the assignments of a new generation that is committed if all earlier ones are."""
-    # MySQL and MariaDB assign columns from left to right, and the new `committed` depends on the old `generation`.
+    # In an UPDATE, MySQL and MariaDB assign columns from left to right. So `committed`, which depends on the old
+    # `generation`, comes first.
     committed = sa.case((job.c.committed >= job.c.generation, following), else_=job.c.committed)
     return [(job.c.committed, committed), (job.c.generation, following)]
 

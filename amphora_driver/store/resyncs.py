@@ -104,7 +104,8 @@ def report_again(connection: sa.Connection, load_balancer_id: str) -> None:
     Octavia's row of the load balancer must be PENDING, which blocks requests of users. Otherwise a repeated
     provisioning status could overwrite the PENDING of a newer request.
     """
-    # MySQL and MariaDB assign columns from left to right, and the new `settled` depends on the old `version`.
+    # In an UPDATE, MySQL and MariaDB assign columns from left to right. So `settled`, which depends on the old
+    # `version`, comes first.
     again: list[tuple[Any, Any]] = [(column, object_status.c.version + 1) for column in ("settled", "version")]
     mine = object_status.c.load_balancer_id == load_balancer_id
     connection.execute(object_status.update().where(mine).ordered_values(*again))

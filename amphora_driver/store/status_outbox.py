@@ -80,7 +80,8 @@ _OBSERVE_IF_UNCHANGED = _OBSERVE.where(
 
 
 def _provisioning_change(provisioning: Any, reason: Any) -> list[tuple[Any, Any]]:
-    # MySQL and MariaDB assign columns from left to right, and the new `settled` depends on the old `version`.
+    # In an UPDATE, MySQL and MariaDB assign columns from left to right. So `settled`, which depends on the old
+    # `version`, comes first.
     return [
         ("provisioning", provisioning),
         ("since", sa.bindparam("now", type_=sa.Double)),
