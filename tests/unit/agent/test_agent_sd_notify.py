@@ -83,7 +83,7 @@ def test_stored_descriptors_are_returned(address, listener, tmp_path):
     with ours:
         with theirs:
             services.keep(NAME, theirs.fileno())
-            with pytest.raises(ServiceError, match="the name is in use"):
+            with pytest.raises(ServiceError, match="its name is in use"):
                 services.keep(NAME, theirs.fileno())
         (written,) = listener.kept
         assert written.isascii()
@@ -126,7 +126,7 @@ def test_the_store_is_limited_like_that_of_systemd(address, listener, tmp_path):
     services = Systemd(Paths(tmp_path), Inherited(address))
     for number in range(MOST_KEPT):
         services.keep(str(number), listener.socket.fileno())
-    with pytest.raises(ServiceError, match="all 64 places are"):
+    with pytest.raises(ServiceError, match="or 64 descriptors are stored"):
         services.keep("one more", listener.socket.fileno())
     for number in range(MOST_KEPT):
         services.drop(str(number))

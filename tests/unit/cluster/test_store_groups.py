@@ -98,7 +98,7 @@ def test_a_credential_is_sealed_for_its_group(stores, credential):
     content = sealed(stores)
     assert b"hush" not in content
     assert stores.groups.open_credential("g1", content) == credential
-    with pytest.raises(StoreError, match="sealed for another row"):
+    with pytest.raises(StoreError, match="encrypted for another row"):
         stores.groups.open_credential("g2", content)
     new = ApplicationCredential(id="c2", secret=Secret(b"new"))
     stores.groups.update(stores.groups.get("g1").group, new)

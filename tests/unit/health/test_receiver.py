@@ -115,7 +115,7 @@ def test_refusals_are_counted_by_reason_and_logged_once(caplog):
         }
         made.send(datagram())
         made.wait(lambda: made.received)
-    assert len([record for record in caplog.records if "Refused datagrams since" in record.message]) == 1
+    assert len([record for record in caplog.records if "Heartbeats refused since" in record.message]) == 1
 
 
 @pytest.mark.quiet
