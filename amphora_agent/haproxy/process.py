@@ -271,8 +271,8 @@ class Haproxy:
     def _drain_removed_servers(self, states: str, wanted: Configuration) -> list[str]:
         """Stop requests of the old worker to removed members; return the commands."""
         sent: list[str] = []
-        # Each unanswered command takes a full time-out, so the first error ends the commands. The old worker may then
-        # send requests to a removed server.
+        # Each unanswered command takes a full time-out, so the first error ends the commands. This is accepted: the
+        # old worker may then still send requests to a removed server.
         with suppress(HaproxyError):
             for command in worker_replacement.drain_commands(wanted, runtime_state.parse_servers(states)):
                 # HAProxy may carry out a command without answering, so each command is recorded before it is sent.

@@ -26,7 +26,7 @@ FORWARDED = 0x616D
 FIRST_TABLE = 1
 """Table of the first interface with VIPs. There is only one; a second one would have the next table."""
 _PRIORITY = 100
-# The kernel's metrics of a route without one, for IPv4 and IPv6 (include/net/ip6_route.h).
+# The metric that the kernel gives to a route if none is specified, for IPv4 and IPv6 (include/net/ip6_route.h).
 _METRICS = {4: 0, 6: 1024}
 _FAMILIES = {4: socket.AF_INET, 6: socket.AF_INET6}
 _EVERYTHING = {socket.AF_INET: "0.0.0.0/0", socket.AF_INET6: "::/0"}

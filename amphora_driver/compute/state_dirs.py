@@ -28,7 +28,7 @@ _LOCK_SECONDS = 60.0
 _LOCK_PAUSE = 0.02
 # Maximum number of characters of a console log in an error message.
 _LOG_TAIL = 400
-# Number of bytes to read from the end of a console log, which may end with white space.
+# Number of bytes to read from the end of a console log. A log may end with much white space, which is removed.
 _MOST_READ = 64 * 1024
 # The file with the id of the deployment that booted the amphora. No other deployment changes this amphora.
 _OWNER_FILE = "deployment"

@@ -89,8 +89,8 @@ class SettingsUpdate:
         roots = self._database.read(
             lambda connection: desired_objects.load_roots(connection, [one.load_balancer_id for one in chosen])
         )
-        # The next query is scheduled before this one is sent, because a query may hang and each round would send
-        # another one.
+        # The next query is scheduled before this one is sent, because a query may hang. Otherwise each round would
+        # send another query.
         for one in chosen:
             self._put_off(one.id)
         asked = {pool.submit(self._query, one, roots.get(one.load_balancer_id)): one for one in chosen}

@@ -144,7 +144,8 @@ class Resyncer:
         if found is None and unread is None:
             self._finish_unknown(request)
             return None
-        # A load balancer in PENDING_UPDATE refuses requests of users. So all checks precede this status.
+        # A resync sets the load balancer to PENDING_UPDATE, in which Octavia refuses requests of users. So all
+        # checks come before: a resync that cannot run blocks no users.
         before = self._database.read(lambda connection: sync_transactions.load_settled(connection, load_balancer_id))
         if before is None:
             return _BUSY

@@ -284,8 +284,8 @@ class Reporter:
                 self._update_octavia("barrier", {"loadbalancers": [barrier]})
             except octavia_errors.UpdateStatusError as error:
                 refused = (
-                    "Octavia refused a test update of load balancer %s, without which the provider agent "
-                    "reports no statuses of it; the provider agent repeats the update in the next round: %s"
+                    "Octavia refused a test update of load balancer %s. The provider agent repeats the update in "
+                    "the next round, and reports no statuses of this load balancer before it succeeds: %s"
                 )
                 LOG.warning(refused, load_balancer_id, error.fault_string)
                 failed.add(load_balancer_id)

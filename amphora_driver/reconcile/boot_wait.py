@@ -73,8 +73,8 @@ class BootWait:
         self._entries: dict[str, _Entry] = {}
         # For each amphora: the number of connections that it accepted, and the time of the last one.
         self._connected: dict[str, tuple[int, float]] = {}
-        # Entries that are not awaited any more, with open sockets. Only the thread of `run` may close the sockets,
-        # because its selector may wait for them.
+        # Removed entries whose sockets are still open. The selector in `run` may still watch these sockets, so only the
+        # thread of `run` closes them.
         self._removed: list[_Entry] = []
         self._stopping = False
         self._selector = selectors.DefaultSelector()

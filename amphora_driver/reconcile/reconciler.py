@@ -292,8 +292,9 @@ class Reconciler:
                 first = final or tried == conf.give_up_after
                 if self._database.write(lambda c: _report_error(c, job, str(error), always=first)):
                     self._on_status()
-            # The controller has not crashed, so the count of crashes returns to zero. After CrashLoop, which prevented
-            # the attempt, it decreases by one, so that one attempt follows.
+            # A job that ends with an error has not crashed the controller, so the count of crashes becomes zero.
+            # CrashLoop means that the count was at its limit and the job was not attempted. Then the count decreases by
+            # one, which permits one attempt.
             crashes = lease.crashes - 1 if isinstance(error, CrashLoop) else 0
             self._jobs.retry_later(lease, pause, str(error), job.generation or None, crashes=crashes)
         except (AmphoraDriverError, OSError) as failure:

@@ -242,7 +242,8 @@ def _fleet_queries() -> dict[str, sa.Select[Any]]:
 
 _BALANCER = Kind.LOAD_BALANCER.value
 _OBJECT = tables.desired_object
-# Commands need the attributes of load balancers only, and ids and kinds of other objects.
+# amphoractl shows all attributes of load balancers, but only the id and the kind of other objects. So the query
+# omits the bodies of other objects.
 _OBJECT_COLUMNS = tuple(
     sa.case((_OBJECT.c.kind == _BALANCER, one), else_="").label(one.name) if one.name == "body" else one
     for one in sent_columns(_OBJECT)
