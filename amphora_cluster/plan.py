@@ -31,9 +31,13 @@ Semantics, for each server:
   joins, and the foreign member is not changed. A member that lost the group's tag is foreign, too.
 
 A JOIN, DRAIN or REPAIR step can be repeated after a crash. A LEAVE step names the members that exist.
+
+No limit compares two times: the clock may be set between them. `Moment.elapsed` states how long ago a recorded time is.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import msgspec
 
@@ -62,6 +66,18 @@ NOT_SELECTED = "The selector of the group does not select the server any more."
 _SERVED = frozenset({NodeState.SERVING, NodeState.UNHEALTHY})
 
 
+class Moment(msgspec.Struct, frozen=True, kw_only=True):
+    """The time of a plan.
+
+    Args:
+        now: seconds since 1970, for the records.
+        elapsed: seconds that have certainly elapsed since a recorded time of a server: too few rather than too many.
+    """
+
+    now: float
+    elapsed: Callable[[str, float], float]
+
+
 class _Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """What one server needs.
 
@@ -77,21 +93,22 @@ class _Outcome(msgspec.Struct, frozen=True, kw_only=True):
     outstanding: bool = False
 
 
-def plan(group: Group, servers: tuple[Server, ...], pool: Pool, nodes: tuple[Node, ...], now: float) -> Plan:
+def plan(group: Group, servers: tuple[Server, ...], pool: Pool, nodes: tuple[Node, ...], at: Moment) -> Plan:
     """Compare the servers of a group with the pool.
 
     Args:
         servers: all servers that the source of the group shows.
         pool: the pool with all its members, also foreign ones.
         nodes: the recorded states of the last pass, with the changes of requests since then.
-        now: seconds since 1970.
+        at: the present time.
     """
     related = relate(group, servers, pool)
-    recorded = {node.server_id: _not_after(node, now) for node in nodes}
-    # A recorded server that the source does not show may not exist yet.
+    recorded = {node.server_id: _not_after(node, at.now) for node in nodes}
+    # First the servers in the order of the source, then the recorded servers that the source does not show. A recorded
+    # server without members may not exist yet.
     ids = list(dict.fromkeys([*related, *recorded]))
     outcomes = [
-        _one(group, pool, related.get(one) or ServerMembers(server_id=one, server=None), recorded.get(one), now)
+        _one(group, pool, related.get(one) or ServerMembers(server_id=one, server=None), recorded.get(one), at)
         for one in ids
     ]
     steps = tuple(step for outcome in outcomes for step in outcome.steps)
@@ -106,62 +123,70 @@ def plan(group: Group, servers: tuple[Server, ...], pool: Pool, nodes: tuple[Nod
     )
 
 
-def _one(group: Group, pool: Pool, server: ServerMembers, node: Node | None, now: float) -> _Outcome:
+def _one(group: Group, pool: Pool, server: ServerMembers, node: Node | None, at: Moment) -> _Outcome:
     if server.server is None:
-        return _vanished(group, server, node, now)
+        return _vanished(group, server, node, at)
     if not server.server.selected:
-        return _deselected(group, pool, server, node, now)
+        return _deselected(group, pool, server, node, at)
     if node and node.leaving:
-        return _leaving(group, pool, server, node, now)
-    return _wanted(group, pool, server, node, now)
+        return _leaving(group, pool, server, node, at)
+    return _wanted(group, pool, server, node, at)
 
 
-def _vanished(group: Group, server: ServerMembers, node: Node | None, now: float) -> _Outcome:
+# A server has vanished if Nova, or the Heat stack of the group, does not list it any more.
+
+
+def _vanished(group: Group, server: ServerMembers, node: Node | None, at: Moment) -> _Outcome:
     if server.own:
         steps = (_leave(server.server_id, server.own),)
         if node is None:
-            return _Outcome(node=None, steps=steps, again_at=now + WATCH_SECONDS)
+            return _Outcome(node=None, steps=steps, again_at=at.now + WATCH_SECONDS)
         gone = node
         if node.state not in {NodeState.DRAINING, NodeState.FAILED}:
-            gone = _moved(node, NodeState.DRAINING, NOT_SHOWN, now)
-        return _watched(_overdue(group, gone, server.own, now), steps, now + WATCH_SECONDS)
+            gone = _moved(node, NodeState.DRAINING, NOT_SHOWN, at)
+        return _watched(_overdue(group, gone, server.own, at), steps, at.now + WATCH_SECONDS)
     if node is None or node.leaving or node.state is not NodeState.WAITING or node.reason != NOT_SHOWN:
         return _Outcome(node=None)
-    # A request may name a server that the source does not show yet. It is forgotten after the time-out.
-    return _timed(group, node, NodeState.WAITING, NOT_SHOWN, now)
+    # A request may name a server that the source of the group does not show yet. After the time-out, the controller
+    # forgets the server.
+    return _timed(group, node, NodeState.WAITING, NOT_SHOWN, at)
 
 
-def _deselected(group: Group, pool: Pool, server: ServerMembers, node: Node | None, now: float) -> _Outcome:
+# These functions handle servers that leave because of a request, or because the group's selector does not select them
+# any more.
+
+
+def _deselected(group: Group, pool: Pool, server: ServerMembers, node: Node | None, at: Moment) -> _Outcome:
     if not server.own:
         return _Outcome(node=None)
-    node = node or Node(server_id=server.server_id, state=NodeState.DRAINING, since=now, reason=NOT_SELECTED)
+    node = node or Node(server_id=server.server_id, state=NodeState.DRAINING, since=at.now, reason=NOT_SELECTED)
     if node.state not in {NodeState.DRAINING, NodeState.FAILED}:
-        node = _moved(node, NodeState.DRAINING, NOT_SELECTED, now)
-    return _leaving(group, pool, server, node, now)
+        node = _moved(node, NodeState.DRAINING, NOT_SELECTED, at)
+    return _leaving(group, pool, server, node, at)
 
 
-def _leaving(group: Group, pool: Pool, server: ServerMembers, node: Node, now: float) -> _Outcome:
+def _leaving(group: Group, pool: Pool, server: ServerMembers, node: Node, at: Moment) -> _Outcome:
     own = server.own
     if not own:
-        return _Outcome(node=_removed(server, node, now))
+        return _Outcome(node=_removed(server, node, at))
     if node.state not in {NodeState.DRAINING, NodeState.FAILED}:
-        node = _moved(node, NodeState.DRAINING, "", now)
-    node, steps = _drain(node, own, now)
-    ended, again_at = _drain_ended(group, pool, node, now)
+        node = _moved(node, NodeState.DRAINING, "", at)
+    node, steps = _drain(node, own, at)
+    ended, again_at = _drain_ended(group, pool, node, at)
     if ended or group.drain_seconds <= 0:
         steps = (_leave(server.server_id, own),)
-    return _watched(_overdue(group, node, own, now), steps, again_at)
+    return _watched(_overdue(group, node, own, at), steps, again_at)
 
 
-def _removed(server: ServerMembers, node: Node, now: float) -> Node:
+def _removed(server: ServerMembers, node: Node, at: Moment) -> Node:
     """The record of a leaving server without own members."""
     node = msgspec.structs.replace(node, drain_began_at=None)
     if server.conflict and node.state is not NodeState.LEFT:
-        return _moved(node, NodeState.FAILED, f"The server still receives requests. {server.conflict}", now)
-    return _moved(node, NodeState.LEFT, "", now)
+        return _moved(node, NodeState.FAILED, f"The server still receives requests. {server.conflict}", at)
+    return _moved(node, NodeState.LEFT, "", at)
 
 
-def _drain(node: Node, own: tuple[Member, ...], now: float) -> tuple[Node, tuple[Step, ...]]:
+def _drain(node: Node, own: tuple[Member, ...], at: Moment) -> tuple[Node, tuple[Step, ...]]:
     """Set weight 0, or record the time at which all members have it."""
     weighted = [member for member in own if member.weight]
     if weighted:
@@ -169,21 +194,22 @@ def _drain(node: Node, own: tuple[Member, ...], now: float) -> tuple[Node, tuple
         step = Step(kind=StepKind.DRAIN, server_id=node.server_id, members=changes)
         return msgspec.structs.replace(node, drain_began_at=None), (step,)
     if node.drain_began_at is None and not any(_pending(member) for member in own):
-        node = msgspec.structs.replace(node, drain_began_at=now)
+        node = msgspec.structs.replace(node, drain_began_at=at.now)
     return node, ()
 
 
-def _drain_ended(group: Group, pool: Pool, node: Node, now: float) -> tuple[bool, float]:
+def _drain_ended(group: Group, pool: Pool, node: Node, at: Moment) -> tuple[bool, float]:
     """Whether the members can be removed, and the time of the next look."""
     if node.drain_began_at is None:
-        return False, now + WATCH_SECONDS
-    longest = node.drain_began_at + group.drain_seconds
+        return False, at.now + WATCH_SECONDS
+    # The remaining seconds until the drain ends, and until it can end early.
+    longest = group.drain_seconds - at.elapsed(node.server_id, node.drain_began_at)
     earliest = longest
     if group.drain_on_idle and pool.active_connections is not None:
-        earliest = min(longest, node.drain_began_at + STATISTICS_AGE)
-    if now >= longest or (now >= earliest and pool.active_connections == 0):
-        return True, now + WATCH_SECONDS
-    return False, min(longest, max(earliest, now + WATCH_SECONDS))
+        earliest = min(longest, longest - group.drain_seconds + STATISTICS_AGE)
+    if longest <= 0 or (earliest <= 0 and pool.active_connections == 0):
+        return True, at.now + WATCH_SECONDS
+    return False, at.now + min(longest, max(earliest, WATCH_SECONDS))
 
 
 def _watched(node: Node, steps: tuple[Step, ...], again_at: float) -> _Outcome:
@@ -192,21 +218,24 @@ def _watched(node: Node, steps: tuple[Step, ...], again_at: float) -> _Outcome:
     return _Outcome(node=node, steps=steps, again_at=None if poll else again_at, outstanding=True)
 
 
-def _overdue(group: Group, node: Node, own: tuple[Member, ...], now: float) -> Node:
+def _overdue(group: Group, node: Node, own: tuple[Member, ...], at: Moment) -> Node:
     """A leave that takes too long is FAILED, and continues. The record keeps the begin of the drain."""
     limit = group.drain_seconds + group.join_timeout
-    if node.state is NodeState.FAILED or now < node.since + limit:
+    if node.state is NodeState.FAILED or at.elapsed(node.server_id, node.since) < limit:
         return node
     statuses = ", ".join(f"{member.id} in {member.provisioning_status}" for member in own)
     reason = f"{node.reason} The members were not drained and removed within {limit} s: {statuses}."
-    return _moved(node, NodeState.FAILED, reason.strip(), now)
+    return _moved(node, NodeState.FAILED, reason.strip(), at)
 
 
-def _wanted(group: Group, pool: Pool, server: ServerMembers, node: Node | None, now: float) -> _Outcome:
-    before = node or Node(server_id=server.server_id, state=NodeState.WAITING, since=now)
-    # The server serves again, so an earlier drain is interrupted.
+# These functions handle servers that must serve.
+
+
+def _wanted(group: Group, pool: Pool, server: ServerMembers, node: Node | None, at: Moment) -> _Outcome:
+    before = node or Node(server_id=server.server_id, state=NodeState.WAITING, since=at.now)
+    # The server may have been draining before. The drain is interrupted, so its start time is removed.
     before = msgspec.structs.replace(before, drain_began_at=None)
-    outcome = _judged(group, pool, server, before, now)
+    outcome = _judged(group, pool, server, before, at)
     return msgspec.structs.replace(outcome, steps=_steps(pool, server))
 
 
@@ -226,44 +255,46 @@ def _steps(pool: Pool, server: ServerMembers) -> tuple[Step, ...]:
     return tuple(steps)
 
 
-def _judged(group: Group, pool: Pool, server: ServerMembers, node: Node, now: float) -> _Outcome:
+def _judged(group: Group, pool: Pool, server: ServerMembers, node: Node, at: Moment) -> _Outcome:
     """The state of a server that should serve, by the members that it has."""
     if server.conflict:
-        return _Outcome(node=_moved(node, NodeState.FAILED, server.conflict, now))
+        return _Outcome(node=_moved(node, NodeState.FAILED, server.conflict, at))
     if not server.own:
-        return _without_members(group, pool, server, node, now)
+        return _without_members(group, pool, server, node, at)
     if not server.missing and server.current and _all_serve(pool, server):
-        return _Outcome(node=_moved(node, NodeState.SERVING, "", now))
+        return _Outcome(node=_moved(node, NodeState.SERVING, "", at))
     judged = [member for member, _ in server.current] or list(server.obsolete)
     if node.state in _SERVED:
         reason = _statuses([member for member in judged if member.operating_status == "ERROR"])
-        return _Outcome(node=_moved(node, NodeState.UNHEALTHY, reason, now) if reason else node)
+        return _Outcome(node=_moved(node, NodeState.UNHEALTHY, reason, at) if reason else node)
     reason = _statuses([member for member in judged if not _serves(pool, member)])
-    return _timed(group, node, NodeState.JOINING, reason or "Not all members exist.", now)
+    return _timed(group, node, NodeState.JOINING, reason or "Not all members exist.", at)
 
 
-def _without_members(group: Group, pool: Pool, server: ServerMembers, node: Node, now: float) -> _Outcome:
+def _without_members(group: Group, pool: Pool, server: ServerMembers, node: Node, at: Moment) -> _Outcome:
     if server.server and server.server.status == "ERROR":
-        return _Outcome(node=_moved(node, NodeState.FAILED, server.obstacle, now))
+        return _Outcome(node=_moved(node, NodeState.FAILED, server.obstacle, at))
     if server.obstacle:
-        return _timed(group, node, NodeState.WAITING, server.obstacle, now)
+        return _timed(group, node, NodeState.WAITING, server.obstacle, at)
     if pool.changeable or node.state is NodeState.JOINING:
-        # Octavia may refuse new members for a short time. The time-out counts from the first attempt.
-        return _timed(group, node, NodeState.JOINING, "Octavia has not created the members yet.", now)
-    return _timed(group, node, NodeState.WAITING, "The load balancer accepts no changes now.", now)
+        # Octavia may refuse a batch of new members for a short time. The time-out counts from the first attempt, so a
+        # repetition does not extend it.
+        return _timed(group, node, NodeState.JOINING, "Octavia has not created the members yet.", at)
+    return _timed(group, node, NodeState.WAITING, "The load balancer accepts no changes now.", at)
 
 
-def _timed(group: Group, node: Node, state: NodeState, reason: str, now: float) -> _Outcome:
+def _timed(group: Group, node: Node, state: NodeState, reason: str, at: Moment) -> _Outcome:
     """The state WAITING or JOINING, or FAILED after the time-out, until the server serves or joins."""
     if node.state is NodeState.FAILED:
-        return _Outcome(node=_moved(node, NodeState.FAILED, reason, now))
-    node = _moved(node, state, reason, now)
-    expires = node.since + group.join_timeout
-    if now >= expires:
-        return _Outcome(node=_moved(node, NodeState.FAILED, reason, now))
-    # A booting server is not polled often, because Nova's notification about the end of the boot arrives earlier.
-    watch = now + WATCH_SECONDS if state is NodeState.JOINING else expires
-    return _Outcome(node=node, again_at=min(expires, watch), outstanding=True)
+        return _Outcome(node=_moved(node, NodeState.FAILED, reason, at))
+    node = _moved(node, state, reason, at)
+    left = group.join_timeout - at.elapsed(node.server_id, node.since)
+    if left <= 0:
+        return _Outcome(node=_moved(node, NodeState.FAILED, reason, at))
+    # The plan does not check a booting server more often than the poll interval, because Nova's notification about the
+    # end of the boot arrives earlier.
+    watch = WATCH_SECONDS if state is NodeState.JOINING else left
+    return _Outcome(node=node, again_at=at.now + min(left, watch), outstanding=True)
 
 
 def _leave(server_id: str, members: tuple[Member, ...]) -> Step:
@@ -306,6 +337,6 @@ def _not_after(node: Node, now: float) -> Node:
     )
 
 
-def _moved(node: Node, state: NodeState, reason: str, now: float) -> Node:
-    since = node.since if node.state is state else now
+def _moved(node: Node, state: NodeState, reason: str, at: Moment) -> Node:
+    since = node.since if node.state is state else at.now
     return msgspec.structs.replace(node, state=state, reason=reason, since=since)

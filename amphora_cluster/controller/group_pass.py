@@ -20,13 +20,14 @@ import msgspec
 from amphora_cluster import requests
 from amphora_cluster.cloud.errors import Busy, Missing
 from amphora_cluster.controller.clouds import Cloud
+from amphora_cluster.controller.elapsed import ElapsedTimes
 from amphora_cluster.credential import ApplicationCredential
 from amphora_cluster.database.claims import Claim, PassEnd
 from amphora_cluster.database.passes import ClaimedGroup, PassStore
 from amphora_cluster.database.requests import StoredRequest
 from amphora_cluster.metrics import METRICS, Pass
 from amphora_cluster.model import Group, Node, NodeState, Plan, Pool, Request, RequestKind, Server, StepKind
-from amphora_cluster.plan import plan
+from amphora_cluster.plan import Moment, plan
 from amphora_driver.errors import AmphoraDriverError, LeaseLost
 
 LOG = logging.getLogger(__name__)
@@ -73,6 +74,7 @@ class GroupPass:
         open_credential: opens a sealed credential of a group.
         cloud: returns the cloud of a group's owner.
         settings: times.
+        elapsed: how long ago recorded times are.
     """
 
     def __init__(
@@ -82,12 +84,14 @@ class GroupPass:
         open_credential: Callable[[str, bytes | None], ApplicationCredential | None],
         cloud: Callable[[Group, ApplicationCredential | None], Cloud],
         settings: PassSettings,
+        elapsed: ElapsedTimes,
     ) -> None:
         self._store = store
         self._now = now
         self._open = open_credential
         self._cloud = cloud
         self._settings = settings
+        self._elapsed = elapsed
         self._rng = random.SystemRandom()
         # For each group: the number of passes in a row with a busy load balancer.
         self._busy: dict[str, int] = {}
@@ -134,7 +138,7 @@ class GroupPass:
         pool = cloud.read_pool(group, connections=new or any(map(_drains, nodes)))
         now = self._now()
         nodes, applied = self._apply_requests(group, claimed.requests, servers, nodes, now)
-        planned = plan(group, servers, pool, nodes, now)
+        planned = plan(group, servers, pool, nodes, self._moment(group, now))
         recorded = {node.server_id: node for node in nodes}
         kept = tuple(_keep_failure(recorded.get(node.server_id), node) for node in planned.nodes)
         return _View(begun=begun, pool=pool, plan=msgspec.structs.replace(planned, nodes=kept), requests=applied)
@@ -297,9 +301,10 @@ class GroupPass:
             leave = Request(id="", group_id=group.id, kind=RequestKind.LEAVE, servers=staying)
             free = msgspec.structs.replace(group, minimum=0)
             nodes = _merged(nodes, requests.apply_request(free, leave, servers, nodes, now, self._rng, {}).nodes)
+        planned = plan(group, servers, pool, nodes, self._moment(group, now))
         refused = tuple(_refusal(one, _DELETED, now) for one in claimed.requests if not one.applied)
         running = tuple(one for one in claimed.requests if one.applied)
-        return _View(begun=now, pool=pool, plan=plan(group, servers, pool, nodes, now), requests=(*refused, *running))
+        return _View(begun=now, pool=pool, plan=planned, requests=(*refused, *running))
 
     def _without_source(self, claimed: ClaimedGroup, cloud: Cloud) -> bool:
         """Remove the members if only the source of the servers is missing; return whether members were there."""
@@ -307,8 +312,9 @@ class GroupPass:
             pool = cloud.read_pool(claimed.group, connections=False)
         except Missing:
             return False
-        # Without a source of servers, the plan sees no server and removes all members at once.
-        steps = plan(claimed.group, (), pool, (), self._now()).steps
+        # The plan sees no servers, because the source of the servers does not exist. So it removes all members of the
+        # group at once.
+        steps = plan(claimed.group, (), pool, (), self._moment(claimed.group, self._now())).steps
         if steps:
             self._store.record(claimed.claim, claimed.nodes, claimed.nodes)
             cloud.apply(claimed.group, steps)
@@ -362,6 +368,9 @@ class GroupPass:
         for one in overdue:
             _count(one.request)
         return None
+
+    def _moment(self, group: Group, now: float) -> Moment:
+        return Moment(now=now, elapsed=self._elapsed.of_group(group.id, now))
 
     def _moved(self, group: Group, nodes: tuple[Node, ...]) -> None:
         for node in nodes:

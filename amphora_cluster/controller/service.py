@@ -24,6 +24,7 @@ from amphora_cluster import config
 from amphora_cluster.cloud import options
 from amphora_cluster.cloud.notifications import NovaNotifications
 from amphora_cluster.controller.clouds import Cloud, Clouds
+from amphora_cluster.controller.elapsed import ElapsedTimes
 from amphora_cluster.controller.group_pass import GroupPass, PassSettings
 from amphora_cluster.controller.status_page import StatusPage
 from amphora_cluster.credential import ApplicationCredential
@@ -90,7 +91,10 @@ class Controller:
         self._requests = RequestStore(self._database)
         settings = PassSettings(poll_interval=own.poll_interval, retry_first=own.retry_first, retry_most=own.retry_most)
         cloud = clouds or Clouds(options.settings(conf)).get
-        self._group_pass = GroupPass(self._passes, self._database.now, self._groups.open_credential, cloud, settings)
+        elapsed = ElapsedTimes(self._database.seconds_since_clock_jump)
+        self._group_pass = GroupPass(
+            self._passes, self._database.now, self._groups.open_credential, cloud, settings, elapsed
+        )
         self._lock = threading.Lock()
         self._running: set[_Running] = set()
         self._ends: list[PassEnd] = []

@@ -24,8 +24,9 @@ LOG = logging.getLogger(__name__)
 # Seconds for which a measured offset of the database clock is used. The local clock drifts slowly against the database
 # clock.
 OFFSET_VALID_SECONDS = 30.0
-# A larger change of the database clock in seconds counts as a jump. NTP changes a clock by at most 500 ppm.
-_JUMP_SECONDS = 2.0
+# A change of the database clock by more than two seconds counts as a jump. NTP changes a clock more slowly, by at most
+# 500 ppm.
+JUMP_SECONDS = 2.0
 
 
 class server_time(GenericFunction[float]):  # noqa: N801 - SQL statements use the class like a function
@@ -64,7 +65,7 @@ class ClockJumpMonitor:
         The duration of the measurement causes an `uncertainty` in seconds.
         """
         before, self._offset = self._offset, offset
-        if before is None or abs(offset - before) <= _JUMP_SECONDS + uncertainty:
+        if before is None or abs(offset - before) <= JUMP_SECONDS + uncertainty:
             return
         self._jumped_at = time.monotonic()
         LOG.warning(

@@ -15,7 +15,7 @@ from amphora_cluster.model import (
     SelectorKind,
     Server,
 )
-from amphora_cluster.plan import plan
+from amphora_cluster.plan import Moment, plan
 
 NOW = 10_000.0
 SUBNET = "subnet-1"
@@ -81,5 +81,10 @@ def steps_of(result):
 EMPTY = pool()
 
 
+def moment(now=NOW):
+    """A time of a clock that is never set."""
+    return Moment(now=now, elapsed=lambda _, recorded: now - recorded)
+
+
 def planned(group, servers=(), pool=EMPTY, nodes=(), now=NOW):
-    return plan(group, tuple(servers), pool, tuple(nodes), now)
+    return plan(group, tuple(servers), pool, tuple(nodes), moment(now))

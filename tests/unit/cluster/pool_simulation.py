@@ -9,7 +9,7 @@ plan.
 from collections import Counter
 
 import msgspec
-from cluster_data import address, group, member, pool, server
+from cluster_data import address, group, member, moment, pool, server
 
 from amphora_cluster.members import GONE, endpoint_of, wanted_members
 from amphora_cluster.model import Criterion, NodeState, Request, RequestKind, StepKind, Weight, WeightKind
@@ -205,7 +205,7 @@ class PoolSimulation:
         """Plan, record, apply. A crash ends the pass before one of the calls to Octavia."""
         made = self.groups[group_id]
         foreign = self._foreign(made)
-        result = plan(made, self.shown(group_id), self.pool(), self.nodes[group_id], self.now)
+        result = plan(made, self.shown(group_id), self.pool(), self.nodes[group_id], moment(self.now))
         self.nodes[group_id] = result.nodes
         self.requests = [
             outcome(one, result.nodes, self.now) if one.group_id == group_id else one for one in self.requests

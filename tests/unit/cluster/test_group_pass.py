@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Passes over groups with a real database and a cloud in memory."""
 
+import math
+
 import msgspec
 import pytest
 import sqlalchemy as sa
 from memory_cloud import BUSY, OUTAGE, MemoryCloud
 
 from amphora_cluster.cloud.errors import Busy, CredentialRefused, Missing
+from amphora_cluster.controller.elapsed import ElapsedTimes
 from amphora_cluster.controller.group_pass import GroupPass, PassSettings
 from amphora_cluster.database.claims import Claims
 from amphora_cluster.database.tables import group_row
@@ -24,10 +27,22 @@ class Scene:
         self.stores, self.cloud = stores, MemoryCloud()
         self.group = stores.add(**more)
         # The clock of the passes stands still between the steps of a test.
-        self.clock = stores.database.now()
+        self.clock = self.steady = stores.database.now()
+        self.jumped_at = -math.inf
         self.claims = Claims(stores.database, "one", 30)
+        self.start()
+
+    def start(self):
+        """Start a controller."""
         settings = PassSettings(poll_interval=POLL, retry_first=1.0, retry_most=60.0)
-        self.group_pass = GroupPass(stores.passes, self.now, stores.groups.open_credential, self.cloud.get, settings)
+        elapsed = ElapsedTimes(lambda: self.steady - self.jumped_at, lambda: self.steady)
+        self.group_pass = GroupPass(
+            self.stores.passes, self.now, self.stores.groups.open_credential, self.cloud.get, settings, elapsed
+        )
+
+    def set_clock(self, seconds):
+        self.clock += seconds
+        self.jumped_at = self.steady
 
     def now(self):
         return self.clock
@@ -35,6 +50,7 @@ class Scene:
     def step(self, seconds=0.0):
         """Run one pass after some seconds; return the pause until the next one, and whether the pass wrote itself."""
         self.clock += seconds
+        self.steady += seconds
         past = {"due_at": 0.0}
         self.stores.database.write(lambda c: c.execute(group_row.update().values(**past)))
         (claim,) = self.claims.claim()
@@ -143,6 +159,49 @@ def test_a_leave_ends_when_the_server_is_drained_and_removed(scene):
     assert {one.name for one in scene.cloud.members.values()} == {"b"}
     assert scene.outcome(request).outcome == {"a": ""}
     assert scene.states()["a"] is NodeState.LEFT
+
+
+def test_a_clock_that_is_set_forwards_ends_no_drain(scene):
+    scene.serve("a", "b")
+    request = scene.request(RequestKind.LEAVE, "a")
+    scene.step()
+    scene.step(1.0)
+    scene.set_clock(3600.0)
+    scene.step()
+    pause, _ = scene.step(9.0)
+    assert "a" in {one.name for one in scene.cloud.members.values()}
+    assert scene.outcome(request).ended_at is None, "the leave has not failed either"
+    assert 0.9 < pause < 1.1, "the rest of the drain"
+    scene.step(1.0)
+    assert {one.name for one in scene.cloud.members.values()} == {"b"}
+    scene.step(1.0)
+    assert scene.outcome(request).outcome == {"a": ""}
+
+
+def test_a_drain_lasts_longer_after_a_restart_by_its_own_length_at_most(scene):
+    scene.serve("a", "b")
+    scene.request(RequestKind.LEAVE, "a")
+    scene.step()
+    scene.step(1.0)
+    scene.set_clock(3600.0)
+    scene.start()
+    scene.step(9.0)
+    scene.step(9.5)
+    assert "a" in {one.name for one in scene.cloud.members.values()}
+    scene.step(0.5)
+    assert {one.name for one in scene.cloud.members.values()} == {"b"}
+
+
+def test_a_clock_that_is_set_forwards_fails_no_join(scene):
+    scene.cloud.boot("a")
+    request = scene.request(RequestKind.JOIN, "a")
+    scene.step()
+    scene.set_clock(3600.0)
+    scene.step(1.0)
+    assert (scene.states(), scene.outcome(request).outcome) == ({"a": NodeState.JOINING}, {})
+    scene.cloud.check()
+    scene.step(1.0)
+    assert scene.outcome(request).outcome == {"a": ""}
 
 
 def test_expected_servers_are_not_read_one_by_one(scene):

@@ -6,6 +6,7 @@ Hypothesis draws seeds: a draw for each event costs much more than an event.
 
 import random
 
+from cluster_data import moment
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pool_simulation import PoolSimulation
@@ -38,11 +39,11 @@ def test_a_plan_whose_steps_are_applied_has_no_other_steps(seed):
     world.busy = 0
     for one, made in world.groups.items():
         first = world.one_pass(one)
-        again = plan(made, world.shown(one), world.pool(), world.nodes[one], world.now)
+        again = plan(made, world.shown(one), world.pool(), world.nodes[one], moment(world.now))
         # A new address serves now, so that the old member is removed, and a drained member follows at once.
         assert all(step.kind.value == "leave" for step in again.steps), (first.steps, again.steps)
         assert world.settle()
-        last = plan(made, world.shown(one), world.pool(), world.nodes[one], world.now)
+        last = plan(made, world.shown(one), world.pool(), world.nodes[one], moment(world.now))
         assert not last.steps
         # The next pass forgets a server that a request named in vain.
         assert last.nodes == tuple(node for node in world.nodes[one] if node.reason != NOT_SHOWN)

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long ago recorded times are, although the database clock may be set.
+
+A drain that ends too early costs the requests of clients. So the elapsed time is the larger one of two lower bounds:
+
+* the time for which this process has seen the recorded time, by its monotonic clock. A drain that begins again has
+  another recorded time.
+* the age by the database clock, as far as this process has watched the clock without a jump.
+
+So a jump of the clock never shortens a drain. A drain of which this process saw neither the begin nor enough of the
+clock, after its start or after a jump, lasts longer: at most `drain_seconds` from the moment at which it sees the
+drain first.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from amphora_driver.database.clock import JUMP_SECONDS, OFFSET_VALID_SECONDS
+
+# After a jump, other processes still record times of the old clock: until they measure the clock again, and until the
+# end of a transaction that has begun before.
+_OLD_TIMES_SECONDS = OFFSET_VALID_SECONDS + 30.0
+# The process forgets the times of a group that it has not seen for this number of seconds.
+_UNUSED_SECONDS = 3600.0
+
+
+class ElapsedTimes:
+    """The recorded times that this process sees. Its methods are safe for threads.
+
+    Args:
+        since_jump: seconds since this process last saw the database clock jump; infinity if it saw none.
+        monotonic: a clock that is never set, in seconds.
+    """
+
+    def __init__(self, since_jump: Callable[[], float], monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._since_jump = since_jump
+        self._monotonic = monotonic
+        self._started = monotonic()
+        self._lock = threading.Lock()
+        # By group, the moment of the last pass, and for each recorded time of a server the moment of its first sight.
+        self._seen: dict[str, tuple[float, dict[tuple[str, float], float]]] = {}
+
+    def of_group(self, group_id: str, now: float) -> Callable[[str, float], float]:
+        """Return `Moment.elapsed` for one pass over a group.
+
+        Args:
+            group_id: the group. The process forgets the times of it that this pass does not ask for.
+            now: the database clock.
+        """
+        moment = self._monotonic()
+        reliable = min(moment - self._started, self._since_jump()) - _OLD_TIMES_SECONDS
+        found: dict[tuple[str, float], float] = {}
+        with self._lock:
+            before = self._seen.get(group_id, (0.0, {}))[1]
+            self._seen = {one: seen for one, seen in self._seen.items() if moment - seen[0] < _UNUSED_SECONDS}
+            self._seen[group_id] = moment, found
+
+        def elapsed(server_id: str, recorded: float) -> float:
+            key = server_id, recorded
+            first = found[key] = before.get(key, moment)
+            return max(moment - first, min(now - recorded - JUMP_SECONDS, reliable), 0.0)
+
+        return elapsed
