@@ -45,12 +45,15 @@ _RETRY_SECONDS = "5"
 _COUNTERS = "amphora-cluster-counters"
 
 
-def create_app(conf: ConfigOpts | None = None, shared: SharedCounters | None = None) -> Flask:
+def create_app(
+    conf: ConfigOpts | None = None, shared: SharedCounters | None = None, attempts: FailedAttempts | None = None
+) -> Flask:
     """Return the application for these options; by default for those of the usual file.
 
     Args:
         conf: the options.
         shared: counters of all worker processes; None for counters of this process.
+        attempts: failed authentications of all worker processes; None for those of this process.
     """
     from amphora_cluster import config  # noqa: PLC0415 - tests make the application without options
     from amphora_driver.database.engine import Database  # noqa: PLC0415
@@ -64,7 +67,7 @@ def create_app(conf: ConfigOpts | None = None, shared: SharedCounters | None = N
         tokens=TokenStore(database, vault),
         longest_wait=own.longest_wait,
         waiting=threading.Semaphore(own.threads - FREE_THREADS),
-        attempts=FailedAttempts(own.failed_attempts),
+        attempts=attempts or FailedAttempts(own.failed_attempts),
         behind_proxy=own.tls_proxy,
     )
     # `database.now()` would not detect an unavailable database, because it estimates the time. So a query runs.

@@ -12,9 +12,8 @@ Invariants:
 * A caller that authenticated before is not limited, so that no client can lock it out. A token is known after its first
   use. A signed request shows only the id of its token. It is known for its source address only, and only until a
   request with this id and from this address fails.
-* The numbers of addresses, groups and known callers are bounded. The oldest ones are forgotten.
-
-Each worker process of the API has its own limit.
+* The numbers of addresses, groups and known callers are bounded. Those without use for a long time are forgotten.
+* The worker processes of one host share the limits and the known callers. Each host counts for itself.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ import hashlib
 import ipaddress
 import logging
 import math
+import mmap
 import secrets
-import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 
 import msgspec
 
+from amphora_cluster.api.shared_memory import KEY_BYTES, Entry, SharedMemory, SharedTable
 from amphora_driver.errors import AmphoraDriverError
 from amphora_driver.untrusted_text import printable
 
@@ -41,7 +40,8 @@ FIRST_PAUSE, LONGEST_PAUSE, FORGOTTEN_AFTER = 1.0, 60.0, 600.0
 # A group's limit is this multiple of the limit of an address, because it serves many addresses.
 GROUP_FACTOR = 10
 MOST_SOURCES, MOST_CALLERS = 4096, 4096
-# Prefix length by which IPv6 addresses are counted together, because a user can use all addresses of a network.
+_MOST_COUNTED = 2**32
+# A user with an IPv6 network usually has at least this prefix, and can use each of its addresses.
 _IPV6_PREFIX = 64
 
 
@@ -69,50 +69,51 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
     credential: str
 
 
-class _Failures(msgspec.Struct, frozen=True):
-    number: int
-    pause_end: float
-
-
 class FailedAttempts:
-    """The failed authentications of this process. Its methods are safe for threads.
+    """The failed authentications. Its methods are safe for threads, and for processes that are forked later.
 
     Args:
         most: failures of one source address without a pause; 0 for no limit.
-        clock: a monotonic clock in seconds.
+        clock: a monotonic clock in seconds, which all processes share.
     """
 
     def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._most = most
         self._clock = clock
-        self._lock = threading.Lock()
-        self._failures: dict[str, OrderedDict[str, _Failures]] = {"address": OrderedDict(), "group": OrderedDict()}
-        self._known: OrderedDict[bytes, None] = OrderedDict()
-        # The random key prevents that digests in memory reveal tokens.
+        # Entries of failures have the number of failures and the end of the pause.
+        addresses = SharedTable(MOST_SOURCES)
+        groups = SharedTable(MOST_SOURCES, addresses.end)
+        self._failures = {"address": addresses, "group": groups}
+        self._known = SharedTable(MOST_CALLERS, groups.end)
+        self._memory = SharedMemory(self._known.end)
+        # With a random key, the digests in memory reveal nothing about tokens.
         self._key = secrets.token_bytes(32)
 
     def check(self, caller: Caller) -> None:
         """Raise Throttled if the caller is not known, and its address or group is in a pause."""
-        digest = self._digest(caller)
-        with self._lock:
-            if digest in self._known:
-                self._known.move_to_end(digest)
+        digest = self._digest(f"{caller.group_id} {caller.credential}")
+        now = self._clock()
+        with self._memory.locked() as memory:
+            if self._known.get(memory, digest) is not None:
+                self._known.put(memory, digest, Entry(), now)
                 return
-            now = self._clock()
-            found = [self._failures[kind].get(name) for kind, name, _ in self._limits(caller)]
-            if found and found[0] is None:
-                # Failures from other addresses must not lock out a caller with a valid token.
-                return
-            left = max((one.pause_end - now for one in found if one is not None), default=0.0)
+            limits = self._limits(caller)
+            found = [self._failures[kind].get(memory, self._digest(name)) for kind, name, _ in limits]
+        if found and found[0] is None:
+            # No failure from this address: otherwise, clients elsewhere could lock out a caller with a valid token.
+            return
+        pauses = [one.moment - now for one in found if one is not None]
+        # No process has recorded a longer pause: a process was killed while it wrote the entry.
+        left = max((seconds for seconds in pauses if seconds <= LONGEST_PAUSE), default=0.0)
         if left > 0:
             raise Throttled(left)
 
     def add_failure(self, caller: Caller) -> None:
         """Count a failed authentication, which may begin a pause."""
-        digest = self._digest(caller)
-        with self._lock:
-            self._known.pop(digest, None)
-            paused = [self._count(kind, name, free) for kind, name, free in self._limits(caller)]
+        digest = self._digest(f"{caller.group_id} {caller.credential}")
+        with self._memory.locked() as memory:
+            self._known.remove(memory, digest)
+            paused = [self._count(memory, kind, name, free) for kind, name, free in self._limits(caller)]
         for kind, name, number, seconds in filter(None, paused):
             LOG.warning(
                 "%d authentications failed for %s %s, so the API answers requests of unknown callers from "
@@ -122,40 +123,35 @@ class FailedAttempts:
 
     def add_success(self, caller: Caller) -> None:
         """Remember a caller with a valid token."""
-        digest = self._digest(caller)
-        with self._lock:
-            self._known[digest] = None
-            self._known.move_to_end(digest)
-            _shrink(self._known, MOST_CALLERS)
+        digest = self._digest(f"{caller.group_id} {caller.credential}")
+        with self._memory.locked() as memory:
+            self._known.put(memory, digest, Entry(), self._clock())
 
     def _limits(self, caller: Caller) -> tuple[tuple[str, str, int], ...]:
         if self._most <= 0:
             return ()
         return (
-            ("address", _network(caller.source), self._most),
+            ("address", network_of(caller.source), self._most),
             ("group", caller.group_id[:64], self._most * GROUP_FACTOR),
         )
 
-    def _count(self, kind: str, name: str, free: int) -> tuple[str, str, int, float] | None:
+    def _count(self, memory: mmap.mmap, kind: str, name: str, free: int) -> tuple[str, str, int, float] | None:
         """Count a failure; return the pause that it begins, if any."""
-        now, sources = self._clock(), self._failures[kind]
-        before = sources.get(name)
-        fresh = before is None or now - before.pause_end > FORGOTTEN_AFTER
-        number = 1 if before is None or fresh else before.number + 1
+        now, failures, key = self._clock(), self._failures[kind], self._digest(name)
+        before = failures.get(memory, key)
+        fresh = before is None or now - before.moment > FORGOTTEN_AFTER
+        number = 1 if before is None or fresh else min(before.number, _MOST_COUNTED) + 1
         seconds = 0.0
         if number > free:
             seconds = min(FIRST_PAUSE * 2 ** min(number - free - 1, 16), LONGEST_PAUSE)
-        sources[name] = _Failures(number, now + seconds)
-        sources.move_to_end(name)
-        _shrink(sources, MOST_SOURCES)
+        failures.put(memory, key, Entry(number, now + seconds), now)
         return (kind, name, number, seconds) if seconds else None
 
-    def _digest(self, caller: Caller) -> bytes:
-        text = f"{caller.group_id} {caller.credential}"
-        return hashlib.blake2b(text.encode(errors="replace"), key=self._key, digest_size=16).digest()
+    def _digest(self, text: str) -> bytes:
+        return hashlib.blake2b(text.encode(errors="replace"), key=self._key, digest_size=KEY_BYTES).digest()
 
 
-def _network(source: str) -> str:
+def network_of(source: str) -> str:
     """Return an IPv4 address, or the network of an IPv6 address, as the name of a source."""
     try:
         address = ipaddress.ip_address(source.partition("%")[0])
@@ -164,8 +160,3 @@ def _network(source: str) -> str:
     if isinstance(address, ipaddress.IPv4Address):
         return str(address)
     return str(address.ipv4_mapped or ipaddress.IPv6Network((address, _IPV6_PREFIX), strict=False))
-
-
-def _shrink(found: OrderedDict[bytes, None] | OrderedDict[str, _Failures], most: int) -> None:
-    while len(found) > most:
-        found.popitem(last=False)

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""gunicorn's worker with time limits for reading a request and for writing its answer.
+"""The connections of the API: time limits, and bytes that were read before a thread uses the connection.
 
-Without them, gunicorn waits for the rest of a request for ever. A few clients that died, that send nothing, or that
-send very slowly would hold all threads, and the API would answer no other caller. Many such clients can still hold the
-threads until these limits end: an API for clients that are not trusted needs a proxy that reads requests completely.
+gunicorn itself waits without a limit for the rest of a request, and for a client that does not read its answer.
 """
 
 from __future__ import annotations
@@ -15,51 +13,56 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from gunicorn.workers.gthread import ThreadWorker
-
-# A single read or write may take EXCHANGE_SECONDS, and all reads of one request together REQUEST_SECONDS.
+# Seconds for one read or one write, and for all reads of one request. The time for which an accepted request waits for
+# its end is not limited by them.
 EXCHANGE_SECONDS, REQUEST_SECONDS = 20.0, 60.0
 
 
 class PlainConnection(socket.socket):
-    """A connection with time limits in blocking mode. gunicorn sets this mode before each request."""
+    """A connection with time limits in blocking mode. gunicorn sets this mode before each request.
 
+    Attributes:
+        ahead: bytes that were read before; `recv` returns them first.
+        read_end: moment at which all reads of the request must have ended.
+        ending: the answer is sent. `recv` returns what has arrived, and never waits.
+    """
+
+    ahead: bytes = b""
     read_end: float | None = None
+    ending: bool = False
 
     def setblocking(self, flag: bool, /) -> None:
         self.settimeout(EXCHANGE_SECONDS if flag else 0.0)
         self.read_end = None
 
     def recv(self, *words: Any, **named: Any) -> bytes:
-        return _read(self, lambda: socket.socket.recv(self, *words, **named))
+        return _read(self, words, lambda: socket.socket.recv(self, *words, **named))
+
+    def shutdown(self, how: int, /) -> None:
+        super().shutdown(how)
+        self.ending = True
 
 
 class TlsConnection(ssl.SSLSocket):
-    """A connection with TLS, and with time limits in blocking mode."""
+    """A connection with TLS, and with the same limits and attributes."""
 
+    ahead: bytes = b""
     read_end: float | None = None
+    ending: bool = False
 
     def setblocking(self, flag: bool, /) -> None:
         self.settimeout(EXCHANGE_SECONDS if flag else 0.0)
         self.read_end = None
 
     def recv(self, *words: Any, **named: Any) -> bytes:
-        return _read(self, lambda: ssl.SSLSocket.recv(self, *words, **named))
+        return _read(self, words, lambda: ssl.SSLSocket.recv(self, *words, **named))
 
-    def do_handshake(self, block: bool = False) -> None:
-        try:
-            super().do_handshake(block)
-        except TimeoutError as error:
-            raise _lost() from error
+    def shutdown(self, how: int, /) -> None:
+        super().shutdown(how)
+        self.ending = True
 
 
-class Worker(ThreadWorker):
-    """A worker whose connections have time limits."""
-
-    def enqueue_req(self, conn: Any) -> None:
-        """Replace the socket of a new connection before gunicorn uses it."""
-        limit_connection(conn)
-        super().enqueue_req(conn)
+Connection = PlainConnection | TlsConnection
 
 
 def limit_connection(conn: Any) -> None:
@@ -75,8 +78,14 @@ def make_context(_config: Any, default: Callable[[], ssl.SSLContext]) -> ssl.SSL
     return context
 
 
-def _read(connection: PlainConnection | TlsConnection, read: Callable[[], bytes]) -> bytes:
+def _read(connection: Connection, words: tuple[Any, ...], read: Callable[[], bytes]) -> bytes:
+    if connection.ahead:
+        size = words[0]
+        found, connection.ahead = connection.ahead[:size], connection.ahead[size:]
+        return found
     before = connection.gettimeout()
+    if connection.ending:
+        return _arrived(connection, read)
     if before == 0:
         return read()
     now = time.monotonic()
@@ -94,6 +103,15 @@ def _read(connection: PlainConnection | TlsConnection, read: Callable[[], bytes]
         raise _lost() from error
     finally:
         connection.settimeout(before)
+
+
+def _arrived(connection: Connection, read: Callable[[], bytes]) -> bytes:
+    """Return what has arrived, or nothing. gunicorn reads the rest of a connection in its main thread."""
+    connection.settimeout(0.0)
+    try:
+        return read()
+    except BlockingIOError:
+        return b""
 
 
 def _lost() -> ConnectionResetError:

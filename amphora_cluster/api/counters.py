@@ -7,19 +7,15 @@ releases its lock. The page has the same authorization as the status pages of th
 
 from __future__ import annotations
 
-import fcntl
-import mmap
-import os
 import struct
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 from flask import Request
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.metrics_core import Metric
 
+from amphora_cluster.api.shared_memory import SharedMemory
 from amphora_driver.secret import Secret
 from amphora_driver.telemetry import http_request
 
@@ -33,38 +29,24 @@ class SharedCounters:
     """Counters in memory that forked processes share."""
 
     def __init__(self) -> None:
-        size = _NUMBER.size * len(_REASONS)
-        self._file = os.memfd_create("amphora-cluster-api")
-        os.ftruncate(self._file, size)
-        self._memory = mmap.mmap(self._file, size)
-        self._threads = threading.Lock()
+        self._memory = SharedMemory(_NUMBER.size * len(_REASONS))
 
     def count(self, reason: str) -> None:
         """Count a refused authentication."""
         offset = _NUMBER.size * _REASONS.index(reason)
-        with self._locked():
-            (number,) = _NUMBER.unpack_from(self._memory, offset)
-            _NUMBER.pack_into(self._memory, offset, number + 1)
+        with self._memory.locked() as memory:
+            (number,) = _NUMBER.unpack_from(memory, offset)
+            _NUMBER.pack_into(memory, offset, number + 1)
 
     def collect(self) -> Iterator[Metric]:
         """Return the metrics, for prometheus_client."""
         text = "Requests without a valid authentication."
         family = CounterMetricFamily("amphora_cluster_refused_authentications", text, labels=["reason"])
-        with self._locked():
-            numbers = [number for (number,) in _NUMBER.iter_unpack(self._memory[:])]
+        with self._memory.locked() as memory:
+            numbers = [number for (number,) in _NUMBER.iter_unpack(memory[:])]
         for reason, number in zip(_REASONS, numbers, strict=True):
             family.add_metric([reason], number)
         yield family
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        # The lock of the file excludes other processes only, so the threads of this process need another lock.
-        with self._threads:
-            fcntl.lockf(self._file, fcntl.LOCK_EX)
-            try:
-                yield
-            finally:
-                fcntl.lockf(self._file, fcntl.LOCK_UN)
 
 
 def metrics_page(counters: SharedCounters, request: Request, token: Secret | None) -> bytes:

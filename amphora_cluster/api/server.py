@@ -18,8 +18,10 @@ from gunicorn.app.base import BaseApplication
 from gunicorn.glogging import Logger
 
 from amphora_cluster import config
+from amphora_cluster.api.attempts import FailedAttempts
+from amphora_cluster.api.connections import make_context
 from amphora_cluster.api.counters import SharedCounters
-from amphora_cluster.api.worker import Worker, make_context
+from amphora_cluster.api.worker import Worker
 from amphora_driver import log_context
 from amphora_driver.errors import AmphoraDriverError, ConfigurationError
 
@@ -28,7 +30,6 @@ if TYPE_CHECKING:
 
 NAME = "amphora-cluster-api"
 _TOKEN = re.compile(r"(?i)(token=)[^&\s'\"]+")
-_KEEPALIVE_SECONDS = 5
 _SPARE_SECONDS = 30.0
 
 
@@ -56,8 +57,9 @@ class Server(BaseApplication):
 
     def __init__(self, conf: ConfigOpts) -> None:
         self._conf = conf
-        # The counters exist before gunicorn forks its workers, so that all workers share them.
+        # Made before the workers are forked, so that they share both.
         self._counters = SharedCounters()
+        self._attempts = FailedAttempts(conf.amp_cluster_api.failed_attempts)
         super().__init__()
 
     def load_config(self) -> None:
@@ -70,7 +72,7 @@ class Server(BaseApplication):
         # Each worker process needs its own database connections, so it imports the application after the fork.
         from amphora_cluster.api.app import create_app  # noqa: PLC0415
 
-        return create_app(self._conf, self._counters)
+        return create_app(self._conf, self._counters, self._attempts)
 
 
 def gunicorn_options(conf: ConfigOpts) -> dict[str, object]:
@@ -94,7 +96,8 @@ def gunicorn_options(conf: ConfigOpts) -> dict[str, object]:
         "threads": own.threads,
         "timeout": int(own.longest_wait + _SPARE_SECONDS),
         "graceful_timeout": 5,
-        "keepalive": _KEEPALIVE_SECONDS,
+        # One request for each connection: the worker reads the first request of a connection only.
+        "keepalive": 0,
         "limit_request_line": 4094,
         "limit_request_fields": 50,
         "accesslog": None,

@@ -2,21 +2,22 @@
 """The limit of failed authentications: pauses, known callers, bounds."""
 
 import logging
+import multiprocessing
 
 import pytest
 
+from amphora_cluster.api import shared_memory
 from amphora_cluster.api.attempts import (
     FORGOTTEN_AFTER,
     GROUP_FACTOR,
     LONGEST_PAUSE,
-    MOST_CALLERS,
-    MOST_SOURCES,
     Caller,
     FailedAttempts,
     Throttled,
 )
 
 MOST = 3
+ENTRIES = 256
 
 
 class Clock:
@@ -111,14 +112,64 @@ def test_a_known_caller_is_not_limited(attempts):
     assert wait(attempts, known) > 0, "the token was deleted"
 
 
-def test_the_memory_is_bounded(attempts):
-    for number in range(MOST_SOURCES + 50):
-        fail(attempts, caller(f"10.1.{number // 256}.{number % 256}", f"group {number}"))
-    for number in range(MOST_CALLERS + 50):
+@pytest.fixture
+def small(monkeypatch, clock):
+    for name in ("MOST_SOURCES", "MOST_CALLERS"):
+        monkeypatch.setattr(f"amphora_cluster.api.attempts.{name}", ENTRIES)
+    return FailedAttempts(MOST, clock)
+
+
+def test_the_memory_is_bounded(small, clock):
+    attempts = small
+    last = 10 * ENTRIES
+    for number in range(last + 1):
+        clock.now += 0.001
         attempts.add_success(caller(credential=str(number)))
-    assert [len(one) for one in attempts._failures.values()] == [MOST_SOURCES, MOST_SOURCES]
-    assert len(attempts._known) == MOST_CALLERS
-    assert wait(attempts, caller(credential=str(MOST_CALLERS + 49))) == 0
+    fail(attempts, caller(), MOST + 1)
+    found = [wait(attempts, caller(credential=str(number))) == 0 for number in range(last + 1)]
+    assert ENTRIES // 2 < sum(found) <= ENTRIES
+    assert all(found[-20:]), "the entries without use for the longest time are forgotten"
+
+
+def test_the_oldest_sources_are_forgotten(small, clock):
+    attempts = small
+    first = caller("10.0.0.1")
+    fail(attempts, first, MOST + 7)
+    for number in range(20 * ENTRIES):
+        clock.now += 0.001
+        attempts.add_failure(caller(f"10.{1 + number // 65536}.{number // 256 % 256}.{number % 256}", f"g{number}"))
+    assert wait(attempts, first) == 0
+
+
+def in_process(work):
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    process.join(20)
+    assert process.exitcode == 0
+
+
+def test_processes_share_failures_and_known_callers(attempts):
+    known = caller(credential="right")
+    in_process(lambda: fail(attempts, caller(), MOST))
+    assert wait(attempts, caller()) == 0
+    in_process(lambda: fail(attempts, caller(), 1))
+    assert wait(attempts, caller()) == 1
+    assert wait(attempts, known) == 1
+    in_process(lambda: attempts.add_success(known))
+    assert wait(attempts, known) == 0
+
+
+def test_a_process_that_was_killed_during_a_write_locks_out_no_caller(attempts):
+    """Each part of an entry may be old, new, or zero."""
+    fail(attempts, caller(), MOST + 1)
+    with attempts._memory.locked() as memory:
+        for place in range(0, attempts._known.end, shared_memory._ENTRY.size):
+            key, used, _, _ = shared_memory._ENTRY.unpack_from(memory, place)
+            if key != bytes(16):
+                shared_memory._ENTRY.pack_into(memory, place, key, used, 1e300, 2**64 - 1)
+    assert wait(attempts, caller()) == 0
+    fail(attempts, caller())
+    assert wait(attempts, caller()) == LONGEST_PAUSE
 
 
 def test_no_limit(clock):

@@ -3,7 +3,6 @@
 
 import multiprocessing
 import socket
-import ssl
 import time
 import uuid
 from types import SimpleNamespace
@@ -12,7 +11,7 @@ import pytest
 from cryptography.fernet import Fernet
 
 from amphora_cluster import config
-from amphora_cluster.api import worker
+from amphora_cluster.api import connections, worker
 from amphora_cluster.api.app import create_app, make_app
 from amphora_cluster.api.attempts import FailedAttempts
 from amphora_cluster.api.counters import INVALID, SharedCounters
@@ -205,14 +204,14 @@ def read_slowly(connection):
 class TestSlowClients:
     @pytest.fixture(autouse=True)
     def short(self, monkeypatch):
-        monkeypatch.setattr(worker, "EXCHANGE_SECONDS", 0.05)
+        monkeypatch.setattr(connections, "EXCHANGE_SECONDS", 0.05)
 
     def test_a_connection_has_a_time_out(self):
         ours, theirs = socket.socketpair()
         connection = SimpleNamespace(sock=ours)
-        worker.limit_connection(connection)
+        connections.limit_connection(connection)
         again = connection.sock
-        worker.limit_connection(connection)
+        connections.limit_connection(connection)
         assert connection.sock is again
         with connection.sock, theirs:
             connection.sock.setblocking(True)
@@ -222,11 +221,11 @@ class TestSlowClients:
             assert connection.sock.recv(10) == b"x"
 
     def test_all_reads_of_a_request_have_a_limit(self, monkeypatch):
-        monkeypatch.setattr(worker, "EXCHANGE_SECONDS", 5.0)
-        monkeypatch.setattr(worker, "REQUEST_SECONDS", 0.1)
+        monkeypatch.setattr(connections, "EXCHANGE_SECONDS", 5.0)
+        monkeypatch.setattr(connections, "REQUEST_SECONDS", 0.1)
         ours, theirs = socket.socketpair()
         connection = SimpleNamespace(sock=ours)
-        worker.limit_connection(connection)
+        connections.limit_connection(connection)
         with connection.sock as limited, theirs:
             theirs.send(b"x" * 1000)
             for _ in range(2):
@@ -237,10 +236,10 @@ class TestSlowClients:
                     read_slowly(limited)
 
     def test_gunicorns_shorter_limit_for_the_end_of_a_connection_applies(self, monkeypatch):
-        monkeypatch.setattr(worker, "EXCHANGE_SECONDS", 60.0)
+        monkeypatch.setattr(connections, "EXCHANGE_SECONDS", 60.0)
         ours, theirs = socket.socketpair()
         connection = SimpleNamespace(sock=ours)
-        worker.limit_connection(connection)
+        connections.limit_connection(connection)
         with connection.sock as limited, theirs:
             limited.setblocking(True)
             limited.settimeout(0.05)
@@ -248,19 +247,20 @@ class TestSlowClients:
                 limited.recv(1)
             assert limited.gettimeout() == 0.05
 
-    def test_a_handshake_has_a_time_out(self):
+    def test_nothing_waits_for_the_client_after_the_answer(self, monkeypatch):
+        """gunicorn closes connections in its main thread, which serves all clients."""
+        monkeypatch.setattr(connections, "EXCHANGE_SECONDS", 3600.0)
         ours, theirs = socket.socketpair()
         connection = SimpleNamespace(sock=ours)
-        worker.limit_connection(connection)
-        connection.sock.setblocking(True)
-        context = worker.make_context(None, lambda: ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
-        with theirs, context.wrap_socket(connection.sock, True, do_handshake_on_connect=False) as tls:
-            with pytest.raises(ConnectionResetError, match="in time"):
-                tls.do_handshake()
-            tls.setblocking(True)
-            assert tls.gettimeout() == 0.05
+        connections.limit_connection(connection)
+        with connection.sock as limited, theirs:
+            limited.setblocking(True)
+            limited.shutdown(socket.SHUT_WR)
+            assert limited.recv(10) == b""
+            theirs.send(b"x")
+            assert limited.recv(10) == b"x"
 
     def test_the_api_uses_both(self, options):
         options.set_override("certificate", "/c.pem", "amp_cluster_api")
         found = gunicorn_options(options)
-        assert (found["worker_class"], found["ssl_context"]) == (worker.Worker, worker.make_context)
+        assert (found["worker_class"], found["ssl_context"]) == (worker.Worker, connections.make_context)

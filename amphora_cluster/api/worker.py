@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""gunicorn's worker, in which a thread gets complete requests only.
+
+gunicorn gives each new connection to a thread. Some clients that died, that send nothing, or that send very slowly
+would hold all threads, and the API would answer no other caller. This worker reads a request in its main loop first.
+
+Invariant: the number of connections whose request is not complete is limited, for each source address and for all. A
+further connection closes the oldest one of the address that has the most. So no client can lock out others.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from functools import partial
+from typing import Any
+
+from gunicorn import http, sock
+from gunicorn.workers.gthread import ThreadWorker
+
+from amphora_cluster.api.attempts import network_of
+from amphora_cluster.api.connections import limit_connection
+from amphora_cluster.api.reading import ConnectionEnded, IncomingRequest
+from amphora_driver.untrusted_text import printable
+
+LOG = logging.getLogger(__name__)
+# Connections of one worker process whose request is not complete, from one source address and from all.
+MOST_OF_SOURCE, MOST_INCOMPLETE = 64, 512
+_WARN_SECONDS = 60.0
+
+
+class Worker(ThreadWorker):
+    """A worker process."""
+
+    def __init__(self, *words: Any, **named: Any) -> None:
+        super().__init__(*words, **named)
+        # The oldest connection is the first one.
+        self._incoming: dict[Any, IncomingRequest] = {}
+        self._warned_at = float("-inf")
+
+    def enqueue_req(self, conn: Any) -> None:
+        """Read the request of a new connection, before a thread gets it."""
+        limit_connection(conn)
+        try:
+            conn.sock.setblocking(False)
+            if conn.cfg.is_ssl:
+                conn.sock = sock.ssl_wrap_socket(conn.sock, conn.cfg)
+        except OSError:
+            self._end(conn)
+            return
+        self._make_room(_source(conn))
+        self._incoming[conn] = incoming = IncomingRequest(conn.sock, time.monotonic())
+        self.poller.register(conn.sock, incoming.events, partial(self._read, conn))
+
+    def murder_keepalived(self, *words: Any, **named: Any) -> None:
+        """Close connections whose request has not arrived in time. gunicorn calls this method every second."""
+        super().murder_keepalived(*words, **named)
+        now = time.monotonic()
+        for conn in [one for one, incoming in self._incoming.items() if incoming.expires <= now]:
+            self._drop(conn)
+
+    def _read(self, conn: Any, _socket: Any) -> None:
+        incoming = self._incoming.get(conn)
+        if incoming is None:
+            # An earlier event of the same round has closed the connection.
+            return
+        try:
+            incoming.advance(time.monotonic())
+        except ConnectionEnded:
+            self._drop(conn)
+            return
+        if not incoming.complete:
+            self.poller.modify(conn.sock, incoming.events, partial(self._read, conn))
+            return
+        self.poller.unregister(conn.sock)
+        del self._incoming[conn]
+        # gunicorn would add TLS again, and wait for data again.
+        conn.parser = http.get_parser(conn.cfg, conn.sock, conn.client)
+        conn.initialized = conn.data_ready = True
+        super().enqueue_req(conn)
+
+    def _make_room(self, source: str) -> None:
+        numbers = Counter(map(_source, self._incoming))
+        if numbers[source] < MOST_OF_SOURCE:
+            if len(self._incoming) < MOST_INCOMPLETE:
+                return
+            [(source, _)] = numbers.most_common(1)
+        oldest = next(one for one in self._incoming if _source(one) == source)
+        self._drop(oldest)
+        now = time.monotonic()
+        if now - self._warned_at > _WARN_SECONDS:
+            self._warned_at = now
+            LOG.warning(
+                "the API closes the oldest connections from %s whose requests are not complete, because there are %d "
+                "from this address, and %d in total",
+                printable(source, 64),
+                numbers[source],
+                sum(numbers.values()),
+            )
+
+    def _drop(self, conn: Any) -> None:
+        del self._incoming[conn]
+        self.poller.unregister(conn.sock)
+        self._end(conn)
+
+    def _end(self, conn: Any) -> None:
+        self.nr_conns -= 1
+        conn.close()
+
+
+def _source(conn: Any) -> str:
+    return network_of(conn.client[0] if isinstance(conn.client, tuple) else "")
