@@ -4,10 +4,11 @@
 Semantics, for each server:
 
 * **Joining.** A server without members is WAITING until it is ACTIVE and has an address. Then its members join, and it
-  is JOINING until all of them are ONLINE, or NO_MONITOR in a pool without monitor. A member whose weight is 0 by
-  definition of the group never becomes ONLINE: DRAINING counts for it. After `join_timeout` in one of these states the
-  server is FAILED with the reason. A server in ERROR, and one with a conflict, is FAILED at once. The plan continues to
-  join a failed server, and its members stay: it becomes SERVING as soon as the cause is gone.
+  is JOINING until all of them are ONLINE, or NO_MONITOR in a pool without monitor, and none has a pending change or the
+  weight 0 of a drain. A member whose weight is 0 by definition of the group never becomes ONLINE: DRAINING counts for
+  it. After `join_timeout` in one of these states the server is FAILED with the reason. A server in ERROR, and one with
+  a conflict, is FAILED at once. The plan continues to join a failed server, and its members stay: it becomes SERVING as
+  soon as the cause is gone.
 * **Serving.** A status other than ACTIVE (SHUTOFF, ERROR, REBOOT) removes no member: the health monitor decides about
   traffic. If a member is in ERROR, the server is UNHEALTHY with time and reason. Only ERROR counts, because Octavia
   shows OFFLINE and NO_MONITOR for moments after changes, and a consumer of this state replaces servers.
@@ -302,7 +303,15 @@ def _leave(server_id: str, members: tuple[Member, ...]) -> Step:
 
 
 def _all_serve(pool: Pool, server: ServerMembers) -> bool:
-    return all(_serves(pool, member, change) for member, change in server.current)
+    return all(
+        _serves(pool, member, change) and not _pending(member) and not _is_drained(member, change)
+        for member, change in server.current
+    )
+
+
+def _is_drained(member: Member, change: MemberChange) -> bool:
+    """Whether the member still has the weight 0 of a drain. Until then, its status says nothing about requests."""
+    return member.weight == 0 and change.weight != 0
 
 
 def _serves(pool: Pool, member: Member, change: MemberChange | None = None) -> bool:

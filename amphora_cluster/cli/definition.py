@@ -179,15 +179,26 @@ def check_pool(octavia: OctaviaPools, group: Group) -> None:
 
     Raises:
         CloudError: the pool does not exist, or the credential does not permit to read it.
-        RequestError: a member that the group did not create has its tag.
+        ConfigurationError: the credential belongs to another project.
+        RequestError: the pool belongs to another load balancer, or a member that the group did not create has its tag.
     """
+    octavia.require_project()
     pool = octavia.read_pool(group)
+    if pool.load_balancer_id != group.load_balancer_id:
+        happened = f"pool {pool.id} belongs to load balancer {pool.load_balancer_id}, not to {group.load_balancer_id}"
+        raise RequestError("create the group", happened, f"Use --load-balancer {pool.load_balancer_id}.")
     if any(group.tag in one.tags for one in pool.members) and not group.owns_load_balancer:
         raise RequestError("create the group", f"members of the pool have the tag {group.tag} already", "Use a new id.")
 
 
 def check_credential(octavia: OctaviaPools, group: Group) -> None:
-    """Read the pool of a group with a new credential; raises CloudError if it is refused."""
+    """Read the pool of a group with a new credential.
+
+    Raises:
+        CloudError: the credential is refused.
+        ConfigurationError: the credential belongs to another project.
+    """
+    octavia.require_project()
     octavia.read_pool(group)
 
 

@@ -26,6 +26,7 @@ import msgspec
 from amphora_cluster.cloud.errors import CloudError, Missing
 from amphora_cluster.cloud.heat import HeatStacks
 from amphora_cluster.cloud.session import CloudConnection
+from amphora_cluster.members import GONE
 from amphora_cluster.model import Address, Selector, SelectorKind, Server
 
 # Minimum microversion of Nova's API, which Nova has since OpenStack Stein (2019). Servers of a cell that does not
@@ -143,11 +144,17 @@ class NovaServers:
             fresh: do not use a list that another group has read; needed for servers of a new request.
 
         Raises:
-            Missing: the server group or the stack does not exist.
+            Missing: the server group or the stack does not exist, and not all known servers are deleted.
             CloudError: Nova or Heat refuses the request, or does not answer.
         """
         wanted = "read the servers of the group"
-        ids = self._ids(selector, wanted)
+        try:
+            ids = self._ids(selector, wanted)
+        except Missing:
+            # The user deleted the stack or the server group. Its deletion alone proves nothing about the servers.
+            if known and not any(self._exists(one, wanted) for one in sorted(known)):
+                return ()
+            raise
         selected = _condition(selector, ids)
         if selector.kind is SelectorKind.TAG:
             listed = self._pages([("tags", selector.value)], wanted)
@@ -205,6 +212,10 @@ class NovaServers:
             # link to the next one.
             if not (page.servers and page.servers_links):
                 return found
+
+    def _exists(self, server_id: str, wanted: str) -> bool:
+        found = self._server(server_id, wanted)
+        return found is not None and found.status not in GONE
 
     def _server(self, server_id: str, wanted: str) -> ServerRecord | None:
         try:

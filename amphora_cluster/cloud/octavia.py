@@ -32,7 +32,7 @@ T = TypeVar("T")
 # API version with additive batches (OpenStack Train, 2019). An older Octavia would delete all members that a batch does
 # not name.
 _NEEDED = (2, 11)
-_POOL_FIELDS = ("id", "healthmonitor_id", "listeners")
+_POOL_FIELDS = ("id", "healthmonitor_id", "listeners", "loadbalancers")
 _FIRST_WAIT, _LONGEST_WAIT = 0.1, 1.0
 _LB = "/v2/lbaas/loadbalancers"
 
@@ -50,6 +50,7 @@ class _PoolBody(msgspec.Struct, frozen=True):
     id: str
     healthmonitor_id: str | None = None
     listeners: list[_Id] = []
+    loadbalancers: list[_Id] = []
 
 
 class _PoolAnswer(msgspec.Struct, frozen=True):
@@ -144,13 +145,17 @@ class OctaviaPools:
         members = tuple(one.member() for one in self._members(group.pool_id, wanted))
         return Pool(
             id=pool.id,
-            load_balancer_id=group.load_balancer_id,
+            load_balancer_id=next((one.id for one in pool.loadbalancers), group.load_balancer_id),
             has_monitor=self._has_monitor(pool, members, wanted),
             changeable=balancer.loadbalancer.provisioning_status == "ACTIVE",
             failed=balancer.loadbalancer.provisioning_status == "ERROR",
             members=members,
             active_connections=active,
         )
+
+    def require_project(self) -> None:
+        """Refuse an application credential of another project; see `CloudConnection.require_project`."""
+        self._connection.require_project()
 
     def load_balancer_status(self, load_balancer_id: str) -> str:
         """Return the provisioning status of a load balancer; `DELETED` if it does not exist."""

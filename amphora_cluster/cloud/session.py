@@ -137,6 +137,29 @@ class CloudConnection:
         last = url.rpartition("/")[2]
         return url[: -len(last) - 1] if last.startswith("v") and last[1:2].isdigit() else url
 
+    def require_project(self) -> None:
+        """Refuse an application credential that belongs to another project than the group.
+
+        With such a credential, Nova would list other servers, and the servers of the group would leave the pool.
+
+        Raises:
+            ConfigurationError: it belongs to another project.
+            CredentialRefused: Keystone does not accept it.
+            CloudError: Keystone does not answer.
+        """
+        if self.settings.without_keystone:
+            return
+        wanted = "use the application credential"
+        try:
+            found = self._adapter("octavia").get_project_id()
+        except AmphoraDriverError:
+            raise
+        except Exception as error:
+            raise no_answer(error, wanted) from error
+        if found != self.project_id:
+            happened = f"it belongs to project {found}, and the group to project {self.project_id}"
+            raise ConfigurationError(wanted, happened, "Create an application credential in the project of the group.")
+
     def _project(self) -> dict[str, str]:
         return {_PROJECT_HEADER: self.project_id} if self.settings.without_keystone else {}
 

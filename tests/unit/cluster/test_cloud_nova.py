@@ -155,6 +155,21 @@ class TestMissingServers:
         assert "b" not in ids(make().servers(selector))
 
 
+class TestMissingSource:
+    """The user deleted the server group, for example together with its servers."""
+
+    def test_deleted_servers_leave(self, make, fleet):
+        fleet.remove("a", "c")
+        assert make().servers(selected("server_group", "unknown"), known=["a", "c"]) == ()
+        assert fleet.calls["servers/ID"] == 2
+
+    @pytest.mark.parametrize("known", [[], ["a", "b"]])
+    def test_a_server_that_exists_is_an_error(self, make, fleet, known):
+        fleet.remove("a")
+        with pytest.raises(Missing):
+            make().servers(selected("server_group", "unknown"), known=known)
+
+
 class TestSubnets:
     def test_subnets_are_read_once_for_the_same_addresses(self, make, stub):
         stub.add("a", "192.0.2.1", subnet_id="one")

@@ -35,6 +35,19 @@ def test_zeros_of_a_provider_without_statistics_are_no_number(active, total, kno
     assert pool.active_connections == known
 
 
+@pytest.mark.parametrize(("shown", "found"), [([{"id": "lb2"}], "lb2"), ([], "lb")])
+def test_the_load_balancer_of_a_pool(shown, found):
+    def answer(method, path, *more):
+        status, document, headers = answering()(method, path, *more)
+        if "pool" in document:
+            assert "fields=loadbalancers" in path
+            document["pool"]["loadbalancers"] = shown
+        return status, document, headers
+
+    with serving(answer) as url:
+        assert OctaviaPools(connect(url)).read_pool(group()).load_balancer_id == found
+
+
 @pytest.mark.parametrize(("status", "states"), [("ACTIVE", (True, False)), ("ERROR", (False, True)),
                                                 ("PENDING_UPDATE", (False, False))])  # fmt: skip
 def test_the_states_of_a_load_balancer(status, states):

@@ -240,6 +240,16 @@ class TestApplicationCredentials:
         with pytest.raises(ConfigurationError):
             connection.request("octavia", "GET", "/x", kind=dict, wanted="read x")
 
+    def test_a_credential_of_another_project_is_refused(self, keystone):
+        settings = CloudSettings(auth_url=keystone.url + "/v3")
+        CloudConnection(settings, CREDENTIAL, "p1").require_project()
+        with pytest.raises(ConfigurationError, match="it belongs to project p1, and the group to project p2"):
+            CloudConnection(settings, CREDENTIAL, "p2").require_project()
+        keystone.status = 401
+        with pytest.raises(CredentialRefused):
+            CloudConnection(settings, CREDENTIAL, "p1").require_project()
+        connect(keystone.url).require_project()
+
     def test_a_group_without_a_credential(self, keystone):
         connection = CloudConnection(CloudSettings(auth_url=keystone.url + "/v3"), None, "p1")
         with pytest.raises(ConfigurationError, match="no application credential"):

@@ -36,7 +36,7 @@ from amphora_cluster.model import (
 from amphora_cluster.policy import from_mapping
 from amphora_driver.cli.main import COMMANDS, Amphoractl
 from amphora_driver.database.vault import Vault
-from amphora_driver.errors import StoreError
+from amphora_driver.errors import ConfigurationError, StoreError
 
 SETUP = Path(__file__).parents[3] / "setup.cfg"
 SUBNET, VIP = "5b000000-0000-4000-8000-000000000001", "5b000000-0000-4000-8000-000000000002"
@@ -64,16 +64,21 @@ class Octavia:
 
     def __init__(self):
         self.pool = Pool(id="pool", load_balancer_id="lb", has_monitor=True, changeable=True, members=())
-        self.error, self.made, self.deleted = None, [], []
+        self.error, self.foreign, self.made, self.deleted = None, None, [], []
+        self.policy_pool = msgspec.structs.replace(self.pool, id="pool9", load_balancer_id="lb9")
 
     def __call__(self, conf, credential, project_id):
         self.credential, self.project_id = credential, project_id
         return self
 
+    def require_project(self):
+        if self.foreign:
+            raise self.foreign
+
     def read_pool(self, group):
         if self.error is not None:
             raise self.error
-        return self.pool
+        return self.policy_pool if group.owns_load_balancer else self.pool
 
     def create_load_balancer(self, group_id, body):
         self.made.append((group_id, body))
@@ -319,6 +324,24 @@ def test_an_unusable_credential_file_is_refused(run, credential_file, content, m
     found = run("create", "web", *words, fails=True)
     assert error in found
     assert "hush" not in found
+
+
+def test_a_pool_of_another_load_balancer_is_refused(run, octavia, credential_file, stores):
+    words = ("--tag", "web", "--load-balancer", "other", "--pool", "pool", "--port", "80")
+    error = run("create", "web", *words, "--credential-file", str(credential_file), fails=True)
+    assert "pool pool belongs to load balancer lb, not to other" in error
+    assert "Use --load-balancer lb." in error
+    assert stores.groups.list_groups() == ()
+
+
+def test_a_credential_of_another_project_is_refused(run, octavia, credential_file, stores):
+    words = ("--tag", "web", *POOL, "--port", "80", "--credential-file", str(credential_file))
+    run("create", "web", *words)
+    before = stores.groups.find("web").group
+    octavia.foreign = ConfigurationError("use the application credential", "it belongs to project p8", "Create one.")
+    for line in (("create", "more", *words), ("set", "web", "--credential-file", str(credential_file))):
+        assert "it belongs to project p8" in run(*line, fails=True)
+    assert [one.group for one in stores.groups.list_groups()] == [before]
 
 
 def test_a_credential_is_read_from_standard_input(run, stores, monkeypatch):

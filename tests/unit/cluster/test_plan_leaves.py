@@ -159,6 +159,21 @@ def test_a_join_request_ends_a_drain():
     assert (result.nodes[0].state, result.nodes[0].drain_began_at) == (NodeState.JOINING, None)
 
 
+@pytest.mark.parametrize(("has_monitor", "status"), [(True, "ONLINE"), (False, "NO_MONITOR")])
+def test_a_drained_server_joins_when_its_weight_is_confirmed(has_monitor, status):
+    """Octavia still shows the status of the time before the drain."""
+    joins = node(state=NodeState.WAITING)
+    members = pool(member(weight=0, status=status), has_monitor=has_monitor)
+    result = planned(group(), [server()], members, [joins])
+    assert steps_of(result) == [("repair", "s1", [(80, 1)])]
+    assert result.nodes[0].state is NodeState.JOINING
+    pending = pool(member(status=status, provisioning_status="PENDING_UPDATE"), has_monitor=has_monitor)
+    waiting = planned(group(), [server()], pending, result.nodes)
+    assert waiting.nodes[0].state is NodeState.JOINING
+    done = planned(group(), [server()], pool(member(status=status), has_monitor=has_monitor), waiting.nodes)
+    assert done.nodes[0].state is NodeState.SERVING
+
+
 @pytest.mark.parametrize("status", [None, "DELETED", "SOFT_DELETED"])
 @pytest.mark.parametrize("known", [node(), node(state=NodeState.UNHEALTHY), leaving()])
 def test_a_vanished_server_is_removed_at_once(status, known):
