@@ -28,9 +28,10 @@ OPTIONS: dict[str, dict[cfg.Opt, str]] = {
             "Number of threads in each process. At most all but two of them wait for the end of requests. 2 to 256."
         ),
         cfg.IntOpt("failed_attempts", default=10, min=0, max=100000): (
-            "Number of failed authentications of one source address without a pause. Each further one begins a pause, "
-            "of 1 to 60 s, in which unknown callers from this address get the status 429. The limit of a group, for "
-            "all addresses together, is ten times as high. 0 disables both. 0 to 100000."
+            "Number of failed authentications of one source address without a pause, for all worker processes of this "
+            "host together. Each further one begins a pause, of 1 to 60 s, in which unknown callers from this address "
+            "get the status 429. The limit of a group, for all addresses together, is ten times as high. 0 disables "
+            "both. 0 to 100000."
         ),
         cfg.FloatOpt("longest_wait", default=300.0, min=0.0, max=3600.0): (
             "Longest time in seconds for which a request can wait for its end with ?wait=SECONDS. 0 to 3600."

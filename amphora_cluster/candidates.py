@@ -24,13 +24,13 @@ def choose(
     count: int,
     criterion: Criterion,
     rng: Random,
-    load: Mapping[str, int],
+    load: Mapping[str, float],
     first: Sequence[str] = (),
 ) -> tuple[str, ...]:
     """The ids of `count` servers, or of all if there are fewer.
 
     Args:
-        load: connections by server id. A server without a number counts as idle, because it has no members.
+        load: a number by server id. A server without a number may be the busiest one, so it is chosen last.
         first: ids of servers that are chosen before all others, for example unhealthy ones.
     """
     preferred = [server.id for one in first for server in servers if server.id == one]
@@ -39,7 +39,9 @@ def choose(
     if criterion is Criterion.RANDOM:
         chosen = _random([server.id for server in others], wanted, rng)
     elif criterion is Criterion.LEAST_LOADED:
-        chosen = [one.id for one in sorted(others, key=lambda one: (load.get(one.id, 0), one.created_at, one.id))]
+        chosen = [
+            one.id for one in sorted(others, key=lambda one: (load.get(one.id, math.inf), one.created_at, one.id))
+        ]
     else:
         youngest = criterion is Criterion.YOUNGEST
         ordered = sorted(others, key=lambda one: (one.created_at, one.id), reverse=youngest)

@@ -86,6 +86,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
         drain_on_idle: a drain ends early if the statistics show no connection.
         minimum: smallest number of serving servers; a request for fewer is refused.
         join_timeout: seconds until a joining server counts as failed.
+        load_metadata: key of the server metadata with the load, for the criterion `least_loaded`; empty for none.
     """
 
     id: str
@@ -100,6 +101,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     drain_on_idle: bool = True
     minimum: int = 0
     join_timeout: int = 300
+    load_metadata: str = ""
 
     @property
     def tag(self) -> str:

@@ -310,7 +310,7 @@ def _all_serve(pool: Pool, server: ServerMembers) -> bool:
 
 
 def _is_drained(member: Member, change: MemberChange) -> bool:
-    """Whether the member still has the weight 0 of a drain. Until then, its status says nothing about requests."""
+    """Whether the member still has the weight 0 of a drain: its status is the one before the drain."""
     return member.weight == 0 and change.weight != 0
 
 

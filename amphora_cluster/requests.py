@@ -41,7 +41,8 @@ _FAULTY = (NodeState.FAILED, NodeState.UNHEALTHY)
 # Maximum number of servers that the source of a group does not show yet.
 MOST_EXPECTED = 1000
 NO_ID = "The group has no such server. Send the id that Nova shows, not the name."
-NO_LOAD = "Octavia has no statistics of single servers, so least_loaded chooses the oldest one."
+NO_LOAD = "No server has metadata with its load, so least_loaded chooses the oldest one."
+_LOAD = re.compile(r"[0-9]{1,12}([.][0-9]{1,12})?", re.ASCII)
 
 
 class Applied(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,7 +64,6 @@ def apply_request(
     nodes: tuple[Node, ...],
     now: float,
     rng: Random,
-    load: Mapping[str, int],
 ) -> Applied:
     """Record a request.
 
@@ -71,7 +71,6 @@ def apply_request(
         servers: all servers that the source of the group shows.
         nodes: all recorded nodes of the group.
         now: seconds since 1970.
-        load: connections by server id, for the criterion `least_loaded`.
     """
     shown = {server.id: server for server in servers if server.selected and server.status not in GONE}
     recorded = {node.server_id: node for node in nodes}
@@ -80,6 +79,7 @@ def apply_request(
         return Applied(request=msgspec.structs.replace(request, servers=named or tuple({**recorded, **shown})))
     if not named and request.count <= 0:
         return _refused(request, "The request names neither servers nor a count.", now)
+    load = loads(group, tuple(shown.values()))
     chosen = named or _chosen(request, shown, recorded, rng, load)
     request = msgspec.structs.replace(request, servers=chosen)
     if not chosen:
@@ -116,6 +116,16 @@ def outcome(request: Request, nodes: tuple[Node, ...], now: float) -> Request:
     return msgspec.structs.replace(request, outcome=found, ended_at=now if ended else None)
 
 
+def loads(group: Group, servers: tuple[Server, ...]) -> dict[str, float]:
+    """The load of each server whose metadata states one, for the criterion `least_loaded`.
+
+    No other public API has it for the owner of servers: Octavia has no statistics of single members, and Nova shows
+    diagnostics to administrators only.
+    """
+    found = {one.id: one.metadata.get(group.load_metadata, "").strip() for one in servers if group.load_metadata}
+    return {one: float(text) for one, text in found.items() if _LOAD.fullmatch(text)}
+
+
 def expected(nodes: tuple[Node, ...]) -> int:
     """The number of servers that a join named before the source of the group shows them."""
     return sum(map(is_expected, nodes))
@@ -137,7 +147,7 @@ def _refused(request: Request, reason: str, now: float) -> Applied:
 
 
 def _chosen(
-    request: Request, shown: Mapping[str, Server], recorded: Mapping[str, Node], rng: Random, load: Mapping[str, int]
+    request: Request, shown: Mapping[str, Server], recorded: Mapping[str, Node], rng: Random, load: Mapping[str, float]
 ) -> tuple[str, ...]:
     leaving = {one for one, node in recorded.items() if node.leaving}
     if request.kind is RequestKind.JOIN:

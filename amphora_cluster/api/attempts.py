@@ -70,7 +70,9 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FailedAttempts:
-    """The failed authentications. Its methods are safe for threads, and for processes that are forked later.
+    """The failed authentications. Its methods are safe for threads and for processes.
+
+    Processes that are forked later share it.
 
     Args:
         most: failures of one source address without a pause; 0 for no limit.

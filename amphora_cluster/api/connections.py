@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connections of the API: time limits, and bytes that were read before a thread uses the connection.
+"""The connections of the API: time limits, and bytes that were read in advance.
 
 gunicorn itself waits without a limit for the rest of a request, and for a client that does not read its answer.
 """

@@ -67,6 +67,11 @@ PROTECTION: tuple[Argument, ...] = (
         metavar="SECONDS",
         help="Seconds until a joining server counts as failed.",
     ),
+    argument(
+        "--load-metadata",
+        metavar="KEY",
+        help="The load of a server is the number in this metadata of it, for the criterion least_loaded.",
+    ),
 )
 MEMBERS: tuple[Argument, ...] = (
     argument(
@@ -137,9 +142,10 @@ def read_template(parsed: argparse.Namespace, policy: PolicySpec | None) -> Memb
     )
 
 
-def protection(parsed: argparse.Namespace) -> dict[str, int]:
+def protection(parsed: argparse.Namespace) -> dict[str, Any]:
     """Return the values of `PROTECTION` that are given."""
-    values = {name: getattr(parsed, name) for name in ("drain_seconds", "minimum", "join_timeout")}
+    names_ = ("drain_seconds", "minimum", "join_timeout", "load_metadata")
+    values = {name: getattr(parsed, name) for name in names_}
     return {name: value for name, value in values.items() if value is not None}
 
 

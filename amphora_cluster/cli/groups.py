@@ -284,6 +284,7 @@ def _details(record: GroupRecord, nodes: tuple[Node, ...]) -> dict[str, Any]:
         "Drain seconds": group.drain_seconds,
         "Minimum": group.minimum,
         "Join timeout": group.join_timeout,
+        "Load metadata": group.load_metadata,
         "Created": Timestamp(record.created_at),
         "Last pass": Timestamp(record.passed_at),
         "Worked on by": Value(record.owner),

@@ -33,8 +33,8 @@ _CRITERION = argument(
     "--criterion",
     choices=[one.value for one in Criterion],
     default=Criterion.RANDOM.value,
-    help="The choice with --count (default: random). Unhealthy servers are chosen first. Octavia has no statistics of "
-    "single servers, so least_loaded chooses the oldest one.",
+    help="The choice with --count (default: random). Unhealthy servers are chosen first. least_loaded needs a group "
+    "with --load-metadata; otherwise it chooses the oldest one.",
 )
 _LIMIT = argument("--limit", type=int, default=100, metavar="NUMBER", help="Number of rows (default: 100).")
 

@@ -156,7 +156,7 @@ class GroupPass:
         for one in stored:
             request = one.request
             if not one.applied:
-                result = requests.apply_request(group, request, servers, nodes, now, self._rng, {})
+                result = requests.apply_request(group, request, servers, nodes, now, self._rng)
                 nodes, request = _merged(nodes, result.nodes), result.request
             applied.append(StoredRequest(request=request, applied=True))
         return nodes, tuple(applied)
@@ -300,7 +300,7 @@ class GroupPass:
         if staying:
             leave = Request(id="", group_id=group.id, kind=RequestKind.LEAVE, servers=staying)
             free = msgspec.structs.replace(group, minimum=0)
-            nodes = _merged(nodes, requests.apply_request(free, leave, servers, nodes, now, self._rng, {}).nodes)
+            nodes = _merged(nodes, requests.apply_request(free, leave, servers, nodes, now, self._rng).nodes)
         planned = plan(group, servers, pool, nodes, self._moment(group, now))
         refused = tuple(_refusal(one, _DELETED, now) for one in claimed.requests if not one.applied)
         running = tuple(one for one in claimed.requests if one.applied)

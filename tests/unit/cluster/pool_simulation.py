@@ -155,7 +155,7 @@ class PoolSimulation:
             created_at=self.now,
         )
         before = self.nodes[one]
-        applied = apply_request(self.groups[one], request, self.shown(one), before, self.now, self.rng, {})
+        applied = apply_request(self.groups[one], request, self.shown(one), before, self.now, self.rng)
         changed = {node.server_id: node for node in before} | {node.server_id: node for node in applied.nodes}
         self.nodes[one] = tuple(changed.values())
         self.requests.append(applied.request)

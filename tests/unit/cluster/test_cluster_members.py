@@ -87,7 +87,7 @@ SERVERS = [server(f"s{number}", number, created_at=float(created)) for number, c
     [
         (Criterion.OLDEST, ("s2", "s3", "s1")),
         (Criterion.YOUNGEST, ("s1", "s3", "s2")),
-        (Criterion.LEAST_LOADED, ("s3", "s1", "s2")),
+        (Criterion.LEAST_LOADED, ("s1", "s2", "s3")),
     ],
 )
 def test_choice(criterion, expected):

@@ -3,6 +3,7 @@
 
 import random
 
+import msgspec
 import pytest
 from cluster_data import NOW, group, node, server
 
@@ -25,8 +26,13 @@ def request(kind, *servers, count=0, criterion=Criterion.OLDEST):
     )
 
 
-def applied(made, nodes=(), servers=SERVERS, load=None, **changes):
-    return apply_request(group(**changes), made, tuple(servers), tuple(nodes), NOW, random.Random(1), load or {})
+def applied(made, nodes=(), servers=SERVERS, **changes):
+    return apply_request(group(**changes), made, tuple(servers), tuple(nodes), NOW, random.Random(1))
+
+
+def loaded(**load):
+    """The servers with metadata about their load."""
+    return [msgspec.structs.replace(one, metadata={"load": load[one.id]} if one.id in load else {}) for one in SERVERS]
 
 
 def all_serve(*but):
@@ -123,7 +129,9 @@ def test_an_id_in_upper_case_names_the_same_server(kind):
 def test_a_choice_without_numbers_says_so():
     made = request("leave", count=1, criterion=Criterion.LEAST_LOADED)
     assert [(one.server_id, one.reason) for one in applied(made, all_serve()).nodes] == [("s1", NO_LOAD)]
-    assert [one.reason for one in applied(made, all_serve(), load={"s1": 1}).nodes] == [""]
+    assert [one.reason for one in applied(made, all_serve(), loaded(s1="1")).nodes] == [NO_LOAD], "another key"
+    known = applied(made, all_serve(), loaded(s3="1"), load_metadata="load").nodes
+    assert [(one.server_id, one.reason) for one in known] == [("s3", "")]
     named = request("leave", "s1", criterion=Criterion.LEAST_LOADED)
     assert [one.reason for one in applied(named, all_serve()).nodes] == [""]
 
@@ -180,10 +188,17 @@ def test_a_draining_server_does_not_count():
     ],
 )
 def test_servers_of_a_count_that_leave(count, criterion, nodes, chosen):
-    load = {"s1": 9, "s2": 5, "s3": 1, "s4": 7}
-    result = applied(request("leave", count=count, criterion=criterion), nodes, load=load)
+    servers = loaded(s1="9", s2=" 5.25", s3="0", s4="7")
+    result = applied(request("leave", count=count, criterion=criterion), nodes, servers, load_metadata="load")
     assert result.request.servers == chosen
     assert {one.server_id for one in result.nodes} == set(chosen)
+
+
+@pytest.mark.parametrize("text", ["", "-1", "nan", "inf", "1e3", "\u0663", "1,5", "9" * 400, "low"])
+def test_a_load_that_is_no_number_is_chosen_last(text):
+    made = request("leave", count=1, criterion=Criterion.LEAST_LOADED)
+    result = applied(made, all_serve(), loaded(s1=text, s4="1000"), load_metadata="load")
+    assert result.request.servers == ("s4",)
 
 
 def test_servers_of_a_count_that_join():

@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """`amphoractl group …` with a real database; Octavia is replaced where a command calls it."""
 
-import configparser
 import importlib
 import io
 import json
 import logging
 import threading
 import time
-from pathlib import Path
 
 import msgspec
 import pytest
 from cliff.commandmanager import CommandManager
 from cryptography.fernet import Fernet
+from group_cli import Octavia, run_amphoractl
 
 from amphora_cluster import config
 from amphora_cluster.cli import definition
@@ -27,7 +26,6 @@ from amphora_cluster.model import (
     Member,
     Node,
     NodeState,
-    Pool,
     RequestKind,
     Selector,
     SelectorKind,
@@ -38,55 +36,9 @@ from amphora_driver.cli.main import COMMANDS, Amphoractl
 from amphora_driver.database.vault import Vault
 from amphora_driver.errors import ConfigurationError, StoreError
 
-SETUP = Path(__file__).parents[3] / "setup.cfg"
 SUBNET, VIP = "5b000000-0000-4000-8000-000000000001", "5b000000-0000-4000-8000-000000000002"
 POLICY = {"pool": {"subnet": SUBNET, "protocol_port": 8080}, "vip": {"subnet": VIP, "protocol_port": 80}}
 POOL = ("--load-balancer", "lb", "--pool", "pool")
-
-
-def run_amphoractl(path, *words):
-    """Run one command line; return its status, standard output and standard error."""
-    commands = CommandManager(COMMANDS)
-    parser = configparser.ConfigParser()
-    parser.read(SETUP)
-    for line in parser["options.entry_points"][COMMANDS].strip().splitlines():
-        name, target = (part.strip() for part in line.split("="))
-        module, attribute = target.split(":")
-        if module.startswith("amphora_cluster"):
-            commands.add_command(name.replace("_", " "), getattr(importlib.import_module(module), attribute))
-    out, err = io.StringIO(), io.StringIO()
-    status = Amphoractl(commands, stdout=out, stderr=err).run(["--config-file", str(path), *words])
-    return status, out.getvalue(), err.getvalue()
-
-
-class Octavia:
-    """Octavia as `group create` uses it."""
-
-    def __init__(self):
-        self.pool = Pool(id="pool", load_balancer_id="lb", has_monitor=True, changeable=True, members=())
-        self.error, self.foreign, self.made, self.deleted = None, None, [], []
-        self.policy_pool = msgspec.structs.replace(self.pool, id="pool9", load_balancer_id="lb9")
-
-    def __call__(self, conf, credential, project_id):
-        self.credential, self.project_id = credential, project_id
-        return self
-
-    def require_project(self):
-        if self.foreign:
-            raise self.foreign
-
-    def read_pool(self, group):
-        if self.error is not None:
-            raise self.error
-        return self.policy_pool if group.owns_load_balancer else self.pool
-
-    def create_load_balancer(self, group_id, body):
-        self.made.append((group_id, body))
-        return LoadBalancerIds(load_balancer_id="lb9", pool_id="pool9", created=len(self.made) == 1)
-
-    def delete_load_balancer(self, group_id, load_balancer_id):
-        self.deleted.append((group_id, load_balancer_id))
-        return False
 
 
 @pytest.fixture(autouse=True)
@@ -354,11 +306,22 @@ def test_a_credential_is_read_from_standard_input(run, stores, monkeypatch):
 
 def test_a_group_is_changed(run, stores, octavia, credential_file):
     group = stores.add(selector=stores.add("other").selector.__class__(kind=SelectorKind.LIST, servers=("s1", "s2")))
-    words = ("--add-server", "s3", "--remove-server", "s1", "--drain-seconds", "0", "--name", "new")
+    words = (
+        "--add-server",
+        "s3",
+        "--remove-server",
+        "s1",
+        "--drain-seconds",
+        "0",
+        "--name",
+        "new",
+        "--load-metadata",
+        "load",
+    )
     run("set", "g1", *words, "--credential-file", str(credential_file))
     found = stores.groups.get("g1").group
     assert (found.selector.servers, found.drain_seconds, found.name) == (("s2", "s3"), 0, "new")
-    assert found.minimum == group.minimum
+    assert (found.minimum, found.load_metadata) == (group.minimum, "load")
     assert "finds its servers by a selector" in run("set", "other", "--add-server", "s1", fails=True)
     octavia.error = CredentialRefused("read pool", "revoked", final=True)
     assert "revoked" in run("set", "g1", "--credential-file", str(credential_file), fails=True)
