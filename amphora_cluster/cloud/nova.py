@@ -160,10 +160,11 @@ class NovaServers:
             listed = self._pages([("tags", selector.value)], wanted)
         else:
             listed = self._all(wanted, fresh=fresh)
+        shown = {one.id: one for one in listed}
         found = {one.id: one for one in listed if selected(one)}
         former: set[str] = set()
         for server_id in sorted(set(known) - set(found)):
-            one = self._server(server_id, wanted)
+            one = shown.get(server_id) or self._server(server_id, wanted)
             if one is None:
                 continue
             found[server_id] = one

@@ -24,7 +24,7 @@ from amphora_driver.database.clock import JUMP_SECONDS, OFFSET_VALID_SECONDS
 # end of a transaction that has begun before.
 _OLD_TIMES_SECONDS = OFFSET_VALID_SECONDS + 30.0
 # The process forgets the times of a group that it has not seen for this number of seconds.
-_UNUSED_SECONDS = 3600.0
+_UNUSED_SECONDS, _CLEAN_SECONDS = 3600.0, 60.0
 
 
 class ElapsedTimes:
@@ -42,6 +42,7 @@ class ElapsedTimes:
         self._lock = threading.Lock()
         # By group, the moment of the last pass, and for each recorded time of a server the moment of its first sight.
         self._seen: dict[str, tuple[float, dict[tuple[str, float], float]]] = {}
+        self._cleaned_at = self._started
 
     def of_group(self, group_id: str, now: float) -> Callable[[str, float], float]:
         """Return `Moment.elapsed` for one pass over a group.
@@ -55,8 +56,10 @@ class ElapsedTimes:
         found: dict[tuple[str, float], float] = {}
         with self._lock:
             before = self._seen.get(group_id, (0.0, {}))[1]
-            self._seen = {one: seen for one, seen in self._seen.items() if moment - seen[0] < _UNUSED_SECONDS}
             self._seen[group_id] = moment, found
+            if moment - self._cleaned_at > _CLEAN_SECONDS:
+                self._seen = {one: seen for one, seen in self._seen.items() if moment - seen[0] < _UNUSED_SECONDS}
+                self._cleaned_at = moment
 
         def elapsed(server_id: str, recorded: float) -> float:
             key = server_id, recorded

@@ -191,6 +191,11 @@ class TestPending:
             assert (caught.value.final, unknown in caught.value.happened) == (True, True)
         assert pools.load_balancer_status(unknown) == "DELETED"
 
+    def test_the_load_balancer_of_a_pool(self, cloud, pools, make_group):
+        balancer, other = (cloud.served(name, ("member1",)) for name in ("one", "two"))
+        mixed = make_group(other, cloud.pool_of(balancer))
+        assert pools.read_pool(mixed).load_balancer_id == balancer.id
+
 
 class TestPolicies:
     @pytest.mark.parametrize("provider", ["haproxy", "noop_driver"])

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Servers of a resource group, from answers in the form of Heat's API. No test environment has a Heat."""
+"""Servers of a resource group, from answers in the form of Heat's API.
+
+`tests/openstack/test_cluster_heat.py` has a real Heat.
+"""
 
 import msgspec
 import pytest
