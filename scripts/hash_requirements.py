@@ -88,7 +88,14 @@ LISTINGS = (
         "cloud-venv",
         "All OpenStack services except Octavia for tests (tests/openstack/test_cloud.py).",
         ("openstack-venv",),
-        named=("nova>=34,<35", "openstack-placement>=16,<17", "glance>=33,<34", "barbican>=23,<24", "senlin>=16,<17"),
+        named=(
+            "nova>=34,<35",
+            "openstack-placement>=16,<17",
+            "glance>=33,<34",
+            "barbican>=23,<24",
+            "openstack-heat>=27,<28",
+            "senlin>=16,<17",
+        ),
     ),
     Listing("image", "Installs the agent in an image, and does not stay there.", named=("pip",)),
     Listing(
