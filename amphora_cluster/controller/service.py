@@ -49,8 +49,11 @@ _TICK = 0.25
 _REAP_EVERY = 1.0
 # Seconds between two deletions of old requests, events and nonces.
 _PURGE_EVERY = 60.0
-# A stopping controller waits _STOP_TIMEOUT seconds for its running passes. At the stop, it shortens their deadlines to
-# _STOP_GRACE seconds.
+# Seconds after a jump of the database clock in which the controller deletes nothing. If the clock is set back soon, a
+# nonce that was deleted too early would permit the repetition of a signed request.
+_PURGE_PAUSE = 900.0
+# Maximum number of seconds for which a stopping controller waits for its running passes. At the stop, the controller
+# shortens the deadlines of these passes to the second number.
 _STOP_TIMEOUT, _STOP_GRACE = 20.0, 3.0
 # Pause in seconds after an error of the database.
 _ERROR_BACKOFF = 1.0
@@ -294,6 +297,8 @@ class Controller:
             )
 
     def _purge(self) -> None:
+        if self._database.seconds_since_clock_jump() < _PURGE_PAUSE:
+            return
         self._requests.purge(self._conf.amp_cluster.request_retention)
 
     def _on_servers(self, changed: Mapping[str, str]) -> None:
