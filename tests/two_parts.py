@@ -77,7 +77,10 @@ CALM_SECONDS, CALM_PRESSURE, CALM_LOAD = 120.0, 10.0, 0.5
 SHARED_CLOUD = tuple(f"openstack/test_neutron{name}.py" for name in ("", "_fleet", "_ownership", "_races"))
 WHOLE_CLOUD = tuple(
     f"openstack/test_{name}.py"
-    for name in ("cloud", "cloud_operations", "cloud_placement", "cluster", "nova", "nova_fleet", "nova_machines")
+    for name in (
+        *("cloud", "cloud_operations", "cloud_placement", "cluster", "cluster_heat"),
+        *("nova", "nova_fleet", "nova_machines"),
+    )
 )
 # The longest files, longest first, because a long file that starts last would run alone at the end. The rings follow
 # from the slowest on, for the same reason.

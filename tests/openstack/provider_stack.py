@@ -133,7 +133,7 @@ class ProviderStack:
         self.await_ready(name)
 
     def _forwarded(self):
-        return [port for name, port in self.cloud.ports.items() if name != "octavia"]
+        return [port for name, port in self.cloud.ports.items() if name not in ("octavia", "heat")]
 
     def _has_sockets(self, role):
         return any((self.folder / "sockets").glob(f"{role}-*"))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cluster membership with a real Nova, Octavia, Keystone and RabbitMQ: servers of each selector, rights, notifications.
 
-The owner is the user `demo`. The service has the owner's application credential only. There is no Heat.
+The owner is the user `demo`. The service has the owner's application credential only.
 """
 
 import queue

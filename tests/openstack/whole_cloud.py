@@ -31,7 +31,7 @@ FLAVOR, IMAGE_TAG = "amphora", "amphora"
 # Flavors of servers without a guest (plugins/nova_virt/lab.py). The second one needs half of the memory of a host.
 WITHOUT_GUEST, BALLAST = "without-guest", "without-guest-ballast"
 _DATABASES = ("keystone", "neutron", "placement", "glance", "barbican", "nova_api", "nova", "nova_cell0")
-_MORE_DATABASES = ("octavia", "octavia_persistence", "provider")
+_MORE_DATABASES = ("octavia", "octavia_persistence", "provider", "heat")
 # Below the ephemeral ports of the kernel: the services start many connections before the last one listens.
 _FIRST_PORT, _PORTS = 22000, 10
 _NOVA_CONTROL = {"nova-conductor": "Starting conductor node", "nova-scheduler": "Starting scheduler node"}
@@ -214,7 +214,7 @@ def whole_cloud():
             broker = threads.submit(closing.enter_context, rabbitmq.server())
             urls = closing.enter_context(mariadb.server(*names))
         _tune(urls[0])
-        ports = dict(zip(("octavia", *WholeCloud.threads), _ports(number), strict=False))
+        ports = dict(zip(("octavia", "heat", *WholeCloud.threads), _ports(number), strict=False))
         transport = broker.result().url.replace("amqp:", "rabbit:").rstrip("/") + "/"
         made = WholeCloud(folder, dict(zip(names, urls, strict=True)), ports, _prefix(number), transport)
         try:

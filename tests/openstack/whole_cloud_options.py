@@ -18,6 +18,7 @@ class ServiceOptions(Cloud):
     threads: ClassVar = {"keystone": 6, "neutron": 8, "placement": 3, "glance": 3, "nova": 6, "barbican": 3}
     accounts: ClassVar = (
         *((name, "service", ("admin", "service")) for name in ("neutron", "placement", "glance", "nova", "barbican")),
+        ("heat", "service", ("admin", "service")),
         ("octavia", "service", ("admin", "service", "creator")),
         ("demo", "demo", ("member", "load-balancer_member", "creator")),
         ("other", "other", ("member", "load-balancer_member", "creator")),
@@ -29,6 +30,8 @@ class ServiceOptions(Cloud):
         "nova": ("compute", "/v2.1"),
         "barbican": ("key-manager", ""),
         "octavia": ("load-balancer", ""),
+        # Only the tests of `heat_service.py` start it.
+        "heat": ("orchestration", "/v1/%(tenant_id)s"),
     }
 
     def __init__(self, folder, databases, ports, transport):
