@@ -11,8 +11,9 @@ from sqlalchemy.exc import DBAPIError
 from amphora_cluster.cli.stores import load_conf, opened
 from amphora_cluster.database.reencryption import reencrypt
 from amphora_cluster.database.tables import SCHEMA
-from amphora_driver.cli.command import ShowOne, argument
-from amphora_driver.database import migrate, schema_check
+from amphora_driver.cli.command import UPGRADE_ARGUMENTS, ShowOne
+from amphora_driver.database import schema_check
+from amphora_driver.database.operations import schema_values, upgrade_values
 from amphora_driver.errors import StoreError
 
 
@@ -24,45 +25,25 @@ class DatabaseStatus(ShowOne):
         with opened(self.app) as stores:
             try:
                 with stores.database.engine.connect().execution_options(amphora_read_only=True) as connection:
-                    found = schema_check.read_revisions(connection, SCHEMA)
+                    state = schema_check.read_state(connection, SCHEMA)
             except DBAPIError as error:
                 raise StoreError("read from the database", str(error.orig or error)) from error
-        wrong = schema_check.describe_mismatch(found, SCHEMA)
-        happened, remedy = wrong or ("", "")
-        return {
-            "Schema": " ".join(found),
-            "Wanted": schema_check.known_revisions(SCHEMA)[-1],
-            "Fits": wrong is None,
-            "Reason": happened,
-            "What to do": remedy,
-        }
+        return schema_values(state, SCHEMA)
 
 
 class UpgradeDatabase(ShowOne):
     """Create the schema of the database of groups, or upgrade it to this version.
 
-    An interrupted upgrade can be repeated. The command is refused while controllers of another version use it.
+    Processes of the previous version continue to work. Run `--contract` when all processes have this version. An
+    interrupted upgrade can be repeated.
     """
 
-    arguments = (
-        argument(
-            "--force",
-            action="store_true",
-            help="Upgrade even if processes seem to use the database. Use it only if none of them runs.",
-        ),
-    )
+    arguments = UPGRADE_ARGUMENTS
 
     def values(self, parsed_args: argparse.Namespace) -> dict[str, Any]:
         """Upgrade the schema."""
         url = load_conf(self.app).amp_cluster.connection
-        if not parsed_args.force and (names := migrate.active_processes(url, SCHEMA)):
-            raise StoreError(
-                "upgrade the database",
-                f"these processes use it: {', '.join(names)}",
-                f"Stop {SCHEMA.users} on every host. The lease of a crashed process expires after some seconds.",
-            )
-        done = migrate.upgrade(url, SCHEMA)
-        return {"Before": done.before, "After": done.after}
+        return upgrade_values(url, SCHEMA, contract=parsed_args.contract, force=parsed_args.force)
 
 
 class ReencryptSecrets(ShowOne):

@@ -128,10 +128,16 @@ nonce_row = sa.Table(
     sa.Column("expires_at", sa.Double, nullable=False, index=True),
 )
 
+# The table `cluster_schema_minimum` lists the contract migrations that have begun. A process that does not know all of
+# them refuses the database.
+sa.Table("cluster_schema_minimum", metadata, sa.Column("revision", sa.String(32), primary_key=True))
+
 SCHEMA = Schema(
     migrations=Path(__file__).parent / "migrations",
     metadata=metadata,
     version_table="cluster_version",
+    minimum_table="cluster_schema_minimum",
+    rolling_since="0002",
     lock_name="amphora-cluster schema",
     lock_number=0x616D_636C,
     activities=(Activity(table="cluster_group", name="owner", until="leased_until"),),

@@ -71,3 +71,19 @@ def operator_name() -> str:
 def operator_at_host() -> str:
     """Return user@host, in at most 128 characters."""
     return f"{operator_name()}@{socket.gethostname()}"[:_MAX_NAME_LENGTH]
+
+
+# Arguments of the commands that upgrade a schema.
+UPGRADE_ARGUMENTS = (
+    argument(
+        "--contract",
+        action="store_true",
+        help="Also apply the contract migrations, with which processes of the previous version do not work. The "
+        "command is refused while such processes run.",
+    ),
+    argument(
+        "--force",
+        action="store_true",
+        help="Upgrade even if processes seem to use the database. Use it only if none of them runs.",
+    ),
+)

@@ -150,11 +150,11 @@ class Amphoractl(App):
             )
         return found
 
-    def recorded_schema(self) -> tuple[str, ...]:
-        """Return the revisions of the database's schema, also of a schema of another version."""
+    def recorded_schema(self) -> schema_check.SchemaState:
+        """Return the state of the database's schema, also of a schema of another version."""
         try:
             with self.database.engine.connect().execution_options(amphora_read_only=True) as connection:
-                return schema_check.read_revisions(connection)
+                return schema_check.read_state(connection)
         except DBAPIError as error:
             raise StoreError("read from the database", str(error.orig or error)) from error
 

@@ -111,14 +111,18 @@ class Rows(msgspec.Struct, frozen=True, kw_only=True):
 
 def _check_schema(app: Any) -> Check:
     try:
-        wrong = schema_check.describe_mismatch(app.recorded_schema())
+        state = app.recorded_schema()
+        wrong = schema_check.describe_mismatch(state)
         if wrong is None:
             app.database.read(schema_check.require_utf8mb4)
     except AmphoraDriverError as error:
         return failure(str(error), "Database")
     if wrong is not None:
         return failure(f"{wrong[0]}. {wrong[1]}", "Database")
-    return success(f"schema {schema_check.known_revisions()[-1]}, the one of this version", "Database")
+    if schema_check.pending_contracts(state):
+        happened = schema_check.describe_schema(state)
+        return warning(f"{happened}. When all processes have it: {schema_check.DRIVER.command} --contract.", "Database")
+    return success(schema_check.describe_schema(state), "Database")
 
 
 def _read_rows(connection: sa.Connection, now: float, expiry_before: float) -> Rows:

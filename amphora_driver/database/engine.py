@@ -65,7 +65,8 @@ _ANSWER_SECONDS = 8.0
 _WRITE_LOCK_SECONDS = 15.0
 # A process opens up to 48 connections, one for each thread that may write.
 _POOL_OPTIONS = {"pool_size": 5, "max_overflow": 43, "pool_timeout": 5}
-_SCHEMA_VALID_SECONDS = 10.0
+# `Database` checks the schema again after ten seconds.
+SCHEMA_VALID_SECONDS = 10.0
 _WRITE, _READ = "write to the database", "read from the database"
 _POOL_EXHAUSTED = "every connection of the pool is in use"
 _COMMIT_MARKER = "amphora_commit_marker"
@@ -116,6 +117,7 @@ class Database:
         self._engine: sa.Engine | None = None
         # Time of the last successful check of the schema, on the clock of `time.monotonic()`.
         self._schema_checked_at: float | None = None
+        self._schema_logged = ""
         self._pid = 0
         self._engine_lock = threading.Lock()
         # The offset of the database clock from `time.monotonic()`, and the time of its measurement.
@@ -277,10 +279,13 @@ class Database:
     def _check_schema(self, connection: sa.Connection) -> None:
         """Check the schema every few seconds, because an operator may upgrade it at any time."""
         now = time.monotonic()
-        if self._schema_checked_at is None or now - self._schema_checked_at > _SCHEMA_VALID_SECONDS:
+        if self._schema_checked_at is None or now - self._schema_checked_at > SCHEMA_VALID_SECONDS:
             self._schema_checked_at = None
-            schema_check.require_known_schema(connection, self.schema)
+            state = schema_check.require_usable_schema(connection, self.schema)
             self._schema_checked_at = now
+            if state.newest not in {self._schema_logged, schema_check.known_revisions(self.schema)[-1]}:
+                LOG.info("this process works with the %s", schema_check.describe_schema(state, self.schema))
+            self._schema_logged = state.newest
 
     def _create_engine(self) -> sa.Engine:
         url = parse_url(self._url, self.schema.option)

@@ -115,6 +115,7 @@ rotation_item = sa.Table(
 )
 
 # Processes of the control plane. `beat` grows only while the process works. A process with `draining` accepts no jobs.
+# `schema_revision` is the newest revision of the schema that the process knows.
 process = sa.Table(
     "process",
     metadata,
@@ -127,6 +128,7 @@ process = sa.Table(
     sa.Column("beat", sa.BigInteger, nullable=False, default=0),
     sa.Column("draining", sa.Boolean, nullable=False, default=False),
     sa.Column("jobs", sa.Integer, nullable=False, default=0),
+    sa.Column("schema_revision", sa.String(32), nullable=True),
 )
 
 # Hosts whose controllers accept no jobs, including controllers that start later.
@@ -167,3 +169,7 @@ resync = sa.Table(
     sa.Column("outcome", sa.String(16), nullable=True),
     sa.Column("detail", sa.Text, nullable=True),
 )
+
+# The table `schema_minimum` lists the contract migrations that have begun. A process that does not know all of them
+# refuses the database.
+schema_minimum = sa.Table("schema_minimum", metadata, sa.Column("revision", sa.String(32), primary_key=True))

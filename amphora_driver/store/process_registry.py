@@ -15,7 +15,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from amphora_driver.database import clock
+from amphora_driver.database import clock, schema_check
 from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import duty
 from amphora_driver.database.tables_fleet import drained_host, process
@@ -59,6 +59,7 @@ class ProcessRegistration:
             if not connection.execute(process.update().where(is_own).values(**values)).rowcount:
                 row = {**values, "kind": self._kind.value, "host": host, "version": installed_version()}
                 row |= {"name": self._name, "started_at": now, "draining": self._draining}
+                row["schema_revision"] = schema_check.known_revisions()[-1]
                 connection.execute(process.insert().values(**row))
             self._draining = bool(connection.execute(sa.select(process.c.draining).where(is_own)).scalar())
             if self._draining:

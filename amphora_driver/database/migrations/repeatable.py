@@ -33,6 +33,12 @@ def add_column(table: str, column: sa.Column[Any]) -> None:
         op.add_column(table, column)
 
 
+def drop_column(table: str, name: str) -> None:
+    """Drop a column if it exists; only in a contract migration."""
+    if name in {one["name"] for one in _inspector().get_columns(table)}:
+        op.drop_column(table, name)
+
+
 def _inspector() -> sa.Inspector:
     # An inspector caches its results, so each step needs a new one.
     return sa.inspect(op.get_bind())

@@ -4,7 +4,7 @@
 import sqlalchemy as sa
 from alembic import op
 
-# Every step has to be one that may be repeated.
+# Each step can be repeated. The file name is NNNN_expand_NAME.py or NNNN_contract_NAME.py (decision record 0026).
 from amphora_driver.database.migrations.repeatable import add_column, create_index, create_table
 ${imports if imports else ""}
 revision = ${repr(up_revision)}

@@ -11,6 +11,7 @@ from cryptography.fernet import Fernet
 
 from amphora_driver.database import migrate, schema_check
 from amphora_driver.database.engine import Database
+from amphora_driver.database.schema_check import Phase
 from amphora_driver.database.tables import amphora, duty, job, object_status, request, secret
 from amphora_driver.database.tables_fleet import failover, failover_event, process, resync
 from amphora_driver.database.vault import Vault
@@ -203,17 +204,20 @@ def test_the_history_contains_calls_failovers_and_resyncs(amphoractl, place, dat
 
 # --- the schema ----------------------------------------------------------------------------------------------------
 
+NONE = {"Contract migrations": ""}
+
 
 def test_an_upgrade_creates_a_database(amphoractl, place, caplog):
     assert amphoractl(place, "database", "status")[0] == 1
     assert "amphoractl database upgrade" in caplog.text
     newest = schema_check.known_revisions()[-1]
-    assert answer(amphoractl, place, "database", "upgrade") == {"Before": "", "After": newest}
-    assert answer(amphoractl, place, "database", "upgrade") == {"Before": newest, "After": newest}
+    assert answer(amphoractl, place, "database", "upgrade") == {"Before": "", "After": newest, **NONE}
+    assert answer(amphoractl, place, "database", "upgrade") == {"Before": newest, "After": newest, **NONE}
     assert answer(amphoractl, place, "database", "status") == {
         "Schema": newest,
         "Wanted": newest,
         "Fits": True,
+        **NONE,
         "Reason": "",
         "What to do": "",
     }
@@ -229,7 +233,9 @@ def test_another_schema_is_reported_and_refused(amphoractl, place, database, cap
 
 
 @pytest.mark.parametrize("how", ["duty", "lease", "sign of life"])
-def test_an_upgrade_is_refused_while_processes_run(amphoractl, place, database, monkeypatch, caplog, how):
+def test_contract_migrations_are_refused_while_older_processes_run(
+    amphoractl, place, database, monkeypatch, caplog, how
+):
     now, name = time.time(), "host:7:abc"
     if how == "duty":
         put(database, duty, {"name": "housekeeping", "owner": name, "epoch": 1, "leased_until": now + 30})
@@ -238,17 +244,20 @@ def test_an_upgrade_is_refused_while_processes_run(amphoractl, place, database, 
     else:
         said = {"kind": "controller", "host": "host", "version": "1", "started_at": now, "seen_at": now - 2}
         put(database, process, {"name": name, "beat": 1, "jobs": 0, "draining": False, **said})
-    # For the next revision, the current schema is an old one.
-    newer = (*schema_check.known_revisions(), "9999")
-    monkeypatch.setattr(schema_check, "known_revisions", lambda *_: newer)
-    monkeypatch.setattr(migrate, "upgrade", lambda _: migrate.Upgrade(before="here", after="9999"))
-    assert amphoractl(place, "database", "upgrade")[0] == 1
+    # A version with one more contract migration; the processes do not know it.
+    later = f"{int(schema_check.known_revisions()[-1]) + 1:04}"
+    newer = dict.fromkeys(schema_check.known_revisions(), Phase.EXPAND) | {later: Phase.CONTRACT}
+    monkeypatch.setattr(schema_check, "_migrations", lambda _: newer)
+    monkeypatch.setattr(migrate, "upgrade", lambda *_, contract: migrate.Upgrade(before="here", after=f"{contract}"))
+    assert answer(amphoractl, place, "database", "status")["Contract migrations"] == later
+    assert answer(amphoractl, place, "database", "upgrade")["After"] == "False", "processes do not stop this upgrade"
+    assert amphoractl(place, "database", "upgrade", "--contract")[0] == 1
     assert name in caplog.text
-    assert answer(amphoractl, place, "database", "upgrade", "--force") == {"Before": "here", "After": "9999"}
+    assert answer(amphoractl, place, "database", "upgrade", "--contract", "--force")["After"] == "True"
     past = {"duty": duty.update().values(leased_until=0.0), "lease": job.update().values(leased_until=now - 1)}
     gone = past.get(how, process.update().values(seen_at=now - 60))
     database.write(lambda connection: connection.execute(gone))
-    assert answer(amphoractl, place, "database", "upgrade") == {"Before": "here", "After": "9999"}
+    assert answer(amphoractl, place, "database", "upgrade", "--contract")["After"] == "True"
 
 
 # --- keys ----------------------------------------------------------------------------------------------------------

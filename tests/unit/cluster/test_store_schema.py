@@ -9,6 +9,7 @@ from alembic.migration import MigrationContext
 from amphora_cluster.database.tables import SCHEMA, group_row, metadata
 from amphora_driver.database import migrate, schema_check
 from amphora_driver.database.engine import Database
+from amphora_driver.database.schema_check import SchemaState
 from amphora_driver.errors import ConfigurationError, SchemaMismatch
 
 
@@ -48,7 +49,7 @@ def test_one_database_has_the_tables_of_both(empty):
     migrate.upgrade(empty)
     for schema in (SCHEMA, schema_check.DRIVER):
         database = Database(empty, schema=schema)
-        assert database.read(lambda connection, s=schema: schema_check.read_revisions(connection, s))
+        assert database.read(lambda connection, s=schema: schema_check.read_state(connection, s).revisions)
         assert schema_check.is_usable(database)
         database.dispose()
     both = set(metadata.tables) & set(schema_check.DRIVER.metadata.tables)
@@ -62,7 +63,7 @@ def test_errors_name_the_option_and_the_command(tmp_path):
     assert not schema_check.is_usable(database)
     with pytest.raises(ConfigurationError, match=r"Check \[amp_cluster\] connection"):
         Database("nonsense", schema=SCHEMA).read(lambda _: None)
-    words = schema_check.describe_mismatch(("0001", "0001"), SCHEMA)[1]
+    words = schema_check.describe_mismatch(SchemaState(revisions=("0001",)), SCHEMA)[1]
     assert words == "Stop the processes amphora-cluster and amphora-cluster-api and run: " + SCHEMA.command + "."
 
 
@@ -77,7 +78,7 @@ def test_an_upgrade_finds_controllers_of_another_version(empty):
             connection.execute(group_row.insert().values(**row))
 
     database.write(fill)
-    assert migrate.active_processes(empty, SCHEMA) == (), "these have the current schema"
-    database.write(lambda c: c.execute(sa.text(f"UPDATE {SCHEMA.version_table} SET version_num = '0000'")))
-    assert migrate.active_processes(empty, SCHEMA) == ("live",)
+    assert migrate.blocking_processes(empty, SCHEMA) == (), "these have the current schema"
+    database.write(lambda c: c.execute(sa.text(f"UPDATE {SCHEMA.version_table} SET version_num = '0001'")))
+    assert migrate.blocking_processes(empty, SCHEMA) == ("live",)
     database.dispose()

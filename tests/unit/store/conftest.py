@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real databases with the real schema: SQLite for all tests, and servers for statements that differ there."""
 
+import itertools
 import os
 import shutil
 
@@ -8,10 +9,13 @@ import mariadb
 import migrated
 import postgresql
 import pytest
+import sqlalchemy as sa
 
 from amphora_driver.database import migrate
 from amphora_driver.database.engine import Database
 from amphora_driver.database.tables_fleet import metadata
+
+_numbers = itertools.count()
 
 
 @pytest.fixture(scope="session")
@@ -60,3 +64,19 @@ def any_database(request):
         lambda connection: [connection.execute(table.delete()) for table in reversed(metadata.sorted_tables)]
     )
     database.dispose()
+
+
+@pytest.fixture
+def empty(kind, request, tmp_path):
+    """The URL of an empty database; on servers it is separate from that of the other tests."""
+    if kind == "sqlite":
+        yield f"sqlite:///{tmp_path}/driver.sqlite"
+        return
+    url = sa.make_url(request.getfixturevalue(f"{kind}_url"))
+    name = f"upgrade{next(_numbers)}"
+    engine = sa.create_engine(url, isolation_level="AUTOCOMMIT", poolclass=sa.NullPool)
+    with engine.connect() as connection:
+        connection.exec_driver_sql(f"CREATE DATABASE {name}")
+    yield url.set(database=name).render_as_string(hide_password=False)
+    with engine.connect() as connection:
+        connection.exec_driver_sql(f"DROP DATABASE {name}")

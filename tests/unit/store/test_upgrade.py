@@ -20,17 +20,16 @@ from alembic.script import ScriptDirectory
 from amphora_driver.database import migrate, schema_check
 from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import job, request
-from amphora_driver.database.tables_fleet import metadata
+from amphora_driver.database.tables_fleet import metadata, schema_minimum
 from amphora_driver.database.vault import Vault
 from amphora_driver.errors import SchemaMismatch, StoreError
 from amphora_driver.model.enums import Kind
-from amphora_driver.queue.jobs import Jobs, acquire_duty
+from amphora_driver.queue.jobs import Jobs
 from amphora_driver.secret import Secret
 from amphora_driver.store import (
     amphorae,
     desired_objects,
     listener_stats,
-    process_registry,
     sealed_secrets,
     status_outbox,
     vip_claims,
@@ -72,26 +71,10 @@ def next_revision(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("next") / "migrations"
     present = schema_check.DRIVER.migrations
     shutil.copytree(present, folder, ignore=shutil.ignore_patterns("__pycache__"))
-    (folder / f"versions/{NEXT}_next.py").write_text(NEXT_REVISION)
+    (folder / f"versions/{NEXT}_expand_next.py").write_text(NEXT_REVISION)
     msgspec.structs.force_setattr(schema_check.DRIVER, "migrations", folder)
     yield
     msgspec.structs.force_setattr(schema_check.DRIVER, "migrations", present)
-
-
-@pytest.fixture
-def empty(kind, request, tmp_path):
-    """The URL of an empty database; on servers it is separate from that of the other tests."""
-    if kind == "sqlite":
-        yield f"sqlite:///{tmp_path}/driver.sqlite"
-        return
-    url = sa.make_url(request.getfixturevalue(f"{kind}_url"))
-    name = f"upgrade{next(_numbers)}"
-    engine = sa.create_engine(url, isolation_level="AUTOCOMMIT", poolclass=sa.NullPool)
-    with engine.connect() as connection:
-        connection.exec_driver_sql(f"CREATE DATABASE {name}")
-    yield url.set(database=name).render_as_string(hide_password=False)
-    with engine.connect() as connection:
-        connection.exec_driver_sql(f"DROP DATABASE {name}")
 
 
 @pytest.fixture
@@ -150,7 +133,7 @@ def upgraded_until_killed(url, statements):
 def check_schema(url):
     engine = migrate._upgrade_engine(url)
     with engine.connect() as connection:
-        assert schema_check.read_revisions(connection) == schema_check.known_revisions()[-1:]
+        assert schema_check.read_state(connection).revisions == (NEXT,)
         found = sa.MetaData()
         found.reflect(connection)
     engine.dispose()
@@ -351,7 +334,7 @@ def test_two_revision_marks_are_merged(filled):
     ("revision", "words"),
     [
         ("0001", "the schema is 0001, this version requires .*amphoractl database upgrade"),
-        ("9999", "the schema is 9999, newer than .*Install the version that upgraded the database"),
+        ("9999", f"the contract migration 9999 has changed the schema 9999.*up to {NEXT}.*Install the version that"),
         (None, "the database has no schema.*amphoractl database upgrade"),
     ],
 )
@@ -363,60 +346,20 @@ def test_no_service_works_with_another_schema(empty, revision, words):
     with engine.begin() as connection:
         if revision:
             connection.execute(sa.text("UPDATE alembic_version SET version_num = :to"), {"to": revision})
+        if revision == "9999":
+            connection.execute(schema_minimum.insert().values(revision="9999"))
     for attempt in (database.read, database.write):
         with pytest.raises(SchemaMismatch, match=words) as caught:
             attempt(lambda connection: pytest.fail("a statement of ours was let through"))
         assert isinstance(caught.value, StoreError), "callers that wait for the database handle this error"
     if revision == "9999":
-        with pytest.raises(SchemaMismatch, match="newer"):
+        with pytest.raises(SchemaMismatch, match="the contract migration 9999"):
             migrate.upgrade(empty)
     else:
         migrate.upgrade(empty)
         assert database.read(lambda connection: "it goes on by itself")
     engine.dispose()
     database.dispose()
-
-
-@pytest.mark.parametrize("kind", DATABASES)
-def test_a_process_from_before_an_upgrade_stops(empty, monkeypatch):
-    migrate.upgrade(empty)
-    database = Database(empty)
-    database.read(lambda connection: None)
-    engine = migrate._upgrade_engine(empty)
-    with engine.begin() as connection:
-        connection.exec_driver_sql("UPDATE alembic_version SET version_num = '9999'")
-    monkeypatch.setattr("amphora_driver.database.engine._SCHEMA_VALID_SECONDS", 0.0)
-    for attempt in (database.write, database.read, database.write):
-        with pytest.raises(SchemaMismatch, match="the schema is 9999, newer than"):
-            attempt(lambda connection: pytest.fail("a statement of ours was let through"))
-    engine.dispose()
-    database.dispose()
-
-
-@pytest.mark.parametrize("kind", DATABASES)
-@pytest.mark.parametrize("revision", ["0001", "head"])
-def test_active_processes_are_found_in_every_schema(empty, revision, monkeypatch):
-    engine = migrate._upgrade_engine(empty)
-    with engine.connect() as connection:
-        command.upgrade(migrate.alembic_config(connection), revision)
-        connection.commit()
-    assert migrate.active_processes(empty) == ()
-    if revision == "0001":
-        held = sa.text("INSERT INTO duty (name, owner, epoch, leased_until) VALUES ('housekeeping', 'one', 1, 4e9)")
-        with engine.begin() as connection:
-            connection.execute(held)
-    else:
-        database = Database(empty)
-        database.write(lambda c: c.execute(job.insert().values(load_balancer_id="lb", op="apply", generation=1)))
-        assert Jobs(database, "one", 60.0).claim() is not None
-        assert acquire_duty(database, "housekeeping", "two", 60.0)
-        process_registry.ProcessRegistration(database, "three", process_registry.ProcessKind.CONTROLLER).heartbeat()
-        database.dispose()
-        assert migrate.active_processes(empty) == (), "these processes use the current schema"
-        newer = (*schema_check.known_revisions(), "9999")
-        monkeypatch.setattr(schema_check, "known_revisions", lambda *_: newer)
-    assert migrate.active_processes(empty) == (("one",) if revision == "0001" else ("one", "three", "two"))
-    engine.dispose()
 
 
 def test_revisions_are_named_by_their_files(tmp_path):
