@@ -1,25 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Controllers of two versions on one database during a CA rotation: neither loses access.
 
-Versions with one schema know the same steps of a rotation and can run together. A controller with a different schema
-does not start. An upgrade is refused while such controllers run, and an overlooked process stops.
+Versions with the same contract migrations know the same steps of a rotation and can run together. A controller whose
+expand migrations are missing does not start. A contract migration is refused while older controllers run, and an
+overlooked process stops.
 """
 
-import json
-import os
-import subprocess
-import sys
 import time
-from contextlib import contextmanager
 
 import kill_lab
-import msgspec
 import previous
 import pytest
 import sqlalchemy as sa
 from kill_lab import ContinuousClient
+from two_versions import amphoractl, controllers, left_to, second_controller
 
-from amphora_driver import config
 from amphora_driver.database.tables_fleet import process
 from amphora_driver.store import ca_records, process_registry
 from amphora_driver.store.ca_records import CaKind, CaState
@@ -56,56 +51,8 @@ def client(lab):
     assert lab.replacements(balancer.id) == []
 
 
-def environment(folder):
-    """Return an environment in which Python imports the version in a folder, not the working directory's."""
-    found = {"PYTHONPATH": str(folder), "PYTHONSAFEPATH": "1"}
-    asked = [sys.executable, "-c", "import amphora_driver; print(amphora_driver.__file__)"]
-    said = subprocess.run(asked, env={**os.environ, **found}, capture_output=True, text=True, check=True).stdout
-    assert said.startswith(str(folder))
-    return found
-
-
-@contextmanager
-def second_controller(lab, folder):
-    """Run a controller of the version in a folder beside the current one; yield the program."""
-    (first,) = [one for one in lab.stack.programs() if one.name == "amphora-controller"]
-    words = [f"{name}={value}" for name, value in environment(folder).items()]
-    argv = ("env", *words, *first.argv)
-    program = msgspec.structs.replace(first, name="amphora-controller-2", argv=argv, ready=lambda _: True)
-    lab.stack.supervision.start(program)
-    try:
-        yield program
-    finally:
-        lab.stack.supervision.stop(program.name)
-
-
-def amphoractl(lab, *words, folder=None):
-    """Run a command of the version in a folder, or of the current one; return exit status and output."""
-    done = subprocess.run(
-        [sys.executable, "-m", "amphora_driver.cli.main", *words, "-f", "json"],
-        env={
-            **os.environ,
-            config.FILE_VARIABLE: str(lab.settings.driver_configuration),
-            **({} if folder is None else environment(folder)),
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return done.returncode, json.loads(done.stdout) if done.stdout else done.stderr
-
-
 def log_of(lab, name):
     return lab.stack.supervision.log(name).read_text(encoding="utf-8")
-
-
-def controllers(lab):
-    return {
-        row.name
-        for row in lab.database.read(
-            lambda c: process_registry.list_processes(c, process_registry.ProcessKind.CONTROLLER)
-        )
-    }
 
 
 def change(lab, balancer, weight):
@@ -113,24 +60,6 @@ def change(lab, balancer, weight):
     pool = cloud.pool_of(balancer)
     cloud.balancers.update_member(next(iter(cloud.balancers.members(pool))), pool, weight=weight)
     cloud.active(balancer.id)
-
-
-def left_to(lab, works, rests):
-    """Drain one controller, so that the other one does all work."""
-
-    def write(connection):
-        process_registry.set_process_draining(connection, rests, draining=True)
-        process_registry.set_process_draining(connection, works, draining=False)
-
-    lab.database.write(write)
-    # Controllers read the request at their next heartbeat.
-    beat = {row.name: row.beat for row in lab.database.read(process_registry.list_processes)}
-
-    def heard():
-        now = {row.name: row.beat for row in lab.database.read(process_registry.list_processes)}
-        return all(now[one] > beat[one] + 1 for one in (works, rests))
-
-    lab.cloud.until(heard, "both controllers have sent a heartbeat")
 
 
 def phase_of(connection, kind):
@@ -142,7 +71,7 @@ def phase_of(connection, kind):
 def test_an_authority_is_replaced_by_controllers_of_two_versions(lab, client, tmp_path, kind):
     """The controllers alternate: each continues the other's work, and each reaches every amphora."""
     cloud, looks = lab.cloud, f"Authority-{kind.value}-before"
-    previous.same_schema(tmp_path)
+    previous.release(tmp_path)
     (ours,) = controllers(lab)
     before = cloud.amphorae(client.balancer)
     with second_controller(lab, tmp_path):
@@ -182,7 +111,8 @@ def test_an_authority_is_replaced_by_controllers_of_two_versions(lab, client, tm
 
 def test_controllers_of_another_schema_do_nothing(lab, client, tmp_path):
     """The next version starts beside the current one: neither continues the other's work."""
-    new, kind = previous.next_schema(tmp_path), CaKind.CONTROLLER
+    (expand, new), kind = previous.next_schema(tmp_path), CaKind.CONTROLLER
+    old = f"{int(expand) - 1:04}"
     # The driver's own engine would also check the schema.
     engine = sa.create_engine(lab.settings.database_url)
 
@@ -198,17 +128,17 @@ def test_controllers_of_another_schema_do_nothing(lab, client, tmp_path):
     try:
         with second_controller(lab, tmp_path) as program:
             lab.cloud.until(lambda: lab.stack.supervision.running(program.name) is None, "the controller has ended")
-            assert f"this version requires {new}" in log_of(lab, program.name)
-        # A running process prevents an upgrade, and the message names it.
+            assert f"this version requires {expand}" in log_of(lab, program.name)
+        # A running process prevents contract migrations, and the message names it.
         (ours,) = controllers(lab)
-        status, said = amphoractl(lab, "database", "upgrade", folder=tmp_path)
+        status, said = amphoractl(lab, "database", "upgrade", "--contract", folder=tmp_path)
         assert (status, ours in said) == (1, True), said
         change(lab, client.balancer, 50)
 
         # The operator forces the upgrade.
-        status, said = amphoractl(lab, "database", "upgrade", "--force", folder=tmp_path)
+        status, said = amphoractl(lab, "database", "upgrade", "--contract", "--force", folder=tmp_path)
         assert (status, said["After"]) == (0, new), said
-        newer = f"the schema is {new}, newer than"
+        newer = f"the contract migration {new} has changed the schema"
         for name in ("amphora-controller", "amphora-health-manager", "octavia-driver-agent"):
             lab.cloud.until(lambda one=name: newer in log_of(lab, one), f"{name} refuses the schema")
         lab.disarm()
@@ -219,7 +149,8 @@ def test_controllers_of_another_schema_do_nothing(lab, client, tmp_path):
             lab.cloud.until(lambda: phase() is None, "the next version completes the rotation")
     finally:
         with engine.begin() as connection:
-            connection.execute(sa.text("UPDATE alembic_version SET version_num = :old"), {"old": f"{int(new) - 1:04}"})
+            connection.execute(sa.text("UPDATE alembic_version SET version_num = :old"), {"old": old})
+            connection.execute(sa.text("DELETE FROM schema_minimum WHERE revision = :new"), {"new": new})
         engine.dispose()
         lab.disarm()
     # The current version's processes are the same: they have checked the schema again.
