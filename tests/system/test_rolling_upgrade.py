@@ -32,7 +32,7 @@ from amphora_driver.store import rotations
 from sandbox import demo
 from sandbox.stack import Stack
 
-pytestmark = [pytest.mark.root, pytest.mark.extended, pytest.mark.lasts(600)]
+pytestmark = [pytest.mark.root, pytest.mark.extended, pytest.mark.lasts(1500)]
 
 # In the order of their replacement. The first one has a substitute meanwhile.
 REPLACED = ("amphora-controller", "amphora-health-manager", "octavia-driver-agent", "octavia-api")
@@ -139,11 +139,11 @@ class Changes:
     def done(self):
         return sum(self.accepted.values())
 
-    def more(self, number=4):
+    def more(self, number=2):
         """Wait until this number of further changes is ACTIVE."""
         # One change may have been accepted before, and the last one is ACTIVE when the next one is accepted.
         wanted = self.done + number + 2
-        Cloud.until(lambda: self._errors or self.done >= wanted, f"{number} more changes are ACTIVE", 90)
+        Cloud.until(lambda: self._errors or self.done >= wanted, f"{number} more changes are ACTIVE", 120)
         assert self._errors == []
 
     def _run(self):
