@@ -10,6 +10,7 @@ import time
 
 import migrated
 import pytest
+import sqlalchemy as sa
 from cryptography import x509
 from cryptography.fernet import Fernet
 from cryptography.hazmat.primitives import hashes, serialization
@@ -17,7 +18,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from amphora_driver.cli import host_checks
+from amphora_driver.database import schema_check
 from amphora_driver.database.engine import Database
+from amphora_driver.database.schema_check import Phase
 from amphora_driver.database.tables import amphora, desired_object, job, secret
 from amphora_driver.database.tables_fleet import process
 from amphora_driver.database.vault import Vault
@@ -164,6 +167,21 @@ def test_without_a_database_the_other_checks_run(check, place, amphoractl):
     assert "amphoractl database upgrade" in found["Database"][1]
     assert found["Local sockets"][0] == "Success"
     assert found["Everything else"][0] == "Warning"
+
+
+def test_a_schema_of_another_version_that_works_is_described(check, healthy, database, monkeypatch):
+    known = schema_check.known_revisions()
+    newest, later = known[-1], f"{int(known[-1]) + 1:04}"
+    database.write(lambda c: c.execute(sa.text(f"UPDATE alembic_version SET version_num = '{later}'")))
+    assert check()[1]["Database"] == (
+        "Success",
+        f"schema {later}, newer than {newest} of this version by expand migrations only",
+    )
+    both = dict.fromkeys((*known, later), Phase.EXPAND) | {f"{later}1": Phase.CONTRACT}
+    monkeypatch.setattr(schema_check, "_migrations", lambda _: both)
+    status, found = check()
+    assert (status, found["Database"][0]) == (1, "Warning")
+    assert found["Database"][1].endswith("When all processes have it: amphoractl database upgrade --contract.")
 
 
 def test_no_process_is_alive(check, database):
