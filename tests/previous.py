@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 BASELINE = "a318c63b9ed8919b30a7b8dea86a559333fb6ec6"
 # The first commit whose processes work with a newer schema (decision record 0026). It stands for a release until the
 # history has a tag.
-FIRST_ROLLING = "8bb53af5afcbdf76dbd16dd61c208cc6f5c25d24"
+FIRST_ROLLING = "b40566e9711741fc446be57593ec456de9554dc5"
 _PACKAGES = ("amphora_driver", "amphora_agent", "sandbox")
 _MIGRATIONS = Path("amphora_driver/database/migrations/versions")
 
