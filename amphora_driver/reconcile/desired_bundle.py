@@ -49,6 +49,7 @@ class BundleInputs(msgspec.Struct, frozen=True, kw_only=True):
         failed: objects that cannot be served: reasons by object id.
         tickets: number of rotations of the TLS ticket keys; None without keys.
         priorities: VRRP priorities by role, see `topology.effective_priorities`; empty without VRRP.
+        vips_held: the amphorae get the configuration without the VIPs, because others still serve them.
     """
 
     tree: LoadBalancer
@@ -60,6 +61,7 @@ class BundleInputs(msgspec.Struct, frozen=True, kw_only=True):
     secrets: dict[SecretName, SealedSecret]
     tickets: int | None
     priorities: dict[str, int]
+    vips_held: bool = False
 
 
 def build_bundle(recorded: BundleInputs, amphora: Amphora, served: Served, conf: ConfigOpts) -> bytes:
@@ -79,6 +81,8 @@ def build_bundle(recorded: BundleInputs, amphora: Amphora, served: Served, conf:
         for one in amphora.plugged
         if one.port.network_id in (recorded.sr_iov_networks if one.sr_iov else recorded.networks)
     )
+    if recorded.vips_held:
+        return bundle(recorded.tree, recorded.generation, amphora.id, ports, served, vips_held=True)
     return bundle(recorded.tree, recorded.generation, amphora.id, ports, served, pair)
 
 

@@ -107,6 +107,7 @@ class BundlePush:
             secrets=view.secrets,
             tickets=view.tickets,
             priorities=view.priorities,
+            vips_held=view.vips_held,
         )
         unreachable: AgentError | None = None
         try:
