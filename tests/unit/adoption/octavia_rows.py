@@ -7,12 +7,13 @@ import json
 import sqlalchemy as sa
 from octavia.common import constants
 from octavia.db import base_models, models
+from unit.driver import octavia_objects
+from unit.driver.octavia_objects import LB, LISTENER, NETWORK, POOL, SUBNET
 
-LB, PROJECT = "00000000-0000-4000-8000-000000000001", "demo"
-LISTENER, POOL, MEMBER = (f"00000000-0000-4000-8000-00000000000{number}" for number in (2, 3, 4))
+MEMBER, PROJECT = octavia_objects.member().member_id, "demo"
 AMPHORAE = tuple(f"00000000-0000-4000-8000-00000000001{number}" for number in (1, 2))
 VIP_PORT = "00000000-0000-4000-8000-000000000030"
-SUBNET, NETWORK = "00000000-0000-4000-8000-000000000040", "00000000-0000-4000-8000-000000000041"
+VIP_ADDRESS = "198.51.100.5"
 PORTS = {one: f"port-of-{one[-2:]}" for one in AMPHORAE}
 # Octavia's columns have no time zone.
 _BEFORE, _LATER = (dt.datetime.fromisoformat(f"{year}-01-01") for year in (2026, 2027))
@@ -59,7 +60,7 @@ def insert_load_balancer(engine, load_balancer_id=LB, *, pair=False, **more):
         session.add(
             models.Vip(
                 load_balancer_id=load_balancer_id,
-                ip_address="198.51.100.10",
+                ip_address=VIP_ADDRESS,
                 port_id=VIP_PORT,
                 subnet_id=SUBNET,
                 network_id=NETWORK,
@@ -106,7 +107,7 @@ def insert_load_balancer(engine, load_balancer_id=LB, *, pair=False, **more):
                     compute_id=f"server-{number}",
                     lb_network_ip=f"203.0.113.{number}",
                     vrrp_ip=f"198.51.100.2{number}",
-                    ha_ip="198.51.100.10",
+                    ha_ip=VIP_ADDRESS,
                     vrrp_port_id=PORTS[one],
                     ha_port_id=VIP_PORT,
                     cert_expiration=_LATER,
