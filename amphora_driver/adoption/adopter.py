@@ -23,7 +23,9 @@ import sqlalchemy as sa
 
 from amphora_driver import failpoints
 from amphora_driver.adoption import octavia_state, survey
+from amphora_driver.adoption.cloud import OldCloud, OpenStackCloud
 from amphora_driver.adoption.octavia_state import LOCKED, OctaviaState
+from amphora_driver.adoption.octavia_tables import OctaviaDatabase
 from amphora_driver.adoption.survey import Surveyor
 from amphora_driver.deadline import Deadline, apply_deadline
 from amphora_driver.errors import AgentError, AmphoraDriverError, Conflict, RequestError
@@ -38,11 +40,10 @@ if TYPE_CHECKING:
     from octavia_lib.api.drivers.driver_lib import DriverLibrary
     from oslo_config.cfg import ConfigOpts
 
-    from amphora_driver.adoption.cloud import OldCloud
-    from amphora_driver.adoption.octavia_tables import OctaviaDatabase
     from amphora_driver.agent.client import AgentClient
     from amphora_driver.database.engine import Database
     from amphora_driver.plugins import Catalogue
+    from amphora_driver.reconcile.context import ReconcileContext
 
 LOG = logging.getLogger(__name__)
 DUTY = "adoption"
@@ -59,6 +60,7 @@ _RETRY_SECONDS = 2.0
 # After this number of seconds without an unfinished object, the lock counts as the one of the adoption.
 _UNLOCK_SECONDS = 120.0
 _STARTED = (Step.LOCK, Step.PREPARE, Step.CUT, Step.TAKE, Step.COMMIT, Step.REPORT)
+_BACK = (Step.RELOCK, Step.RESTORE, Step.RETURN, Step.DISCARD)
 _CHANGED = "the configuration has changed since the adoption, and the former amphorae do not have the change"
 
 Change = Callable[[sa.Connection], object]
@@ -174,7 +176,8 @@ class Adopter:
             result = self._handle_failure(found, error)
         failpoints.reach_step(f"Adopt-{found.step.value}", failpoints.Moment.DONE)
         if isinstance(result, Wait):
-            if result.reason != found.reason:
+            # On the way back, the reason says why the adoption ended.
+            if result.reason != found.reason and (result.reason or found.step not in _BACK):
                 self._database.write(lambda c: adoptions.set_reason(c, found, result.reason))
             return None
         return self._record(found, result)
@@ -370,3 +373,25 @@ class Adopter:
 
     def _seconds_in_step(self, found: Adoption) -> float:
         return self._database.now() - found.step_at
+
+
+def create_duties(context: ReconcileContext, owner: str, on_due: Callable[[], None]) -> dict[str, Callable[..., None]]:
+    """Return the thread of adoptions, by its name; empty unless Octavia's database is configured."""
+    conf = context.conf
+    url = conf.amp_adoption.octavia_connection
+    if not url:
+        return {}
+    made = Adopter(
+        AdoptionContext(
+            conf=conf,
+            database=context.database,
+            catalogue=context.catalogue,
+            agents=context.agents,
+            octavia=OctaviaDatabase(url),
+            cloud=OpenStackCloud(conf),
+            library=partial(survey.connect_library, conf),
+            on_due=on_due,
+        ),
+        owner,
+    )
+    return {DUTY: made.run}

@@ -25,7 +25,7 @@ from amphora_driver.store import adoptions
 OURS = "haproxy"
 MEMBERS = 1
 # Rounds after which an adoption counts as endless.
-_MOST_ROUNDS = 200
+_MOST_ROUNDS, _SETTLE_ROUNDS = 200, 6
 
 
 class FormerCloud:
@@ -137,15 +137,17 @@ class AdoptionLab:
             library=lambda: survey.connect_library(deployment.conf),
             on_due=lambda: None,
         )
-        made._rounds.append(Adopter(context, f"adopter-{deployment._generation}").advance)
+        self._adopter = Adopter(context, f"adopter-{deployment._generation}")
+        made._rounds.append(self._adopter.advance)
         return made
 
     def rounds(self, until):
-        """Work until the adoption has reached a step, or has ended."""
+        """Work until the adoption has reached a step, or has ended; then stop the processes in order."""
         plane = self.plane()
         for _ in range(_MOST_ROUNDS):
             plane.round()
             if self.step() in (until, *adoptions.ENDS):
+                self._adopter.release()
                 return
             self.deployment.clock.advance(plane.pause())
         raise AssertionError(f"the adoption stays in the step {self.step()}: {self.found().reason}")
@@ -153,9 +155,10 @@ class AdoptionLab:
     def settle(self):
         """Work until the control plane has nothing to do."""
         plane = self.plane()
-        for _ in range(6):
+        for _ in range(_SETTLE_ROUNDS):
             plane.round()
             self.deployment.clock.advance(plane.pause())
+        self._adopter.release()
 
     # --- observations -------------------------------------------------------------------------------------------------
 
@@ -163,7 +166,7 @@ class AdoptionLab:
         return self.deployment.database.read(lambda c: adoptions.get_adoption(c, LB))
 
     def step(self):
-        (step,) = self.deployment.scalars(adoption.c.step) or [None]
+        (step,) = self.deployment.scalars(adoption.c.step, adoption.c.load_balancer_id == LB) or [None]
         return None if step is None else adoptions.Step(step)
 
     def octavia(self, columns="provider, provisioning_status"):
