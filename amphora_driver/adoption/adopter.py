@@ -294,7 +294,7 @@ class Adopter:
         ends = (found.committed_at or found.step_at) + found.remove_after
         if self._database.now() >= ends and progress.served and not progress.pending:
             return Move(step=Step.REMOVE)
-        return Wait()
+        return Wait(reason=found.reason)
 
     def _remove(self, _found: Adoption, before: OctaviaState) -> Move | Wait:
         return Move(step=Step.DONE) if self._context.cloud.remove(before) else Wait()

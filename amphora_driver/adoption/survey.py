@@ -157,7 +157,10 @@ class Surveyor:
 
 
 def connect_library(conf: ConfigOpts) -> DriverLibrary:
-    """Return the connection to octavia-driver-agent; raise `ConfigurationError` at once if a socket is missing."""
+    """Return the connection to octavia-driver-agent.
+
+    octavia-lib waits two minutes for a missing socket. So this function raises `ConfigurationError` at once.
+    """
     options = conf.amp_octavia
     paths = {name: str(options[name]) for name in ("status_socket", "stats_socket", "get_socket")}
     if missing := [f"[amp_octavia] {name} = {path}" for name, path in paths.items() if not Path(path).exists()]:

@@ -14,7 +14,7 @@ from unit.adoption import octavia_rows
 from unit.adoption.octavia_rows import AMPHORAE, LB, PORTS, VIP_ADDRESS, VIP_PORT
 from unit.driver.octavia_objects import LISTENER, POOL, listener, load_balancer, member, pool
 
-from amphora_driver.adoption import planner, survey
+from amphora_driver.adoption import adopter, planner, survey
 from amphora_driver.adoption.adopter import Adopter, AdoptionContext
 from amphora_driver.adoption.octavia_tables import OctaviaDatabase
 from amphora_driver.database.tables import amphora
@@ -74,6 +74,7 @@ class AdoptionLab:
         self._kept = {}
         # The fake cloud has no Neutron, and `FormerCloud` disables the ports.
         monkeypatch.setattr(planner, "NEUTRON", "local")
+        monkeypatch.setattr(adopter, "_UNLOCK_SECONDS", 5.0)
         self._take = deployment.octavia._take
         monkeypatch.setattr(deployment.octavia, "_take", self._record_status)
         self._engine = None
