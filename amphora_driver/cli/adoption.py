@@ -70,7 +70,8 @@ class PlanAdoption(Lister):
 class AdoptLoadBalancers(Command):
     """Move load balancers of Octavia's provider amphora to this provider.
 
-    They keep id, VIPs and VIP ports. A controller starts them in the given order. A failure returns to the former amphorae and pauses the others.
+    They keep id, VIPs and VIP ports. A controller starts them in the given order. A failure returns to the former
+    amphorae and pauses the others.
     """
 
     arguments = (

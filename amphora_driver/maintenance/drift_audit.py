@@ -129,6 +129,7 @@ def load_record(connection: sa.Connection, load_balancer_id: str, catalogue: Any
         tickets=row.tickets,
         priorities=vrrp_peers.find_priorities(catalogue, row.topology, everyone),
         vips_held=bool(row.vips_held),
+        takes_vips=bool(row.takes_vips),
     )
 
 

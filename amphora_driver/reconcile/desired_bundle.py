@@ -28,6 +28,9 @@ from amphora_driver.render.tls import File
 from amphora_driver.render.udp import virtual_servers
 from amphora_driver.store.sealed_secrets import SealedSecret
 
+# Interval in seconds of the VRRP advertisements while a pair takes the VIPs of Octavia's own amphorae.
+_TAKING_INTERVAL = 0.2
+
 
 class Rendered(msgspec.Struct, frozen=True, kw_only=True):
     """The part of a load balancer that can be served, and the objects that it omits.
@@ -50,6 +53,7 @@ class BundleInputs(msgspec.Struct, frozen=True, kw_only=True):
         tickets: number of rotations of the TLS ticket keys; None without keys.
         priorities: VRRP priorities by role, see `topology.effective_priorities`; empty without VRRP.
         vips_held: the amphorae get the configuration without the VIPs, because others still serve them.
+        takes_vips: the amphorae take the VIPs of others, and no amphora serves until then.
     """
 
     tree: LoadBalancer
@@ -62,6 +66,7 @@ class BundleInputs(msgspec.Struct, frozen=True, kw_only=True):
     tickets: int | None
     priorities: dict[str, int]
     vips_held: bool = False
+    takes_vips: bool = False
 
 
 def build_bundle(recorded: BundleInputs, amphora: Amphora, served: Served, conf: ConfigOpts) -> bytes:
@@ -74,6 +79,9 @@ def build_bundle(recorded: BundleInputs, amphora: Amphora, served: Served, conf:
         # A draining amphora gets the lowest VRRP priority, so that it takes no VIP from an amphora that stays.
         priority = vrrp_peers.LAST_PRIORITY
     interval = advert_interval(recorded.tree, conf)
+    if recorded.takes_vips:
+        # A pair takes the VIPs after more than three intervals (RFC 9568, section 6.1). Nothing serves meanwhile.
+        interval = min(interval, _TAKING_INTERVAL)
     everyone = vrrp_peers.participants(recorded.amphorae, recorded.priorities)
     pair = vrrp_peers.vrrp_instance(amphora, everyone, recorded.tree.vip, priority, interval)
     ports = tuple(

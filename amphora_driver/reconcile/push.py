@@ -108,6 +108,7 @@ class BundlePush:
             tickets=view.tickets,
             priorities=view.priorities,
             vips_held=view.vips_held,
+            takes_vips=view.takes_vips,
         )
         unreachable: AgentError | None = None
         try:

@@ -60,6 +60,7 @@ class LoadBalancerView(View, frozen=True, kw_only=True):
         taking_vips: a new pair takes the VIPs between these two times, in seconds after its confirmation.
         vips_taken: an amphora has the VIPs, by the answers in this job; None without a query.
         vips_held: an adoption keeps the VIPs away from the amphorae, because Octavia's own amphorae serve them.
+        takes_vips: the amphorae take the VIPs in an adoption.
         holder_asked: this job has queried the amphorae for the holder of the VIPs.
         vip_given: the VIP options last sent to the network backend.
         listener_rules: the network backend needs the listeners' ports as part of the VIP options.
@@ -84,6 +85,7 @@ class LoadBalancerView(View, frozen=True, kw_only=True):
     taking_vips: tuple[float, float] = (0.0, 0.0)
     vips_taken: bool | None = None
     vips_held: bool = False
+    takes_vips: bool = False
     holder_asked: bool = False
     vip_given: vip_allocation.AppliedVipOptions | None = None
     listener_rules: bool = False
