@@ -3,6 +3,9 @@
 
 import datetime as dt
 import json
+from functools import lru_cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import sqlalchemy as sa
 from octavia.common import constants
@@ -39,7 +42,22 @@ def open_engine(url):
     return engine
 
 
-def create_schema(url):
+def write_database(path, *, pair=False):
+    """Write a database with one load balancer, and return its engine. Every test gets a copy."""
+    Path(path).write_bytes(_made(pair))
+    return open_engine(f"sqlite:///{path}")
+
+
+@lru_cache
+def _made(pair):
+    with TemporaryDirectory() as folder:
+        engine = _create_schema(f"sqlite:///{folder}/octavia.sqlite")
+        _insert_load_balancer(engine, pair=pair)
+        engine.dispose()
+        return Path(folder, "octavia.sqlite").read_bytes()
+
+
+def _create_schema(url):
     """Create Octavia's tables with their lookup rows; return the engine."""
     engine = open_engine(url)
     base_models.BASE.metadata.create_all(engine)
@@ -49,7 +67,7 @@ def create_schema(url):
     return engine
 
 
-def insert_load_balancer(engine, load_balancer_id=LB, *, pair=False, **more):
+def _insert_load_balancer(engine, load_balancer_id=LB, *, pair=False, **more):
     """Insert a load balancer that serves HTTP; `more` are columns of its row."""
     ids = AMPHORAE if pair else AMPHORAE[:1]
     common = {"provisioning_status": "ACTIVE", "operating_status": "ONLINE", "enabled": True, "project_id": PROJECT}

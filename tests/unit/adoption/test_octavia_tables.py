@@ -3,7 +3,6 @@
 
 import datetime as dt
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,20 +19,9 @@ from amphora_driver.errors import ConfigurationError, Conflict
 OURS = "haproxy"
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """A file with Octavia's schema and one load balancer; its creation takes a second."""
-    path = tmp_path_factory.mktemp("octavia") / "octavia.sqlite"
-    made = octavia_rows.create_schema(f"sqlite:///{path}")
-    octavia_rows.insert_load_balancer(made, pair=True)
-    made.dispose()
-    return path
-
-
 @pytest.fixture
-def engine(whole, tmp_path):
-    shutil.copy(whole, tmp_path / "octavia.sqlite")
-    made = octavia_rows.open_engine(f"sqlite:///{tmp_path}/octavia.sqlite")
+def engine(tmp_path):
+    made = octavia_rows.write_database(tmp_path / "octavia.sqlite", pair=True)
     yield made
     made.dispose()
 

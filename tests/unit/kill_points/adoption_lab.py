@@ -6,7 +6,6 @@ VIPs and an enabled port.
 """
 
 import json
-import shutil
 
 from killed_forks import StoredValue
 from octavia_lib.api.drivers import data_models
@@ -71,7 +70,6 @@ class AdoptionLab:
         self.deployment = deployment
         self.former = FormerCloud(deployment.folder / "former")
         self._file = deployment.folder / "octavia.sqlite"
-        self._kept = {}
         # The fake cloud has no Neutron, and `FormerCloud` disables the ports.
         monkeypatch.setattr(planner, "NEUTRON", "local")
         monkeypatch.setattr(adopter, "_UNLOCK_SECONDS", 5.0)
@@ -85,13 +83,7 @@ class AdoptionLab:
         """One load balancer that the former amphorae serve."""
         self.close()
         self.deployment.begin("nothing")
-        kept = self.deployment.folder / f"octavia {pair}"
-        if not kept.exists():
-            engine = octavia_rows.create_schema(f"sqlite:///{kept}")
-            octavia_rows.insert_load_balancer(engine, pair=pair)
-            engine.dispose()
-        shutil.copy(kept, self._file)
-        self._engine = octavia_rows.open_engine(f"sqlite:///{self._file}")
+        self._engine = octavia_rows.write_database(self._file, pair=pair)
         self.former.begin(pair)
         self.pair = pair
         names = (LB, LISTENER, POOL, member().member_id)
