@@ -57,14 +57,25 @@ def _made(pair):
         return Path(folder, "octavia.sqlite").read_bytes()
 
 
+def fill(engine, *, pair=False):
+    """Create the tables in an empty database, with one load balancer."""
+    _create_tables(engine)
+    _insert_load_balancer(engine, pair=pair)
+
+
 def _create_schema(url):
-    """Create Octavia's tables with their lookup rows; return the engine."""
+    """Create Octavia's tables in a file; return the engine."""
     engine = open_engine(url)
+    _create_tables(engine)
+    return engine
+
+
+def _create_tables(engine):
+    """Create Octavia's tables with their lookup rows."""
     base_models.BASE.metadata.create_all(engine)
     with sa.orm.Session(engine) as session, session.begin():
         for model, names in _LOOKUPS:
             session.add_all(model(name=name) for name in names)
-    return engine
 
 
 def _insert_load_balancer(engine, load_balancer_id=LB, *, pair=False, **more):
