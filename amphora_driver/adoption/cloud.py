@@ -108,8 +108,12 @@ class OpenStackCloud:
             self._neutron.delete("ports", port_id)
 
     def _remove_group(self, state: OctaviaState) -> None:
-        """Remove the security group of the load balancer, which is also a group of the VIP port."""
-        groups = [one["id"] for one in self._neutron.find("groups", name=f"{_GROUP_NAME}{state.load_balancer_id}")]
+        """Remove the security group of the load balancer, which is also a group of the VIP port.
+
+        A user can give the same name to a group, but not create a group in the project of the service account.
+        """
+        name, project_id = f"{_GROUP_NAME}{state.load_balancer_id}", self._neutron.project_id()
+        groups = [one["id"] for one in self._neutron.find("groups", name=name, project_id=project_id)]
         port = self._neutron.get("ports", str(state.vip_port_id)) if groups else None
         if port is not None and set(groups) & set(port["security_groups"]):
             kept = [one for one in port["security_groups"] if one not in groups]

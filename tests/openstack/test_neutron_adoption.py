@@ -115,13 +115,15 @@ def test_only_ports_of_the_deployment_count_as_new(cloud_edge, former, backend, 
     assert admin.get_port(mine.id).is_admin_state_up is True
 
 
-def test_the_removal_leaves_only_the_vip_port(cloud_edge, former, tenant, admin):
+def test_the_removal_leaves_only_the_vip_port(cloud_edge, former, tenant, admin, user):
+    similar = user.create_security_group(name=f"lb-{former.id}")
     cloud_edge._nova.groups = {"servers": f"octavia-lb-{former.id}", "others": f"octavia-lb-{former.id}"}
     rounds = [cloud_edge.remove(former.state()) for _ in range(4)]
     assert rounds == [False, False, True, True]
     (left,) = ports_on(admin, tenant)
     assert (left.id, left.security_group_ids) == (former.vip.id, [])
-    assert list(admin.security_groups(name=f"lb-{former.id}")) == []
+    # The group of a user with the same name stays.
+    assert [one.id for one in admin.security_groups(name=f"lb-{former.id}")] == [similar.id]
     assert cloud_edge._nova.groups == {"others": f"octavia-lb-{former.id}"}
 
 
