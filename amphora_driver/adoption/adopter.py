@@ -22,10 +22,11 @@ import msgspec
 import sqlalchemy as sa
 
 from amphora_driver import failpoints
-from amphora_driver.adoption import octavia_state, survey
+from amphora_driver.adoption import octavia_state, records, survey
 from amphora_driver.adoption.cloud import OldCloud, OpenStackCloud
 from amphora_driver.adoption.octavia_state import LOCKED, OctaviaState
 from amphora_driver.adoption.octavia_tables import OctaviaDatabase
+from amphora_driver.adoption.records import Adoption, Progress, Step
 from amphora_driver.adoption.survey import Surveyor
 from amphora_driver.deadline import Deadline, apply_deadline
 from amphora_driver.errors import AgentError, AmphoraDriverError, Conflict, RequestError
@@ -33,8 +34,7 @@ from amphora_driver.maintenance.duty_loop import run_duty
 from amphora_driver.model.network import VipRequest
 from amphora_driver.queue.jobs import acquire_duty, release_duty
 from amphora_driver.reconcile.vip_allocation import vip_ports
-from amphora_driver.store import adoptions, amphorae, desired_objects
-from amphora_driver.store.adoptions import Adoption, Progress, Step
+from amphora_driver.store import amphorae, desired_objects
 
 if TYPE_CHECKING:
     from octavia_lib.api.drivers.driver_lib import DriverLibrary
@@ -131,8 +131,8 @@ class Adopter:
             release_duty(self._database, DUTY, self._owner)
 
     def advance(self) -> None:
-        """Perform the next steps of all adoptions."""
-        opened = self._database.read(lambda c: adoptions.list_adoptions(c, only_open=True))
+        """Perform the next steps of all records."""
+        opened = self._database.read(lambda c: records.list_adoptions(c, only_open=True))
         if not opened:
             self.release()
             return
@@ -146,7 +146,7 @@ class Adopter:
         self._start_next()
 
     def _start_next(self) -> None:
-        opened = self._database.read(lambda c: adoptions.list_adoptions(c, only_open=True))
+        opened = self._database.read(lambda c: records.list_adoptions(c, only_open=True))
         started = sum(one.step in _STARTED for one in opened)
         waiting = next((one for one in opened if one.step is Step.WAITING and not one.paused), None)
         if waiting is None or started >= waiting.max_in_progress or waiting.load_balancer_id in self._not_before:
@@ -178,7 +178,7 @@ class Adopter:
         if isinstance(result, Wait):
             # On the way back, the reason says why the adoption ended.
             if result.reason != found.reason and (result.reason or found.step not in _BACK):
-                self._database.write(lambda c: adoptions.set_reason(c, found, result.reason))
+                self._database.write(lambda c: records.set_reason(c, found, result.reason))
             return None
         return self._record(found, result)
 
@@ -199,14 +199,14 @@ class Adopter:
 
     def _record(self, found: Adoption, result: Move) -> Adoption | None:
         def write(connection: sa.Connection) -> Adoption | None:
-            if not adoptions.move(connection, found, result.step, result.reason, **result.values):
+            if not records.move(connection, found, result.step, result.reason, **result.values):
                 return None
             if result.change is not None:
                 result.change(connection)
             if result.step is Step.RESTORE and not found.revert:
                 # After a failure, no further load balancer starts until an operator has read the reason.
-                adoptions.set_paused(connection, paused=True)
-            return adoptions.get_adoption(connection, found.load_balancer_id)
+                records.set_paused(connection, paused=True)
+            return records.get_adoption(connection, found.load_balancer_id)
 
         moved = self._database.write(write)
         failpoints.reach_step(f"Adopt-{found.step.value}", failpoints.Moment.MARKED)
@@ -230,7 +230,7 @@ class Adopter:
         tree, contents = self._surveyor.read_tree(before)
         if problem := self._problem(found, before):
             return Move(step=Step.RESTORE, reason=problem)
-        return Move(step=Step.PREPARE, change=lambda c: adoptions.record_load_balancer(c, tree, contents))
+        return Move(step=Step.PREPARE, change=lambda c: records.record_load_balancer(c, tree, contents))
 
     def _prepare(self, found: Adoption, before: OctaviaState) -> Move | Wait:
         if problem := self._problem(found, before):
@@ -248,7 +248,7 @@ class Adopter:
         if problem := self._problem(found, before):
             return Move(step=Step.RESTORE, reason=problem)
         self._context.cloud.enable_old_ports(before, enabled=False)
-        return Move(step=Step.TAKE, change=lambda c: adoptions.lift_hold(c, found.load_balancer_id))
+        return Move(step=Step.TAKE, change=lambda c: records.lift_hold(c, found.load_balancer_id))
 
     def _take(self, found: Adoption, _before: OctaviaState) -> Move | Wait:
         if found.revert:
@@ -274,7 +274,7 @@ class Adopter:
         tree = self._database.read(lambda c: desired_objects.load_tree(c, of))
         if not before.vip_owned:
             self._claim_vip_port(tree.profile.network, before, of)
-        return Move(step=Step.KEEP, values={"reporting": True}, change=lambda c: adoptions.begin_reports(c, of, tree))
+        return Move(step=Step.KEEP, values={"reporting": True}, change=lambda c: records.begin_reports(c, of, tree))
 
     def _claim_vip_port(self, network: str | None, before: OctaviaState, load_balancer_id: str) -> None:
         """Mark the VIP port of the user as in use. Octavia does not mark it, and keeps a port of its own."""
@@ -315,7 +315,7 @@ class Adopter:
         expected = msgspec.structs.replace(now or before, fingerprint=before.fingerprint, amphorae=(), member_ports=())
         if now is None or octavia_state.describe_change(expected, now):
             return Wait(reason="a change of the load balancer is in progress")
-        return Move(step=Step.RESTORE, values={"reporting": False}, change=lambda c: adoptions.stop_reports(c, of))
+        return Move(step=Step.RESTORE, values={"reporting": False}, change=lambda c: records.stop_reports(c, of))
 
     def _restore(self, found: Adoption, before: OctaviaState) -> Move | Wait:
         of = found.load_balancer_id
@@ -342,13 +342,13 @@ class Adopter:
             survey.set_status(self._context.library(), of, before.status)
         if not self._progress(found).recorded:
             return Move(step=Step.REVERTED)
-        return Move(step=Step.DISCARD, values={"reporting": False}, change=lambda c: adoptions.discard(c, of))
+        return Move(step=Step.DISCARD, values={"reporting": False}, change=lambda c: records.discard(c, of))
 
     def _discard(self, found: Adoption, _before: OctaviaState) -> Move | Wait:
         progress = self._progress(found)
         if progress.recorded and (progress.amphorae or not progress.served):
             return Wait(reason=progress.error)
-        return Move(step=Step.REVERTED, change=lambda c: adoptions.forget(c, found.load_balancer_id))
+        return Move(step=Step.REVERTED, change=lambda c: records.forget(c, found.load_balancer_id))
 
     def _problem(self, found: Adoption, before: OctaviaState) -> str:
         """Return why the load balancer is not locked as before; empty if it is."""
@@ -358,7 +358,7 @@ class Adopter:
         return "Octavia does not know it, or deletes it" if now is None else octavia_state.describe_change(before, now)
 
     def _progress(self, found: Adoption) -> Progress:
-        return self._database.read(lambda c: adoptions.read_progress(c, found.load_balancer_id))
+        return self._database.read(lambda c: records.read_progress(c, found.load_balancer_id))
 
     def _vips_taken(self, load_balancer_id: str) -> bool:
         """Return whether an amphora has the VIPs; a single amphora has them with its configuration."""

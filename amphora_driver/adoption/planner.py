@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from amphora_driver.adoption.octavia_state import OctaviaState
+from amphora_driver.adoption.records import Step
 from amphora_driver.model.enums import ListenerProtocol, Topology
 from amphora_driver.model.loadbalancer import LoadBalancer
-from amphora_driver.store.adoptions import Step
 
 _PROTOCOLS = (
     ListenerProtocol.HTTP,

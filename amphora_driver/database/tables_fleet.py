@@ -169,7 +169,7 @@ resync = sa.Table(
 )
 
 # The table `adoption` has one row per load balancer that an operator moves from Octavia's provider `amphora` to this
-# provider. The column `step` is a value of `store.adoptions.Step`. While `vips_held` is set, the new amphorae have no
+# provider. The column `step` is a value of `adoption.records.Step`. While `vips_held` is set, the new amphorae have no
 # VIPs. While `reporting` is not set, Octavia receives no status of the load balancer. The column `paused` delays the
 # start, and `revert` requests the way back. The column `state` holds Octavia's rows before the adoption as JSON.
 adoption = sa.Table(

@@ -24,15 +24,7 @@ from amphora_driver.maintenance.tls_expiry import record_tls_expiries
 from amphora_driver.model.secret_refs import ticket_secret_name as tickets_of
 from amphora_driver.queue.jobs import acquire_duty, release_duty
 from amphora_driver.reconcile import tls_tickets
-from amphora_driver.store import (
-    adoptions,
-    failovers,
-    generations,
-    process_registry,
-    rotations,
-    sealed_secrets,
-    vip_claims,
-)
+from amphora_driver.store import failovers, generations, process_registry, rotations, sealed_secrets, vip_claims
 
 if TYPE_CHECKING:
     from amphora_driver.plugins import Catalogue
@@ -119,7 +111,6 @@ class Housekeeping:
         def write(connection: sa.Connection) -> None:
             process_registry.purge_silent_processes(connection, now)
             rotations.purge_old_rotations(connection, now - age)
-            adoptions.purge_old_adoptions(connection, now - age)
 
         self._database.write(write)
         for _ in range(_MOST_CHUNKS):

@@ -8,9 +8,9 @@ import pytest
 
 from amphora_driver.adoption.octavia_state import OctaviaState, OldAmphora
 from amphora_driver.adoption.planner import Circumstances, plan
+from amphora_driver.adoption.records import Step
 from amphora_driver.model.enums import ListenerProtocol
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Vip
-from amphora_driver.store.adoptions import Step
 
 AROUND = Circumstances(provider="haproxy", network="neutron", recorded=False, remove_after=3600.0)
 VIP = Vip(address="198.51.100.10", subnet_id="s", network_id="n", port_id="vip-port")

@@ -11,9 +11,9 @@ from unit.adoption.octavia_rows import AMPHORAE, LB, PORTS, VIP_ADDRESS, VIP_POR
 from unit.driver.octavia_objects import POOL, listener, load_balancer, pool
 from unit.provider_agent.octavia_sockets import OctaviaSockets
 
+from amphora_driver.adoption import records as adoptions
+from amphora_driver.adoption.records import Step
 from amphora_driver.database.engine import Database
-from amphora_driver.store import adoptions
-from amphora_driver.store.adoptions import Step
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 

@@ -14,12 +14,12 @@ from unit.adoption.octavia_rows import AMPHORAE, LB, PORTS, VIP_ADDRESS, VIP_POR
 from unit.driver.octavia_objects import LISTENER, POOL, listener, load_balancer, member, pool
 
 from amphora_driver.adoption import adopter, planner, survey
+from amphora_driver.adoption import records as adoptions
 from amphora_driver.adoption.adopter import Adopter, AdoptionContext
 from amphora_driver.adoption.octavia_tables import OctaviaDatabase
 from amphora_driver.database.tables import amphora
 from amphora_driver.database.tables_fleet import adoption
 from amphora_driver.errors import NetworkError
-from amphora_driver.store import adoptions
 
 OURS = "haproxy"
 MEMBERS = 1

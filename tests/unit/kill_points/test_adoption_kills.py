@@ -13,11 +13,11 @@ from deployment import Deployment
 from killed_forks import limited
 from unit.adoption.octavia_rows import AMPHORAE, LB, MEMBER
 
+from amphora_driver.adoption import records as adoptions
+from amphora_driver.adoption.records import Step
 from amphora_driver.database.tables import desired_object, job, object_status, secret
 from amphora_driver.errors import Conflict
 from amphora_driver.failpoints import Moment
-from amphora_driver.store import adoptions
-from amphora_driver.store.adoptions import Step
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 _MOST_SECONDS = 120

@@ -28,6 +28,8 @@ from amphora_driver.store.requests import Op
 from amphora_driver.store.sealed_secrets import SealedSecret
 
 _MAX_REASON = 1000
+# The database keeps the row of an ended adoption for 30 days, so that an operator can read the result.
+_KEPT_SECONDS = 30 * 86400.0
 _SEE = "See: amphoractl loadbalancer adopt list."
 
 
@@ -115,7 +117,7 @@ def request_adoptions(
     remove_after: float,
     asked_by: str | None,
 ) -> None:
-    """Insert adoptions, which a controller starts; a finished one is replaced.
+    """Insert adoptions, which a controller starts; an ended one is replaced, and old ones are deleted.
 
     Args:
         connection: the transaction.
@@ -128,6 +130,7 @@ def request_adoptions(
         Conflict: this provider has one of the load balancers already, or adopts it.
     """
     now = connection.execute(sa.select(clock.now(connection))).scalar_one()
+    connection.execute(adoption.delete().where(adoption.c.ended_at < now - _KEPT_SECONDS))
     for number, one in enumerate(load_balancer_ids):
         attempt = f"adopt load balancer {one}"
         if connection.execute(sa.select(job.c.op).where(job.c.load_balancer_id == one)).first() is not None:
@@ -269,11 +272,6 @@ def discard(connection: sa.Connection, load_balancer_id: str) -> None:
 def forget(connection: sa.Connection, load_balancer_id: str) -> None:
     """Delete all rows of a load balancer without amphorae."""
     status_outbox.delete_load_balancer_rows(connection, load_balancer_id)
-
-
-def purge_old_adoptions(connection: sa.Connection, before: float) -> None:
-    """Delete adoptions that ended before this time (seconds since 1970)."""
-    connection.execute(adoption.delete().where(adoption.c.ended_at < before))
 
 
 def _advance(connection: sa.Connection, load_balancer_id: str, op: str = Op.APPLY) -> None:

@@ -3,12 +3,13 @@
 
 import pytest
 
+from amphora_driver.adoption import records as adoptions
+from amphora_driver.adoption.records import Step
 from amphora_driver.database.tables import URGENT, job, object_status
 from amphora_driver.errors import Conflict, UnknownObject
 from amphora_driver.model.enums import Kind, ListenerProtocol, Operating
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Vip
-from amphora_driver.store import adoptions, amphorae, status_outbox
-from amphora_driver.store.adoptions import Step
+from amphora_driver.store import amphorae, status_outbox
 from amphora_driver.store.status_outbox import Observation
 
 LB, LISTENER = "lb", "listener"

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-from amphora_driver.adoption import survey
+from amphora_driver.adoption import records, survey
 from amphora_driver.adoption.octavia_tables import OctaviaDatabase
 from amphora_driver.adoption.survey import Surveyor
 from amphora_driver.cli.command import Command, Lister, Table, argument, operator_at_host
@@ -20,7 +20,6 @@ from amphora_driver.cli.formatting import Timestamp, Value
 from amphora_driver.errors import AmphoraDriverError, RequestError, UnknownObject
 from amphora_driver.plugins import Catalogue
 from amphora_driver.queue import local_socket
-from amphora_driver.store import adoptions
 
 _IDS = argument("load_balancer", nargs="*", metavar="ID", help="Complete ids of load balancers in Octavia.")
 _PROJECT = argument("--project", metavar="ID", help="All load balancers of this project with the provider amphora.")
@@ -99,7 +98,7 @@ class AdoptLoadBalancers(Command):
         delay = parsed_args.remove_after
         delay = float(self.app.conf.amp_adoption.remove_after) if delay is None else delay
         request = partial(
-            adoptions.request_adoptions,
+            records.request_adoptions,
             load_balancer_ids=chosen,
             max_in_progress=parsed_args.max_in_progress,
             remove_after=delay,
@@ -116,23 +115,23 @@ class ListAdoptions(Lister):
     arguments = (argument("--all", action="store_true", help="Also those that have ended."),)
 
     def take_action(self, parsed_args: argparse.Namespace) -> Table:
-        found = self.app.read(lambda c: adoptions.list_adoptions(c, only_open=not parsed_args.all))
+        found = self.app.read(lambda c: records.list_adoptions(c, only_open=not parsed_args.all))
         return _HEAD, map(_row, found)
 
 
 class PauseAdoptions(Command):
     """Start no further load balancer; those in progress continue."""
 
-    def take_action(self, parsed_args: argparse.Namespace) -> None:
-        number = self.app.database.write(partial(adoptions.set_paused, paused=True))
+    def take_action(self, parsed_args: argparse.Namespace) -> None:  # noqa: ARG002 - the interface of cliff
+        number = self.app.database.write(partial(records.set_paused, paused=True))
         self.app.stdout.write(f"Paused: {number}.\n")
 
 
 class ResumeAdoptions(Command):
     """Start the paused load balancers."""
 
-    def take_action(self, parsed_args: argparse.Namespace) -> None:
-        number = self.app.database.write(partial(adoptions.set_paused, paused=False))
+    def take_action(self, parsed_args: argparse.Namespace) -> None:  # noqa: ARG002 - the interface of cliff
+        number = self.app.database.write(partial(records.set_paused, paused=False))
         self.app.stdout.write(f"Resumed: {number}.\n")
 
 
@@ -142,7 +141,7 @@ class RevertAdoption(Command):
     arguments = (_ID,)
 
     def take_action(self, parsed_args: argparse.Namespace) -> None:
-        self.app.database.write(partial(adoptions.request_revert, load_balancer_id=parsed_args.load_balancer))
+        self.app.database.write(partial(records.request_revert, load_balancer_id=parsed_args.load_balancer))
 
 
 def find_load_balancers(octavia: OctaviaDatabase, parsed_args: argparse.Namespace) -> list[str]:
@@ -159,7 +158,7 @@ def find_load_balancers(octavia: OctaviaDatabase, parsed_args: argparse.Namespac
     return found
 
 
-def _row(one: adoptions.Adoption) -> tuple[Any, ...]:
+def _row(one: records.Adoption) -> tuple[Any, ...]:
     step = f"{one.step.value} (revert)" if one.revert and one.ended_at is None else one.step.value
     times = (Timestamp(one.asked_at), Timestamp(one.step_at), Timestamp(one.ended_at))
     return (one.load_balancer_id, step, Value(one.asked_by), *times, "yes" if one.paused else "", Value(one.reason))
