@@ -104,7 +104,7 @@ class Adopter:
         self._options = context.conf.amp_adoption
         self._owner = owner
         self._surveyor = Surveyor(context.conf, context.database, context.catalogue, context.octavia, context.library)
-        self._holds_duty = False
+        self._holds_duty = self._lacks_sockets = False
         # The keys are load balancer ids. The values are the monotonic times of the next attempts after a failure.
         self._not_before: dict[str, float] = {}
         self._handlers: dict[Step, Callable[[Adoption, OctaviaState], Move | Wait]] = {
@@ -131,9 +131,15 @@ class Adopter:
             release_duty(self._database, DUTY, self._owner)
 
     def advance(self) -> None:
-        """Perform the next steps of all records."""
+        """Perform the next steps of all adoptions."""
         opened = self._database.read(lambda c: records.list_adoptions(c, only_open=True))
-        if not opened:
+        missing = survey.missing_sockets(self._context.conf) if opened else []
+        if missing and not self._lacks_sockets:
+            text = "the controller performs no adoption, because a socket of octavia-driver-agent does not exist: %s"
+            LOG.warning(text, ", ".join(missing))
+        self._lacks_sockets = bool(missing)
+        if not opened or missing:
+            # A controller on another host may have the sockets.
             self.release()
             return
         self._holds_duty = acquire_duty(self._database, DUTY, self._owner, _DUTY_SECONDS)

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from amphora_driver.plugins import Catalogue
 
 _TOPOLOGY = "loadbalancer_topology"
+_SOCKETS = ("status_socket", "stats_socket", "get_socket")
 _FAILED = (
     octavia_errors.DriverAgentNotFound,
     octavia_errors.DriverAgentTimeout,
@@ -156,20 +157,24 @@ class Surveyor:
         return found
 
 
+def missing_sockets(conf: ConfigOpts) -> list[str]:
+    """Return the options and paths of the sockets of octavia-driver-agent that do not exist."""
+    paths = {name: str(conf.amp_octavia[name]) for name in _SOCKETS}
+    return [f"[amp_octavia] {name} = {path}" for name, path in paths.items() if not Path(path).exists()]
+
+
 def connect_library(conf: ConfigOpts) -> DriverLibrary:
     """Return the connection to octavia-driver-agent.
 
     octavia-lib waits two minutes for a missing socket. So this function raises `ConfigurationError` at once.
     """
-    options = conf.amp_octavia
-    paths = {name: str(options[name]) for name in ("status_socket", "stats_socket", "get_socket")}
-    if missing := [f"[amp_octavia] {name} = {path}" for name, path in paths.items() if not Path(path).exists()]:
+    if missing := missing_sockets(conf):
         raise ConfigurationError(
             "connect to octavia-driver-agent",
             f"a socket does not exist: {', '.join(missing)}",
             "Run this on a host with octavia-driver-agent.",
         )
-    return DriverLibrary(**paths)
+    return DriverLibrary(**{name: str(conf.amp_octavia[name]) for name in _SOCKETS})
 
 
 def set_status(library: DriverLibrary, load_balancer_id: str, status: str) -> None:

@@ -15,7 +15,7 @@ from unit.adoption.octavia_rows import AMPHORAE, LB, MEMBER
 
 from amphora_driver.adoption import records as adoptions
 from amphora_driver.adoption.records import Step
-from amphora_driver.database.tables import desired_object, job, object_status, secret
+from amphora_driver.database.tables import desired_object, duty, job, object_status, secret
 from amphora_driver.errors import Conflict
 from amphora_driver.failpoints import Moment
 
@@ -187,6 +187,16 @@ def test_a_busy_load_balancer_is_refused_and_stays(lab):
     assert lab.found().reason == "its provisioning status is ERROR"
     assert lab.octavia() == ("amphora", "ERROR")
     assert lab.deployment.octavia.told == []
+
+
+def test_a_controller_without_octavias_sockets_leaves_the_adoption_to_others(lab, monkeypatch, caplog):
+    lab.begin()
+    lab.ask()
+    monkeypatch.setattr("amphora_driver.adoption.survey.missing_sockets", lambda _conf: ["get_socket"])
+    lab.settle()
+    assert lab.step() is Step.WAITING
+    assert lab.deployment.scalars(duty.c.owner, duty.c.name == "adoption") == []
+    assert caplog.text.count("a socket of octavia-driver-agent does not exist") == 1
 
 
 def test_a_failure_pauses_the_load_balancers_that_wait(lab):
