@@ -77,7 +77,7 @@ _CHECKS: dict[Kind, Callable[[Any], None]] = {
 }
 
 
-def _check(node: Node) -> None:
+def check_object(node: Node) -> None:
     """Refuse unsupported options of one object."""
     _CHECKS[desired_objects.kind_of(node)](node)
     if isinstance(node, Pool):
@@ -97,7 +97,7 @@ class _Shared:
         self.catalogue = Catalogue(conf, self.database)
         check = ContextCheck(conf, lambda name: self.catalogue.network(name).supports)
         announce = outbox.announce if conf.amp_notifications.enabled else outbox.announce_nothing
-        self.recorder = RequestRecorder(self.database, _check, check, announce)
+        self.recorder = RequestRecorder(self.database, check_object, check, announce)
 
     @functools.cached_property
     def vault(self) -> Vault:

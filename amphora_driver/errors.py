@@ -94,6 +94,10 @@ class ComputeError(BackendError):
     """An amphora could not be booted, found or removed."""
 
 
+class OctaviaError(AmphoraDriverError):
+    """Octavia did not answer, or did not accept a status."""
+
+
 class CertificateError(AmphoraDriverError):
     """A certificate could not be issued or read."""
 

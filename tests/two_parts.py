@@ -74,7 +74,7 @@ TOGETHER, ALONE, SECOND_ATTEMPTS = "together.json", "alone.json", "second-attemp
 # Without it, the limit is running processes per processor in the last minute (proc(5), /proc/loadavg).
 CALM_SECONDS, CALM_PRESSURE, CALM_LOAD = 120.0, 10.0, 0.5
 # Files that one worker runs, because each start of their cloud costs processor time: 8 and 64 seconds.
-SHARED_CLOUD = tuple(f"openstack/test_neutron{name}.py" for name in ("", "_fleet", "_ownership", "_races"))
+SHARED_CLOUD = tuple(f"openstack/test_neutron{name}.py" for name in ("", "_adoption", "_fleet", "_ownership", "_races"))
 WHOLE_CLOUD = tuple(
     f"openstack/test_{name}.py"
     for name in (

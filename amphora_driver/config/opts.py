@@ -15,6 +15,7 @@ from oslo_config import cfg
 from oslo_log import log
 
 from amphora_driver.config import (
+    adoption,
     agent,
     backends,
     controller,
@@ -51,6 +52,7 @@ _MODULES = (
     openstack,
     failover,
     maintenance,
+    adoption,
     status,
     notifications,
 )

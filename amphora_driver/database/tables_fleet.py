@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables about the fleet: fail-overs, silent amphorae, image rotations, processes, CAs.
+"""Tables about the fleet: fail-overs, silent amphorae, image rotations, adoptions, processes, CAs.
 
 Invariant: as in `tables`, the rows are authoritative. Findings (`silent_amphora`, `unknown_amphora`,
 `circuit_breaker`) may be lost, because they are detected again. Requests and history must not be lost.
@@ -173,3 +173,27 @@ resync = sa.Table(
 # The table `schema_minimum` lists the contract migrations that have begun. A process that does not know all of them
 # refuses the database.
 schema_minimum = sa.Table("schema_minimum", metadata, sa.Column("revision", sa.String(32), primary_key=True))
+
+# The table `adoption` has one row per load balancer that an operator moves from Octavia's provider `amphora` to this
+# provider. The column `step` is a value of `adoption.records.Step`. While `vips_held` is set, the new amphorae have no
+# VIPs. While `reporting` is not set, Octavia receives no status of the load balancer. The column `paused` delays the
+# start, and `revert` requests the way back. The column `state` holds Octavia's rows before the adoption as JSON.
+adoption = sa.Table(
+    "adoption",
+    metadata,
+    sa.Column("load_balancer_id", Id, primary_key=True),
+    sa.Column("step", sa.String(16), nullable=False),
+    sa.Column("vips_held", sa.Boolean, nullable=False, default=True),
+    sa.Column("reporting", sa.Boolean, nullable=False, default=False),
+    sa.Column("paused", sa.Boolean, nullable=False, default=False),
+    sa.Column("revert", sa.Boolean, nullable=False, default=False),
+    sa.Column("state", Body, nullable=True),
+    sa.Column("max_in_progress", sa.Integer, nullable=False),
+    sa.Column("remove_after", sa.Double, nullable=False),
+    sa.Column("asked_by", sa.String(128), nullable=True),
+    sa.Column("asked_at", sa.Double, nullable=False),
+    sa.Column("step_at", sa.Double, nullable=False),
+    sa.Column("committed_at", sa.Double, nullable=True),
+    sa.Column("ended_at", sa.Double, nullable=True, index=True),
+    sa.Column("reason", sa.Text, nullable=True),
+)

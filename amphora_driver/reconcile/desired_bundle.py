@@ -28,6 +28,9 @@ from amphora_driver.render.tls import File
 from amphora_driver.render.udp import virtual_servers
 from amphora_driver.store.sealed_secrets import SealedSecret
 
+# Interval in seconds of the VRRP advertisements while a pair takes the VIPs of Octavia's own amphorae.
+_TAKING_INTERVAL = 0.2
+
 
 class Rendered(msgspec.Struct, frozen=True, kw_only=True):
     """The part of a load balancer that can be served, and the objects that it omits.
@@ -49,6 +52,8 @@ class BundleInputs(msgspec.Struct, frozen=True, kw_only=True):
         failed: objects that cannot be served: reasons by object id.
         tickets: number of rotations of the TLS ticket keys; None without keys.
         priorities: VRRP priorities by role, see `topology.effective_priorities`; empty without VRRP.
+        vips_held: the amphorae get the configuration without the VIPs, because others still serve them.
+        takes_vips: the amphorae take the VIPs of others, and no amphora serves until then.
     """
 
     tree: LoadBalancer
@@ -60,6 +65,8 @@ class BundleInputs(msgspec.Struct, frozen=True, kw_only=True):
     secrets: dict[SecretName, SealedSecret]
     tickets: int | None
     priorities: dict[str, int]
+    vips_held: bool = False
+    takes_vips: bool = False
 
 
 def build_bundle(recorded: BundleInputs, amphora: Amphora, served: Served, conf: ConfigOpts) -> bytes:
@@ -72,6 +79,9 @@ def build_bundle(recorded: BundleInputs, amphora: Amphora, served: Served, conf:
         # A draining amphora gets the lowest VRRP priority, so that it takes no VIP from an amphora that stays.
         priority = vrrp_peers.LAST_PRIORITY
     interval = advert_interval(recorded.tree, conf)
+    if recorded.takes_vips:
+        # A pair takes the VIPs after more than three intervals (RFC 9568, section 6.1). Nothing serves meanwhile.
+        interval = min(interval, _TAKING_INTERVAL)
     everyone = vrrp_peers.participants(recorded.amphorae, recorded.priorities)
     pair = vrrp_peers.vrrp_instance(amphora, everyone, recorded.tree.vip, priority, interval)
     ports = tuple(
@@ -79,6 +89,8 @@ def build_bundle(recorded: BundleInputs, amphora: Amphora, served: Served, conf:
         for one in amphora.plugged
         if one.port.network_id in (recorded.sr_iov_networks if one.sr_iov else recorded.networks)
     )
+    if recorded.vips_held:
+        return bundle(recorded.tree, recorded.generation, amphora.id, ports, served, vips_held=True)
     return bundle(recorded.tree, recorded.generation, amphora.id, ports, served, pair)
 
 

@@ -362,7 +362,7 @@ def _wait_for_vips(view: steps.LoadBalancerView, amphora_set: AmphoraSet) -> lis
     """Return the limited wait until an amphora of a new pair has the VIPs: the pair is ACTIVE after that."""
     confirmed = max((one.confirmed_at for one in amphora_set.live if one.confirmed_at is not None), default=0.0)
     earliest, latest = (confirmed + seconds for seconds in view.taking_vips)
-    if not amphora_set.is_new_pair() or view.vips_taken or view.now >= latest:
+    if view.vips_held or not amphora_set.is_new_pair() or view.vips_taken or view.now >= latest:
         return []
     if view.vips_taken is None:
         return [steps.QueryVips(reason="an amphora must have the VIPs")]

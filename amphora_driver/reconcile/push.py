@@ -107,6 +107,8 @@ class BundlePush:
             secrets=view.secrets,
             tickets=view.tickets,
             priorities=view.priorities,
+            vips_held=view.vips_held,
+            takes_vips=view.takes_vips,
         )
         unreachable: AgentError | None = None
         try:

@@ -241,6 +241,8 @@ class Reconciler:
             boots_at=dict(executor.boots_at),
             plugs_while_booting=catalogue.compute(row.compute, row.network).plugs_while_booting,
             vips_taken=executor.vips_taken,
+            vips_held=bool(row.vips_held),
+            takes_vips=bool(row.takes_vips),
             holder_asked=executor.removal.holder_queried,
             compute=row.compute,
             network=row.network,

@@ -59,6 +59,8 @@ class LoadBalancerView(View, frozen=True, kw_only=True):
         clock_set: the clock jumped less than a drain time-out ago, so only the agent knows if a drain has ended.
         taking_vips: a new pair takes the VIPs between these two times, in seconds after its confirmation.
         vips_taken: an amphora has the VIPs, by the answers in this job; None without a query.
+        vips_held: an adoption keeps the VIPs away from the amphorae, because Octavia's own amphorae serve them.
+        takes_vips: the amphorae take the VIPs in an adoption.
         holder_asked: this job has queried the amphorae for the holder of the VIPs.
         vip_given: the VIP options last sent to the network backend.
         listener_rules: the network backend needs the listeners' ports as part of the VIP options.
@@ -82,6 +84,8 @@ class LoadBalancerView(View, frozen=True, kw_only=True):
     clock_set: bool = False
     taking_vips: tuple[float, float] = (0.0, 0.0)
     vips_taken: bool | None = None
+    vips_held: bool = False
+    takes_vips: bool = False
     holder_asked: bool = False
     vip_given: vip_allocation.AppliedVipOptions | None = None
     listener_rules: bool = False

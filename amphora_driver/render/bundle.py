@@ -115,8 +115,13 @@ def bundle(
     plugged: Sequence[AttachedPort],
     served: Served,
     vrrp: BundleVrrp | None = None,
+    *,
+    vips_held: bool = False,
 ) -> bytes:
-    """Return the JSON document for one amphora. `plugged` includes the port on the VIP's network."""
+    """Return the JSON document for one amphora. `plugged` includes the port on the VIP's network.
+
+    With `vips_held` the amphora serves the listeners, but has no VIP.
+    """
     return msgspec.json.encode(
         Bundle(
             format=1,
@@ -129,7 +134,7 @@ def bundle(
             limits=BundleLimits(
                 connections=tree.profile.process_connection_limit, threads=tree.profile.process_threads
             ),
-            interfaces=interfaces(tree, plugged),
+            interfaces=interfaces(tree, plugged, vips_held=vips_held),
             allowed=allowed(tree, served),
             vrrp=vrrp,
             virtual_servers=served.virtual,
@@ -167,14 +172,17 @@ def _in_clear(value: object) -> str:
     raise TypeError(f"a {type(value).__name__} is not part of a bundle")
 
 
-def interfaces(tree: LoadBalancer, plugged: Sequence[AttachedPort]) -> tuple[BundleInterface, ...]:
+def interfaces(
+    tree: LoadBalancer, plugged: Sequence[AttachedPort], *, vips_held: bool = False
+) -> tuple[BundleInterface, ...]:
     """Return the interfaces of an amphora: eth1 for the VIPs, then those for members only."""
     ordered = sorted(plugged, key=lambda one: (one.key != (tree.vip.network_id, False), one.key))
     per_network = Counter(one.port.network_id for one in plugged)
-    return tuple(
+    found = (
         _interface(tree, one, _member_routes(tree, one) if per_network[one.port.network_id] > 1 else ())
         for one in ordered
     )
+    return tuple(msgspec.structs.replace(one, vips=()) if vips_held else one for one in found)
 
 
 def _member_routes(tree: LoadBalancer, plugged: AttachedPort) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from sqlalchemy.exc import IntegrityError
 
 from amphora_driver.database.rows import chunks, load_as, to_struct
 from amphora_driver.database.tables import DUE_NOW, amphora, amphora_heartbeat, job, object_status
-from amphora_driver.database.tables_fleet import failover
+from amphora_driver.database.tables_fleet import adoption, failover
 from amphora_driver.database.vault import SecretLocation, Vault
 from amphora_driver.errors import StoreError
 from amphora_driver.model.amphora import Amphora, AmphoraState
@@ -88,6 +88,11 @@ _IS_DEAD = sa.and_(amphora.c.state == AmphoraState.RETIRING.value, _HAS_DEATH.co
 _IS_REPLACING = (
     sa.exists().where(failover.c.load_balancer_id == job.c.load_balancer_id, _IS_OPEN).correlate(job).label("replacing")
 )
+_IS_ADOPTED = sa.and_(adoption.c.load_balancer_id == job.c.load_balancer_id, adoption.c.ended_at.is_(None))
+_HOLDS_VIPS = sa.exists().where(_IS_ADOPTED, adoption.c.vips_held).correlate(job).label("vips_held")
+_TAKES_VIPS = (
+    sa.exists().where(_IS_ADOPTED, ~adoption.c.vips_held, ~adoption.c.reporting).correlate(job).label("takes_vips")
+)
 _OF_LOAD_BALANCER = (
     sa.select(*_OF_AMPHORA, amphora.c.load_balancer_id, *_OF_HEARTBEAT, _IS_DEAD)
     .outerjoin(amphora_heartbeat, amphora_heartbeat.c.amphora_id == amphora.c.id)
@@ -95,7 +100,7 @@ _OF_LOAD_BALANCER = (
     .order_by(amphora.c.created_at, amphora.c.id)
 )
 _WITH_WORK = (
-    sa.select(*_OF_WORK, *_OF_AMPHORA, *_OF_HEARTBEAT, _IS_DEAD, _IS_REPLACING)
+    sa.select(*_OF_WORK, *_OF_AMPHORA, *_OF_HEARTBEAT, _IS_DEAD, _IS_REPLACING, _HOLDS_VIPS, _TAKES_VIPS)
     .outerjoin(amphora, amphora.c.load_balancer_id == job.c.load_balancer_id)
     .outerjoin(amphora_heartbeat, amphora_heartbeat.c.amphora_id == amphora.c.id)
     .where(job.c.load_balancer_id == sa.bindparam("of"))
@@ -148,7 +153,8 @@ def insert_amphora(
 def load_with_work(connection: sa.Connection, load_balancer_id: str) -> tuple[Any, tuple[Amphora, ...]]:
     """Return a load balancer's `job` row (or None) and its amphorae, the oldest first.
 
-    The row lacks the lease columns. The additional column `replacing` says whether a fail-over is open.
+    The row lacks the lease columns. The additional column `replacing` says whether a fail-over is open, `vips_held`
+    whether an adoption keeps the VIPs away from the amphorae, and `takes_vips` whether they take them in an adoption.
     """
     rows = connection.execute(_WITH_WORK, {"of": load_balancer_id}).all()
     return (rows[0] if rows else None), _to_amphorae(rows)

@@ -27,6 +27,7 @@ from amphora_driver.database.tables import (
     secret,
     vip_claim,
 )
+from amphora_driver.database.tables_fleet import adoption
 from amphora_driver.model.enums import Kind, Operating, Provisioning
 
 
@@ -129,6 +130,12 @@ _MARK_REPORTED = (
 )
 
 
+# While another provider still has a load balancer in Octavia, this provider reports nothing about it.
+_IS_FOREIGN = sa.exists().where(
+    adoption.c.load_balancer_id == job.c.load_balancer_id, adoption.c.ended_at.is_(None), ~adoption.c.reporting
+)
+
+
 def expect_confirmation(
     connection: sa.Connection,
     load_balancer_id: str,
@@ -200,7 +207,7 @@ def list_due_reports(connection: sa.Connection, limit: int, after: str = "") -> 
     rows = connection.execute(
         sa.select(object_status, job.c.generation.label("wanted"), job.c.applied)
         .join(job, job.c.load_balancer_id == object_status.c.load_balancer_id)
-        .where(object_status.c.version > object_status.c.reported, job.c.committed >= job.c.generation)
+        .where(object_status.c.version > object_status.c.reported, job.c.committed >= job.c.generation, ~_IS_FOREIGN)
         .order_by(
             sa.case((object_status.c.load_balancer_id > after, 0), else_=1),
             object_status.c.load_balancer_id,
@@ -233,7 +240,7 @@ def mark_reported(connection: sa.Connection, reports: Sequence[StatusReport]) ->
     deleted = [report for report in reports if report.provisioning is Provisioning.DELETED]
     for report in deleted:
         if report.kind is Kind.LOAD_BALANCER:
-            _delete_load_balancer_rows(connection, report.object_id)
+            delete_load_balancer_rows(connection, report.object_id)
     for ids in chunks([report.object_id for report in deleted]):
         connection.execute(object_status.delete().where(object_status.c.object_id.in_(ids)))
         connection.execute(desired_object.delete().where(desired_object.c.id.in_(ids)))
@@ -286,7 +293,7 @@ def _write_confirmed_statuses(
         connection.execute(_OBSERVE_IF_UNCHANGED, [{**one, "was": recorded[one["at"]]} for one in differing])
 
 
-def _delete_load_balancer_rows(connection: sa.Connection, load_balancer_id: str) -> None:
+def delete_load_balancer_rows(connection: sa.Connection, load_balancer_id: str) -> None:
     """Delete all rows of a load balancer after Octavia has received its DELETED.
 
     The claim ends with the `job` row. Housekeeping would otherwise release the VIPs again, as those of a load balancer

@@ -328,8 +328,13 @@ class Pair:
 
     # -- pushing -----------------------------------------------------------------------------------------------
 
-    def push(self, tree: LoadBalancer, secrets: dict[str, str] | None = None, *, to=None, **vrrp) -> list[Pushed]:
-        """Render a load balancer and push it to each node in turn; `vrrp` changes VRRP settings."""
+    def push(
+        self, tree: LoadBalancer, secrets: dict[str, str] | None = None, *, to=None, alone=False, held=False, **vrrp
+    ) -> list[Pushed]:
+        """Render a load balancer and push it to each node in turn; `vrrp` changes VRRP settings.
+
+        An amphora that is `alone` has the VIPs without VRRP. With `held`, the nodes have no VIPs.
+        """
         rendered = render(tree, shared_tickets=bool(secrets))
         # The reference of the ticket keys is empty.
         secrets = {**(secrets or {}), "": ticket_keys(_SEED).reveal().decode()}
@@ -340,9 +345,9 @@ class Pair:
         given = Given(text=rendered.text if tree.listeners else None, files=files, pings=dict(rendered.pings))
         generation, found = next(self.generations), []
         for node in to or self.nodes:
-            document = bundle(
-                tree, generation, node.id, (_plugged(node.where, six=self._alone6),), given, self._vrrp(node, vrrp)
-            )
+            settings = None if alone or held else self._vrrp(node, vrrp)
+            ports = (_plugged(node.where, six=self._alone6),)
+            document = bundle(tree, generation, node.id, ports, given, settings, vips_held=held)
             status, answer = node.call("PUT", "/v2/bundle", document)
             assert status == 200, f"{node}: {status}: {json.dumps(answer, indent=1)}\n{rendered.text}"
             found.append(Pushed(status, answer, rendered))

@@ -1,0 +1,403 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Performs adoptions, step by step.
+
+Invariant: one controller at a time holds the duty `adoption`. Each step can be repeated from its beginning, and the
+next step is recorded before its effect begins. Until `COMMIT`, a failure, a time-out or a request of the operator leads
+to `RESTORE`: the former amphorae serve again. From `COMMIT` on, only a request of the operator does.
+
+Before `CUT` and in `COMMIT`, the load balancer must be as it was at its lock. Octavia's own worker may otherwise still
+change it: octavia-lib sets a status without a condition.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+import msgspec
+import sqlalchemy as sa
+
+from amphora_driver import failpoints
+from amphora_driver.adoption import octavia_state, records, survey
+from amphora_driver.adoption.cloud import OldCloud, OpenStackCloud
+from amphora_driver.adoption.octavia_state import LOCKED, OctaviaState
+from amphora_driver.adoption.octavia_tables import OctaviaDatabase
+from amphora_driver.adoption.records import Adoption, Progress, Step
+from amphora_driver.adoption.survey import Surveyor
+from amphora_driver.deadline import Deadline, apply_deadline
+from amphora_driver.errors import AgentError, AmphoraDriverError, Conflict, RequestError
+from amphora_driver.maintenance.duty_loop import run_duty
+from amphora_driver.model.network import VipRequest
+from amphora_driver.queue.jobs import acquire_duty, release_duty
+from amphora_driver.reconcile.vip_allocation import vip_ports
+from amphora_driver.store import amphorae, desired_objects
+
+if TYPE_CHECKING:
+    from octavia_lib.api.drivers.driver_lib import DriverLibrary
+    from oslo_config.cfg import ConfigOpts
+
+    from amphora_driver.agent.client import AgentClient
+    from amphora_driver.database.engine import Database
+    from amphora_driver.plugins import Catalogue
+    from amphora_driver.reconcile.context import ReconcileContext
+
+LOG = logging.getLogger(__name__)
+DUTY = "adoption"
+# Seconds between two rounds, the lease of the duty, and the limit of one step. A step ends before the lease expires, so
+# two controllers do not act at the same time.
+_EVERY, _DUTY_SECONDS, _STEP_SECONDS = 0.5, 20.0, 10.0
+# A heartbeat in progress may still write statuses of the load balancer in Octavia. The report follows after this number
+# of seconds.
+_SETTLE_SECONDS = 2.0
+_VIP_QUERY_SECONDS = 3.0
+# Seconds between a failed attempt of a step and the next attempt.
+_RETRY_SECONDS = 2.0
+# If the load balancer was changed at the moment of its lock, nothing shows whether Octavia's worker still works on it.
+# After this number of seconds without an unfinished object, the lock counts as the one of the adoption.
+_UNLOCK_SECONDS = 120.0
+_STARTED = (Step.LOCK, Step.PREPARE, Step.CUT, Step.TAKE, Step.COMMIT, Step.REPORT)
+_BACK = (Step.RELOCK, Step.RESTORE, Step.RETURN, Step.DISCARD)
+_CHANGED = "the configuration has changed since the adoption, and the former amphorae do not have the change"
+
+Change = Callable[[sa.Connection], object]
+
+
+class Move(msgspec.Struct, frozen=True, kw_only=True):
+    """The next step with its reason, the columns to set, and a change in the same transaction."""
+
+    step: Step
+    reason: str | None = None
+    values: dict[str, object] = {}
+    change: Change | None = None
+
+
+class Wait(msgspec.Struct, frozen=True, kw_only=True):
+    """The step is not finished; None if nothing is wrong."""
+
+    reason: str | None = None
+
+
+class AdoptionContext(msgspec.Struct, frozen=True, kw_only=True):
+    """The clients of the steps. `on_due` is called when a load balancer becomes due."""
+
+    conf: ConfigOpts
+    database: Database
+    catalogue: Catalogue
+    agents: AgentClient
+    octavia: OctaviaDatabase
+    cloud: OldCloud
+    library: Callable[[], DriverLibrary]
+    on_due: Callable[[], None]
+
+
+class Adopter:
+    """Performs the steps of all adoptions; `owner` is the name of the controller."""
+
+    def __init__(self, context: AdoptionContext, owner: str) -> None:
+        self._context = context
+        self._database = context.database
+        self._octavia = context.octavia
+        self._options = context.conf.amp_adoption
+        self._owner = owner
+        self._surveyor = Surveyor(context.conf, context.database, context.catalogue, context.octavia, context.library)
+        self._holds_duty = self._lacks_sockets = False
+        # The keys are load balancer ids. The values are the monotonic times of the next attempts after a failure.
+        self._not_before: dict[str, float] = {}
+        self._handlers: dict[Step, Callable[[Adoption, OctaviaState], Move | Wait]] = {
+            Step.LOCK: self._lock,
+            Step.PREPARE: self._prepare,
+            Step.CUT: self._cut,
+            Step.TAKE: self._take,
+            Step.COMMIT: self._commit,
+            Step.REPORT: self._report,
+            Step.KEEP: self._keep,
+            Step.REMOVE: self._remove,
+            Step.RELOCK: self._relock,
+            Step.RESTORE: self._restore,
+            Step.RETURN: self._return,
+            Step.DISCARD: self._discard,
+        }
+
+    def run(self, stopping: threading.Event, draining: threading.Event) -> None:
+        run_duty(DUTY, _EVERY, stopping, draining, work=self.advance, release=self.release)
+
+    def release(self) -> None:
+        if self._holds_duty:
+            self._holds_duty = False
+            release_duty(self._database, DUTY, self._owner)
+
+    def advance(self) -> None:
+        """Perform the next steps of all adoptions."""
+        opened = self._database.read(lambda c: records.list_adoptions(c, only_open=True))
+        missing = survey.missing_sockets(self._context.conf) if opened else []
+        if missing and not self._lacks_sockets:
+            text = "the controller performs no adoption, because a socket of octavia-driver-agent does not exist: %s"
+            LOG.warning(text, ", ".join(missing))
+        self._lacks_sockets = bool(missing)
+        if not opened or missing:
+            # A controller on another host may have the sockets.
+            self.release()
+            return
+        self._holds_duty = acquire_duty(self._database, DUTY, self._owner, _DUTY_SECONDS)
+        if not self._holds_duty:
+            return
+        self._not_before = {one: at for one, at in self._not_before.items() if at > time.monotonic()}
+        for one in opened:
+            if one.step is not Step.WAITING and one.load_balancer_id not in self._not_before:
+                self._advance_one(one)
+        self._start_next()
+
+    def _start_next(self) -> None:
+        opened = self._database.read(lambda c: records.list_adoptions(c, only_open=True))
+        started = sum(one.step in _STARTED for one in opened)
+        waiting = next((one for one in opened if one.step is Step.WAITING and not one.paused), None)
+        if waiting is None or started >= waiting.max_in_progress or waiting.load_balancer_id in self._not_before:
+            return
+        self._attempt(waiting, lambda: self._start(waiting))
+
+    def _start(self, found: Adoption) -> Move:
+        surveyed = self._surveyor.survey(found.load_balancer_id, found.remove_after)
+        if surveyed.plan.refusals:
+            return Move(step=Step.REFUSED, reason="; ".join(surveyed.plan.refusals))
+        return Move(step=Step.LOCK, values={"state": msgspec.json.encode(surveyed.state).decode()})
+
+    def _advance_one(self, found: Adoption) -> None:
+        """Perform steps until one must wait. The steps `CUT` and `TAKE` follow each other without a pause."""
+        before = msgspec.json.decode(found.state or "", type=OctaviaState)
+        current: Adoption | None = found
+        while current is not None and current.step in self._handlers:
+            current = self._attempt(current, partial(self._handlers[current.step], current, before))
+
+    def _attempt(self, found: Adoption, work: Callable[[], Move | Wait]) -> Adoption | None:
+        """Perform one step and record the result; return the adoption if it has moved."""
+        failpoints.reach_step(f"Adopt-{found.step.value}", failpoints.Moment.BEFORE)
+        try:
+            with apply_deadline(Deadline(_STEP_SECONDS, f"adopt load balancer {found.load_balancer_id}")):
+                result = work()
+        except AmphoraDriverError as error:
+            result = self._handle_failure(found, error)
+        failpoints.reach_step(f"Adopt-{found.step.value}", failpoints.Moment.DONE)
+        if isinstance(result, Wait):
+            # On the way back, the reason says why the adoption ended.
+            if result.reason != found.reason and (result.reason or found.step not in _BACK):
+                self._database.write(lambda c: records.set_reason(c, found, result.reason))
+            return None
+        return self._record(found, result)
+
+    def _handle_failure(self, found: Adoption, error: AmphoraDriverError) -> Move | Wait:
+        text = "the controller could not perform step %s of the adoption of load balancer %s: %s"
+        LOG.warning(text, found.step.value, found.load_balancer_id, error)
+        self._not_before[found.load_balancer_id] = time.monotonic() + _RETRY_SECONDS
+        if found.step is Step.WAITING:
+            return (
+                Move(step=Step.REFUSED, reason=str(error))
+                if isinstance(error, RequestError)
+                else Wait(reason=str(error))
+            )
+        late = self._seconds_in_step(found) > self._options.take_timeout
+        if found.step in (Step.LOCK, Step.PREPARE, Step.CUT, Step.TAKE) and (error.final or late):
+            return Move(step=Step.RESTORE, reason=str(error))
+        return Wait(reason=str(error))
+
+    def _record(self, found: Adoption, result: Move) -> Adoption | None:
+        def write(connection: sa.Connection) -> Adoption | None:
+            if not records.move(connection, found, result.step, result.reason, **result.values):
+                return None
+            if result.change is not None:
+                result.change(connection)
+            if result.step is Step.RESTORE and not found.revert:
+                # After a failure, no further load balancer starts until an operator has read the reason.
+                records.set_paused(connection, paused=True)
+            return records.get_adoption(connection, found.load_balancer_id)
+
+        moved = self._database.write(write)
+        failpoints.reach_step(f"Adopt-{found.step.value}", failpoints.Moment.MARKED)
+        if moved is not None:
+            text = "adoption of load balancer %s: step %s is finished, the next step is %s%s"
+            reason = f" ({result.reason})" if result.reason else ""
+            LOG.info(text, found.load_balancer_id, found.step.value, result.step.value, reason)
+            if result.change is not None:
+                self._context.on_due()
+        return moved
+
+    def _lock(self, found: Adoption, before: OctaviaState) -> Move | Wait:
+        of = found.load_balancer_id
+        now = self._octavia.read(of)
+        if now is not None and now.status == before.status and not found.revert:
+            if problem := octavia_state.describe_change(before, msgspec.structs.replace(now, status=LOCKED)):
+                return Move(step=Step.REVERTED, reason=problem)
+            survey.set_status(self._context.library(), of, LOCKED)
+        if problem := self._problem(found, before):
+            return Move(step=Step.RESTORE, reason=problem)
+        tree, contents = self._surveyor.read_tree(before)
+        if problem := self._problem(found, before):
+            return Move(step=Step.RESTORE, reason=problem)
+        return Move(step=Step.PREPARE, change=lambda c: records.record_load_balancer(c, tree, contents))
+
+    def _prepare(self, found: Adoption, before: OctaviaState) -> Move | Wait:
+        if problem := self._problem(found, before):
+            return Move(step=Step.RESTORE, reason=problem)
+        progress = self._progress(found)
+        if progress.attempts >= self._context.conf.amp_controller.give_up_after:
+            return Move(step=Step.RESTORE, reason=f"the new amphorae do not serve: {progress.error}")
+        if progress.served and progress.amphorae == len(before.amphorae):
+            return Move(step=Step.CUT)
+        if self._seconds_in_step(found) > self._options.prepare_timeout:
+            return Move(step=Step.RESTORE, reason="the new amphorae do not serve in time")
+        return Wait(reason=progress.error)
+
+    def _cut(self, found: Adoption, before: OctaviaState) -> Move | Wait:
+        if problem := self._problem(found, before):
+            return Move(step=Step.RESTORE, reason=problem)
+        self._context.cloud.enable_old_ports(before, enabled=False)
+        return Move(step=Step.TAKE, change=lambda c: records.lift_hold(c, found.load_balancer_id))
+
+    def _take(self, found: Adoption, _before: OctaviaState) -> Move | Wait:
+        if found.revert:
+            return Move(step=Step.RESTORE, reason="the operator reverts the adoption")
+        progress = self._progress(found)
+        if progress.served and self._vips_taken(found.load_balancer_id):
+            return Move(step=Step.COMMIT)
+        if self._seconds_in_step(found) > self._options.take_timeout:
+            return Move(step=Step.RESTORE, reason=f"the new amphorae did not take the VIPs in time: {progress.error}")
+        return Wait(reason=progress.error)
+
+    def _commit(self, _found: Adoption, before: OctaviaState) -> Move | Wait:
+        try:
+            self._octavia.take_over(before, self._context.conf.amp_octavia.provider)
+        except Conflict as error:
+            return Move(step=Step.RESTORE, reason=str(error))
+        return Move(step=Step.REPORT, values={"committed_at": self._database.now()})
+
+    def _report(self, found: Adoption, before: OctaviaState) -> Move | Wait:
+        if self._seconds_in_step(found) < _SETTLE_SECONDS:
+            return Wait()
+        of = found.load_balancer_id
+        tree = self._database.read(lambda c: desired_objects.load_tree(c, of))
+        if not before.vip_owned:
+            self._claim_vip_port(tree.profile.network, before, of)
+        return Move(step=Step.KEEP, values={"reporting": True}, change=lambda c: records.begin_reports(c, of, tree))
+
+    def _claim_vip_port(self, network: str | None, before: OctaviaState, load_balancer_id: str) -> None:
+        """Mark the VIP port of the user as in use. Octavia does not mark it, and keeps a port of its own."""
+        tree = self._database.read(lambda c: desired_objects.load_tree(c, load_balancer_id))
+        wanted = [
+            VipRequest(subnet_id=vip.subnet_id, network_id=vip.network_id, address=vip.address, port_id=vip.port_id)
+            for vip in tree.vips
+        ]
+        self._context.catalogue.network(network).allocate_vip(load_balancer_id, before.project_id, wanted)
+
+    def _keep(self, found: Adoption, _before: OctaviaState) -> Move | Wait:
+        progress = self._progress(found)
+        if not progress.recorded:
+            return Move(step=Step.REMOVE, reason="the load balancer is deleted")
+        if found.revert:
+            return Move(step=Step.RELOCK)
+        ends = (found.committed_at or found.step_at) + found.remove_after
+        if self._database.now() >= ends and progress.served and not progress.pending:
+            return Move(step=Step.REMOVE)
+        return Wait(reason=found.reason)
+
+    def _remove(self, _found: Adoption, before: OctaviaState) -> Move | Wait:
+        return Move(step=Step.DONE) if self._context.cloud.remove(before) else Wait()
+
+    def _relock(self, found: Adoption, before: OctaviaState) -> Move | Wait:
+        of = found.load_balancer_id
+        now = self._octavia.read(of)
+        if now is None:
+            return Move(step=Step.REMOVE, reason="the load balancer is deleted")
+        if now.fingerprint != before.fingerprint:
+            return Move(step=Step.KEEP, reason=f"no revert: {_CHANGED}", values={"revert": False})
+        progress = self._progress(found)
+        if progress.pending or not progress.served or now.unsettled:
+            return Wait(reason="a change of the load balancer is in progress")
+        if now.status != LOCKED:
+            survey.set_status(self._context.library(), of, LOCKED)
+            now = self._octavia.read(of)
+        expected = msgspec.structs.replace(now or before, fingerprint=before.fingerprint, amphorae=(), member_ports=())
+        if now is None or octavia_state.describe_change(expected, now):
+            return Wait(reason="a change of the load balancer is in progress")
+        return Move(step=Step.RESTORE, values={"reporting": False}, change=lambda c: records.stop_reports(c, of))
+
+    def _restore(self, found: Adoption, before: OctaviaState) -> Move | Wait:
+        of = found.load_balancer_id
+        everyone = self._database.read(lambda c: amphorae.load_amphorae(c, of))
+        if everyone:
+            tree = self._database.read(lambda c: desired_objects.load_tree(c, of))
+            self._context.cloud.enable_new_ports(vip_ports(tree, everyone), enabled=False)
+        self._context.cloud.enable_old_ports(before, enabled=True)
+        if found.committed_at is not None:
+            return Move(step=Step.RETURN)
+        return self._unlock_and_discard(found, before)
+
+    def _return(self, found: Adoption, before: OctaviaState) -> Move | Wait:
+        self._octavia.give_back(before, self._context.conf.amp_octavia.provider)
+        return self._unlock_and_discard(found, before)
+
+    def _unlock_and_discard(self, found: Adoption, before: OctaviaState) -> Move | Wait:
+        of = found.load_balancer_id
+        now = self._octavia.read(of)
+        if now is not None and now.status == LOCKED:
+            change = octavia_state.describe_change(before, now)
+            if change and (now.unsettled or self._seconds_in_step(found) < _UNLOCK_SECONDS):
+                return Wait(reason=f"the lock may be the one of another change: {change}")
+            survey.set_status(self._context.library(), of, before.status)
+        if not self._progress(found).recorded:
+            return Move(step=Step.REVERTED)
+        return Move(step=Step.DISCARD, values={"reporting": False}, change=lambda c: records.discard(c, of))
+
+    def _discard(self, found: Adoption, _before: OctaviaState) -> Move | Wait:
+        progress = self._progress(found)
+        if progress.recorded and (progress.amphorae or not progress.served):
+            return Wait(reason=progress.error)
+        return Move(step=Step.REVERTED, change=lambda c: records.forget(c, found.load_balancer_id))
+
+    def _problem(self, found: Adoption, before: OctaviaState) -> str:
+        """Return why the load balancer is not locked as before; empty if it is."""
+        if found.revert:
+            return "the operator reverts the adoption"
+        now = self._octavia.read(found.load_balancer_id)
+        return "Octavia does not know it, or deletes it" if now is None else octavia_state.describe_change(before, now)
+
+    def _progress(self, found: Adoption) -> Progress:
+        return self._database.read(lambda c: records.read_progress(c, found.load_balancer_id))
+
+    def _vips_taken(self, load_balancer_id: str) -> bool:
+        """Return whether an amphora has the VIPs; a single amphora has them with its configuration."""
+        everyone = self._database.read(lambda c: amphorae.load_amphorae(c, load_balancer_id))
+        deadline, said = Deadline(_VIP_QUERY_SECONDS, "query the VIPs"), []
+        for one in everyone:
+            try:
+                said.append(self._context.agents.info(one.id, str(one.management_address), deadline=deadline).holds_vip)
+            except AgentError as error:
+                LOG.warning("the controller could not ask amphora %s for the VIPs: %s", one.id, error)
+        return any(said) or (len(said) == len(everyone) and all(one is None for one in said))
+
+    def _seconds_in_step(self, found: Adoption) -> float:
+        return self._database.now() - found.step_at
+
+
+def create_duties(context: ReconcileContext, owner: str, on_due: Callable[[], None]) -> dict[str, Callable[..., None]]:
+    """Return the thread of adoptions, by its name; empty unless Octavia's database is configured."""
+    conf = context.conf
+    url = conf.amp_adoption.octavia_connection
+    if not url:
+        return {}
+    made = Adopter(
+        AdoptionContext(
+            conf=conf,
+            database=context.database,
+            catalogue=context.catalogue,
+            agents=context.agents,
+            octavia=OctaviaDatabase(url),
+            cloud=OpenStackCloud(conf),
+            library=partial(survey.connect_library, conf),
+            on_due=on_due,
+        ),
+        owner,
+    )
+    return {DUTY: made.run}

@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adoptions from the request to the end, undisturbed, with failures, and after SIGKILL at each point.
+
+Database, Octavia's tables and octavia-lib are real. Machines, agents and Neutron are fake.
+"""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+from adoption_lab import OURS, AdoptionLab
+from deployment import Deployment
+from killed_forks import limited
+from unit.adoption.octavia_rows import AMPHORAE, LB, MEMBER
+
+from amphora_driver.adoption import records as adoptions
+from amphora_driver.adoption.records import Step
+from amphora_driver.database.tables import desired_object, duty, job, object_status, secret
+from amphora_driver.errors import Conflict
+from amphora_driver.failpoints import Moment
+
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+_MOST_SECONDS = 120
+KEPT = 3600.0
+FORWARD = [
+    *(Step.WAITING, Step.LOCK, Step.PREPARE, Step.CUT, Step.TAKE, Step.COMMIT, Step.REPORT, Step.KEEP, Step.REMOVE)
+]
+
+
+@pytest.fixture(scope="module")
+def lab():
+    memory = Path("/dev/shm")
+    place = memory if memory.is_dir() else None
+    with tempfile.TemporaryDirectory(dir=place) as folder, pytest.MonkeyPatch.context() as patch:
+        made = Deployment(Path(folder), patch)
+        adoption = AdoptionLab(made, patch)
+        try:
+            yield adoption
+        finally:
+            adoption.close()
+            made.end()
+
+
+@pytest.fixture(autouse=True)
+def processor_time():
+    with limited(_MOST_SECONDS):
+        yield
+
+
+def assert_adopted(lab):
+    lab.settle()
+    assert lab.step() is Step.DONE
+    assert lab.octavia("provider, provisioning_status, server_group_id") == (OURS, "ACTIVE", None)
+    rows = lab.rows()
+    assert (rows["amphora"], rows["amphora_health"], rows["amphora_member_port"]) == ([], [], [])
+    assert lab.new_serve()
+    assert not lab.old_serve()
+    assert len(lab.new_amphorae()) == (2 if lab.pair else 1)
+    assert set(lab.deployment.octavia.provisioning.values()) == {"ACTIVE"}
+    assert lab.deployment.octavia.early == []
+
+
+def assert_reverted(lab):
+    lab.settle()
+    assert lab.step() is Step.REVERTED
+    assert lab.rows() == lab.original
+    assert lab.old_serve()
+    assert not lab.new_serve()
+    assert lab.deployment.cloud.kept.read()["machines"] == {}
+    assert set(lab.deployment.octavia.provisioning.values()) == {"ACTIVE"}
+    for table in (job, desired_object, object_status, secret):
+        assert lab.deployment.scalars(table.c.load_balancer_id) == []
+
+
+@pytest.mark.parametrize("pair", [False, True], ids=["single", "pair"])
+def test_a_load_balancer_is_adopted(lab, pair):
+    lab.begin(pair=pair)
+    lab.ask()
+    lab.rounds(Step.DONE)
+    assert_adopted(lab)
+
+
+def test_the_new_amphorae_have_no_vip_before_the_former_ones_are_cut(lab):
+    lab.begin(pair=True)
+    lab.ask()
+    lab.rounds(Step.PREPARE)
+    for _ in range(100):
+        assert lab.old_serve() != lab.new_serve()
+        if lab.step() is Step.DONE:
+            break
+        before = lab.step()
+        lab.rounds(FORWARD[FORWARD.index(before) + 1] if before in FORWARD[:-1] else Step.DONE)
+    assert_adopted(lab)
+
+
+def test_users_are_locked_out_until_the_report(lab):
+    lab.begin()
+    lab.ask(remove_after=KEPT)
+    for step in (Step.PREPARE, Step.REPORT):
+        lab.rounds(step)
+        assert lab.octavia()[1] == "PENDING_UPDATE"
+    assert [said for name, said in lab.deployment.octavia.told if name == LB] == ["PENDING_UPDATE"]
+    lab.rounds(Step.KEEP)
+    lab.settle()
+    assert lab.octavia() == (OURS, "ACTIVE")
+
+
+@pytest.mark.parametrize("step", [Step.WAITING, Step.PREPARE, Step.REPORT, Step.KEEP])
+@pytest.mark.parametrize("pair", [False, True], ids=["single", "pair"])
+def test_the_operator_reverts(lab, pair, step):
+    lab.begin(pair=pair)
+    lab.ask(remove_after=KEPT)
+    if step is not Step.WAITING:
+        lab.rounds(step)
+    lab.settle()
+    lab.revert()
+    lab.rounds(Step.REVERTED)
+    assert_reverted(lab)
+
+
+def test_a_changed_load_balancer_is_not_reverted(lab):
+    lab.begin()
+    lab.ask(remove_after=KEPT)
+    lab.rounds(Step.KEEP)
+    lab.settle()
+    lab.change_octavia(f"UPDATE member SET weight = 9 WHERE id = '{MEMBER}'")
+    lab.revert()
+    lab.settle()
+    found = lab.found()
+    assert (found.step, found.revert) == (Step.KEEP, False)
+    assert "the configuration has changed since the adoption" in found.reason
+    assert lab.new_serve()
+    assert lab.octavia() == (OURS, "ACTIVE")
+
+
+def test_the_way_back_ends_with_the_removal(lab):
+    lab.begin()
+    lab.ask()
+    lab.rounds(Step.DONE)
+    with pytest.raises(Conflict, match="its step is done"):
+        lab.revert()
+
+
+def test_a_refusal_of_neutron_leads_back(lab):
+    lab.begin(pair=True)
+    lab.former.refuse(1)
+    lab.ask()
+    lab.rounds(Step.REVERTED)
+    assert "Neutron refuses it" in lab.found().reason
+    assert_reverted(lab)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (f"UPDATE member SET weight = 9 WHERE id = '{MEMBER}'", "its configuration has changed"),
+        (f"UPDATE amphora SET vrrp_port_id = 'other' WHERE id = '{AMPHORAE[0]}'", "its amphorae have changed"),
+    ],
+)
+def test_a_change_during_the_preparation_leads_back(lab, change, said):
+    lab.begin()
+    lab.ask()
+    lab.rounds(Step.PREPARE)
+    lab.change_octavia(change)
+    lab.rounds(Step.REVERTED)
+    assert said in lab.found().reason
+    assert lab.old_serve()
+    assert lab.octavia() == ("amphora", "ACTIVE")
+
+
+def test_a_lost_lock_leads_back_without_a_status(lab):
+    lab.begin()
+    lab.ask()
+    lab.rounds(Step.PREPARE)
+    lab.change_octavia(f"UPDATE load_balancer SET provisioning_status = 'ACTIVE' WHERE id = '{LB}'")
+    told = len(lab.deployment.octavia.told)
+    lab.rounds(Step.REVERTED)
+    assert "the lock is lost" in lab.found().reason
+    assert lab.deployment.octavia.told[told:] == []
+
+
+def test_a_busy_load_balancer_is_refused_and_stays(lab):
+    lab.begin()
+    lab.change_octavia(f"UPDATE load_balancer SET provisioning_status = 'ERROR' WHERE id = '{LB}'")
+    lab.ask()
+    lab.rounds(Step.REFUSED)
+    assert lab.found().reason == "its provisioning status is ERROR"
+    assert lab.octavia() == ("amphora", "ERROR")
+    assert lab.deployment.octavia.told == []
+
+
+def test_a_controller_without_octavias_sockets_leaves_the_adoption_to_others(lab, monkeypatch, caplog):
+    lab.begin()
+    lab.ask()
+    monkeypatch.setattr("amphora_driver.adoption.survey.missing_sockets", lambda _conf: ["get_socket"])
+    lab.settle()
+    assert lab.step() is Step.WAITING
+    assert lab.deployment.scalars(duty.c.owner, duty.c.name == "adoption") == []
+    assert caplog.text.count("a socket of octavia-driver-agent does not exist") == 1
+
+
+def test_a_failure_pauses_the_load_balancers_that_wait(lab):
+    lab.begin()
+    lab.former.refuse(1)
+    lab.ask()
+    database = lab.deployment.database
+    more = {"max_in_progress": 1, "remove_after": 0.0, "asked_by": None}
+    database.write(lambda c: adoptions.request_adoptions(c, ["other"], **more))
+    lab.rounds(Step.REVERTED)
+    assert database.read(lambda c: adoptions.get_adoption(c, "other")).paused
+
+
+POINTS = [f"Adopt-{step.value}-{moment.value}" for step in FORWARD for moment in Moment]
+# In these steps the VIPs move, so for a moment no amphora serves.
+MOVING = (Step.CUT, Step.TAKE, Step.RESTORE)
+BACK = [Step.RELOCK, Step.RESTORE, Step.RETURN, Step.DISCARD]
+POINTS_BACK = [f"Adopt-{step.value}-{moment.value}" for step in BACK for moment in Moment]
+
+
+def killed_at_each(lab, points, until):
+    """Processes are killed one after the other, each at the first armed point that it reaches."""
+    lab.deployment.points.arm(points)
+    met = []
+    while (point := lab.deployment.run_in_fork(lambda: lab.rounds(until))) is not None:
+        assert lab.old_serve() or lab.new_serve() or lab.step() in MOVING
+        met.append(point)
+    assert met == points
+
+
+def test_an_adoption_continues_after_each_kill(lab):
+    lab.begin(pair=True)
+    lab.ask()
+    killed_at_each(lab, POINTS, Step.DONE)
+    assert_adopted(lab)
+
+
+def test_a_revert_continues_after_each_kill(lab):
+    lab.begin(pair=True)
+    lab.ask(remove_after=KEPT)
+    lab.rounds(Step.KEEP)
+    lab.settle()
+    lab.revert()
+    killed_at_each(lab, POINTS_BACK, Step.REVERTED)
+    assert_reverted(lab)
+
+
+def killed(lab, point, until):
+    """A process is killed at the point; its successor continues."""
+    lab.deployment.points.arm([point])
+    assert lab.deployment.run_in_fork(lambda: lab.rounds(until)) == point
+    assert lab.old_serve() or lab.new_serve() or lab.step() in MOVING
+    lab.deployment.points.disarm()
+    lab.rounds(until)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("point", POINTS)
+def test_an_adoption_continues_after_a_kill(lab, point):
+    lab.begin(pair=True)
+    lab.ask()
+    killed(lab, point, Step.DONE)
+    assert_adopted(lab)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("point", POINTS_BACK)
+def test_a_revert_continues_after_a_kill(lab, point):
+    lab.begin(pair=True)
+    lab.ask(remove_after=KEPT)
+    lab.rounds(Step.KEEP)
+    lab.settle()
+    lab.revert()
+    killed(lab, point, Step.REVERTED)
+    assert_reverted(lab)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("point", [one for one in POINTS if one.split("-")[1] in ("lock", "prepare", "cut", "take")])
+def test_a_revert_after_a_kill_before_the_commit(lab, point):
+    lab.begin()
+    lab.ask(remove_after=KEPT)
+    lab.deployment.points.arm([point])
+    assert lab.deployment.run_in_fork(lambda: lab.rounds(Step.DONE)) == point
+    lab.deployment.points.disarm()
+    lab.revert()
+    lab.rounds(Step.REVERTED)
+    assert_reverted(lab)
