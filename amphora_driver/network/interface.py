@@ -42,7 +42,8 @@ class PortRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         amphora_id: the owner of the port.
-        network_id: the network; an amphora has at most one port of each vnic type on a network.
+        network_id: the network; an amphora has at most one port of each vnic type on a network, and with the backend
+            `neutron` its management port beside them.
         subnet_ids: the port gets one address on each of these subnets. Empty: the backend `neutron` lets Neutron
             choose an address of each family.
         purpose: a port for VIPs can also reach members on the same network.

@@ -57,9 +57,19 @@ def port_names(amphora_id: str) -> tuple[str, ...]:
     return tuple(port_name(amphora_id, purpose) for purpose in PortPurpose)
 
 
+def similar_names(request: PortRequest) -> tuple[str, ...]:
+    """Return the possible names of the port that a request means: its management port never carries traffic."""
+    is_management = request.purpose is PortPurpose.MANAGEMENT
+    chosen = (one for one in PortPurpose if (one is PortPurpose.MANAGEMENT) is is_management)
+    return tuple(port_name(request.amphora_id, one) for one in chosen)
+
+
 def amphora_mac(deployment_id: str, request: PortRequest) -> str:
-    """Return the MAC address of a port of an amphora. The two ports on one network have different ones."""
-    kind = (DIRECT,) if request.vnic_type == DIRECT else ()
+    """Return the MAC address of a port of an amphora. The ports on one network have different ones."""
+    if request.purpose is PortPurpose.MANAGEMENT:
+        kind: tuple[str, ...] = (PortPurpose.MANAGEMENT.value,)
+    else:
+        kind = (DIRECT,) if request.vnic_type == DIRECT else ()
     return derive_mac(deployment_id, request.amphora_id, request.network_id, *kind)
 
 

@@ -70,9 +70,9 @@ class AmphoraPorts:
     def of_amphora(self, amphora_id: str, purpose: PortPurpose | None = None) -> tuple[Port, ...]:
         """Return all ports of an amphora, or those with one purpose."""
         wanted = f"list the ports of amphora {amphora_id}"
-        named = {} if purpose is None else {"name": objects.port_name(amphora_id, purpose)}
+        names = objects.port_names(amphora_id) if purpose is None else (objects.port_name(amphora_id, purpose),)
         with translated(wanted):
-            return tuple(self._with_mtu(one, wanted) for one in self._list(amphora_id, **named))
+            return tuple(self._with_mtu(one, wanted) for one in self._list(names))
 
     def delete(self, port_id: str) -> None:
         """Delete a port of this deployment; no error if it does not exist."""
@@ -123,13 +123,13 @@ class AmphoraPorts:
         return [one for one in found if objects.is_amphora_port(one, self._mark, project_id)]
 
     def _find(self, request: PortRequest) -> Json | None:
-        found = self._list(request.amphora_id, network_id=request.network_id)
+        found = self._list(objects.similar_names(request), network_id=request.network_id)
         # Neutron refuses to change the type (`vnic_type`) of a port that is bound to a hypervisor. So only a port of
         # the requested type is usable.
         return objects.oldest([one for one in found if one["binding:vnic_type"] == request.vnic_type])
 
-    def _list(self, amphora_id: str, **more: str) -> list[Json]:
-        filters: dict[str, str | tuple[str, ...]] = {"name": objects.port_names(amphora_id), **more}
+    def _list(self, names: Sequence[str], **more: str) -> list[Json]:
+        filters: dict[str, str | Sequence[str]] = {"name": names, **more}
         return self._neutron.find("ports", description=self._mark, project_id=self._neutron.project_id(), **filters)
 
     def _create(self, request: PortRequest, wanted: str) -> Json:

@@ -2,6 +2,7 @@
 """Load balancers in a complete OpenStack: Octavia with Keystone, amphorae that Nova boots, ports of Neutron."""
 
 import pytest
+from provider_stack import WITNESS
 
 # In the second part of a run, one process starts one cloud for all tests (tests/README.md).
 pytestmark = [pytest.mark.extended, pytest.mark.lasts(900)]
@@ -42,4 +43,27 @@ def test_a_pair_uses_two_hosts_and_survives_a_killed_amphora(user, topology):
     user.settled(balancer.id)
     assert {one.compute_host for one in user.servers().values()} == {"compute0", "compute1"}
     assert user.answers(balancer.vip_address) == {"member1": 4, "member2": 4}
+    user.delete(balancer)
+
+
+@pytest.fixture
+def management_subnet(cloud_user, provider_stack):
+    """The subnet of the agents, in a cloud that has one network for agents and VIPs."""
+    network, network_id = cloud_user.admin.network, provider_stack.deployment.network_id
+    policy = network.create_rbac_policy(
+        object_type="network",
+        object_id=network_id,
+        action="access_as_shared",
+        target_project_id=cloud_user.project_id,
+    )
+    [found] = network.subnets(network_id=network_id)
+    yield found
+    network.delete_rbac_policy(policy)
+
+
+def test_a_vip_on_the_management_network(user, management_subnet):
+    balancer = user.load_balancer("managed", vip_subnet_id=management_subnet.id)
+    assert user.answers(balancer.vip_address, host=WITNESS) == {"member1": 4, "member2": 4}
+    ports = user.admin.network.ports(network_id=management_subnet.network_id)
+    assert {"management", "vip"} <= {one.name.split("-")[1] for one in ports if one.name.startswith("amphora-")}
     user.delete(balancer)
