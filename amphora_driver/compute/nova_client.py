@@ -2,8 +2,9 @@
 """Requests to Nova: servers by tag, interfaces, server groups, flavors, zones.
 
 Invariant: each method sends one request, or one for each page of a list. For a missing object, a method returns None or
-False. For any other refusal, it raises `ApiError`. No request is repeated. Nova shows the user data, which contain
-keys, to administrators. So the client logs no details of servers, and returns them without user data.
+False. For any other refusal, it raises `ApiError`. No request is repeated, except for those of a list that changes
+while it is read. Nova shows the user data, which contain keys, to administrators. So the client logs no details of
+servers, and returns them without user data.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ Json = dict[str, Any]
 MICROVERSION = "2.67"
 _HEADERS = {"OpenStack-API-Version": f"compute {MICROVERSION}"}
 _DETAIL, _USER_DATA = "/servers/detail", "OS-EXT-SRV-ATTR:user_data"
+# Maximum number of times that a list begins again, because the last object of a page was deleted.
+_MOST_RESTARTS = 3
 # Nova's error message quotes the refused request with its encoded secrets. The client hides all long runs of these
 # characters.
 _ENCODED = re.compile(r"[A-Za-z0-9+/=]{64,}")
@@ -115,10 +118,19 @@ class Nova:
 
     def _pages(self, path: str, many: str, params: Sequence[tuple[str, str]], *, secret: bool = False) -> list[Json]:
         found: list[Json] = []
+        restarts = 0
         while True:
             last = [("marker", found[-1]["id"])] if found else []
             where = [*params, ("limit", str(self._page_size)), *last]
-            answer = self._send("GET", path, params=where, secret=secret)
+            try:
+                answer = self._send("GET", path, params=where, secret=secret)
+            except ApiError as error:
+                # Nova refuses the id of the last object that was read if this object was deleted meanwhile.
+                is_gone = error.status == 400 and error.message.lower().startswith("marker")
+                if not found or not is_gone or restarts == _MOST_RESTARTS:
+                    raise
+                found, restarts = [], restarts + 1
+                continue
             found += answer[many]
             # A page may be shorter than the requested limit although more objects follow. Only the last page has no
             # link to the next one.

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
+# Maximum number of times that a list begins again, because the last object of a page was deleted.
+_MOST_RESTARTS = 3
 Json = dict[str, Any]
 # For each kind of object: the path in Neutron's API, and the singular and plural name in JSON.
 _NAMES = {
@@ -62,10 +64,18 @@ class Neutron:
         """Return the same as `find`, read in pages. `fields` must contain `id`."""
         path, _, many = _NAMES[kind]
         found: list[Json] = []
+        restarts = 0
         while True:
             last = (("marker", found[-1]["id"]),) if found else ()
             size = ("limit", str(self._page_size)), ("sort_key", "id"), ("sort_dir", "asc")
-            answer = self._service.request("GET", path, params=(*query(fields, filters), *size, *last))
+            try:
+                answer = self._service.request("GET", path, params=(*query(fields, filters), *size, *last))
+            except ApiError as error:
+                # Neutron refuses the id of the last object that was read if this object was deleted meanwhile.
+                if not found or error.status != 404 or restarts == _MOST_RESTARTS:
+                    raise
+                found, restarts = [], restarts + 1
+                continue
             page = answer[many]
             found += page
             # Neutron may return fewer objects than requested although more follow. Only a missing link "next" shows the

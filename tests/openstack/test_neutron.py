@@ -258,6 +258,36 @@ class TestPorts:
             ("tcp", 9443), ("icmp", None), ("ipv6-icmp", None),
         }  # fmt: skip
 
+    def test_the_management_network_can_have_vips_and_members(self, backend, tenant, admin):
+        request = vip_port_request(tenant)
+        management = backend.ensure_port(management_port(request.amphora_id, tenant.network.id, ()))
+        vip = backend.ensure_port(request)
+        assert vip.id != management.id
+        assert backend.ensure_port(msgspec.structs.replace(request, purpose=PortPurpose.MEMBER, vips=())) == vip
+        assert backend.ensure_port(management_port(request.amphora_id, tenant.network.id, ())) == management
+        assert backend.management_ports(request.amphora_id) == (management,)
+        assert {port.id for port in backend.ports(request.amphora_id)} == {management.id, vip.id}
+        assert admin.get_port(management.id).allowed_address_pairs == []
+
+    def test_a_list_in_pages_is_complete_although_a_port_is_deleted_meanwhile(
+        self, make_backend, deployment, tenant, admin
+    ):
+        backend = make_backend(deployment, page_size=1)
+        made = {backend.ensure_port(one).id: one.amphora_id for one in (vip_port_request(tenant) for _ in range(3))}
+        first = min(made)
+        send = backend._neutron._service.request
+
+        def delete_after_the_first_page(method, path, **more):
+            answer = send(method, path, **more)
+            if "limit" in dict(more.get("params", ())) and first in made:
+                del made[first]
+                admin.delete_port(first)
+            return answer
+
+        backend._neutron._service.request = delete_after_the_first_page
+        assert backend.owners().amphorae == set(made.values())
+        assert len(made) == 2
+
     def test_a_subnet_with_routes(self, backend, tenant):
         subnet = backend.subnet(tenant.v4.id, tenant.project_id)
         assert (subnet.cidr, subnet.gateway) == ("198.51.100.0/24", "198.51.100.1")

@@ -178,6 +178,18 @@ class TestLists:
         assert made.machines() == {AMPHORA, other}
         assert made.script.finished()
 
+    def test_a_list_begins_again_if_the_last_server_of_a_page_is_deleted(self, make_nova):
+        other = "0b8f7a54-3f1e-4c59-8f5d-7f1f0a9d2c02"
+        page = f"GET /servers?tags={TAGS[0]}&limit=1000"
+        first = {"servers": [{"id": "1", "name": f"x-{AMPHORA}"}], "servers_links": [{"rel": "next"}]}
+        gone = f"{page}&marker=1", refused(400, "marker [1] not found")
+        made = make_nova((page, first), gone, (page, listed({"id": "2", "name": f"x-{other}"})))
+        assert made.machines() == {other}
+        made.script.continue_with(*[(page, first), gone] * 4)
+        with pytest.raises(ComputeError, match="not found"):
+            made.machines()
+        assert made.script.finished()
+
     def test_locations(self, make_nova):
         found = [
             server("a"),
