@@ -44,7 +44,7 @@ class LocalNetwork:
     """The networks of one machine.
 
     Args:
-        conf: the options of the driver; VIPs on `[amp_compute_netns] management_network` are refused.
+        conf: the options of the driver; VIPs and members on `[amp_compute_netns] management_network` are refused.
         database: the driver's database.
     """
 
@@ -163,8 +163,11 @@ class LocalNetwork:
             ),
         )
 
-    def subnet(self, subnet_id: str, project_id: str | None = None) -> Subnet:  # noqa: ARG002 - no projects here
-        found = self._database.read(lambda c: local_db.subnet_range(c, subnet_id, f"look up subnet {subnet_id}"))
+    def subnet(self, subnet_id: str, project_id: str | None = None) -> Subnet:
+        attempt = f"look up subnet {subnet_id}"
+        found = self._database.read(lambda c: local_db.subnet_range(c, subnet_id, attempt))
+        if project_id is not None:
+            self._refuse_management({found.network_id}, attempt)
         return Subnet(id=found.id, network_id=found.network_id, cidr=found.cidr, gateway=found.gateway)
 
     def define_network(self, network_id: str, name: str, bridge: str, mtu: int = 1500) -> Segment:
@@ -314,9 +317,13 @@ class LocalNetwork:
             raise Conflict(attempt, f"port {row.id} is in use by {row.owner}")
         self._refuse_management({row.network_id}, attempt)
         port = local_db.read_port(connection, row)
-        vips = tuple(local_db.match_vip(connection, port, request, attempt) for request in wanted)
+        vips: dict[int, Vip] = {}
+        # The most specific requests get their addresses first, and no address serves two requests.
+        for number in sorted(range(len(wanted)), key=lambda one: (not wanted[one].address, not wanted[one].subnet_id)):
+            taken = [vip.address for vip in vips.values()]
+            vips[number] = local_db.match_vip(connection, port, wanted[number], attempt, taken)
         local_db.set_owner(connection, row.id, owner)
-        return vips
+        return tuple(vips[number] for number in range(len(wanted)))
 
     def _refuse_management(self, networks: set[str], attempt: str) -> None:
         if self._management in networks:

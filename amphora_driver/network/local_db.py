@@ -203,13 +203,17 @@ def set_owner(connection: sa.Connection, port_id: str, owner: str) -> None:
     connection.execute(sa.update(local_port).where(local_port.c.id == port_id).values(owner=owner))
 
 
-def match_vip(connection: sa.Connection, port: Port, request: VipRequest, attempt: str) -> Vip:
-    """The address of a user's port that matches the request."""
+def match_vip(
+    connection: sa.Connection, port: Port, request: VipRequest, attempt: str, taken: Sequence[str] = ()
+) -> Vip:
+    """The address of a user's port that matches the request, and that no other VIP has taken."""
     wanted = str(ip_allocation.parse_address(request.address, attempt)) if request.address else None
     found = [
         fixed
         for fixed in port.addresses
-        if request.subnet_id in {None, "", fixed.subnet_id} and wanted in {None, fixed.address}
+        if request.subnet_id in {None, "", fixed.subnet_id}
+        and wanted in {None, fixed.address}
+        and fixed.address not in taken
     ]
     if not found:
         have = ", ".join(fixed.address for fixed in port.addresses) or "no address"

@@ -124,6 +124,12 @@ def test_an_exhausted_subnet_keeps_gateway_and_broadcast_free(network):
         take(network, {"subnet_id": "tiny"})
 
 
+def test_members_on_the_management_network_are_refused(network):
+    assert network.subnet("mgmt4").network_id == "management"
+    with pytest.raises(UnsupportedOption, match="the management network is for the amphorae's agents only"):
+        network.subnet("mgmt4", "project")
+
+
 class TestOwnPort:
     def test_a_port_of_the_user_is_used_and_not_changed(self, network):
         port, one = network.create_port("net"), lb()
@@ -138,6 +144,14 @@ class TestOwnPort:
         port = network.create_port("net")
         both = take(network, {"port_id": port.id, "subnet_id": "v6"}, {"subnet_id": "v4"})
         assert [vip.subnet_id for vip in both] == ["v6", "v4"]
+
+    def test_no_address_of_a_port_is_used_for_two_vips(self, network):
+        addresses = ["198.51.100.77", "198.51.100.78"]
+        port = network.create_port("net", [FixedAddress(subnet_id="v4", address=one) for one in addresses])
+        both = take(network, {"port_id": port.id}, {"subnet_id": "v4", "address": addresses[0]})
+        assert [vip.address for vip in both] == addresses[::-1]
+        with pytest.raises(UnsupportedOption, match="not an address"):
+            take(network, *({"port_id": network.create_port("other").id},) * 2)
 
     def test_an_address_that_the_port_does_not_have_is_refused(self, network):
         port = network.create_port("net", [FixedAddress(subnet_id="v4", address="198.51.100.77")])
