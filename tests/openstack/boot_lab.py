@@ -63,6 +63,7 @@ class BootLab:
         self._options = options
         self._closing = ExitStack()
         self._killed = threading.Event()
+        self._starting = threading.Lock()
         self._compute = stack.cloud.connect().compute
         self._nova_database = sa.create_engine(stack.cloud.databases["nova"])
 
@@ -139,12 +140,16 @@ class BootLab:
         self._cloud.run(_CONTROLLER, argv, environment)
 
     def _kill(self):
-        """Kill the controller; called by a thread of a proxy. `step` starts another one."""
-        process = self._cloud._processes[_CONTROLLER]
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait(_KILL_SECONDS)
-        self._killed.set()
+        """Kill the controller, called by a thread of a proxy; False if it is killed. `step` starts another one."""
+        with self._starting:
+            if self._killed.is_set():
+                return False
+            process = self._cloud._processes[_CONTROLLER]
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait(_KILL_SECONDS)
+            self._killed.set()
+        return True
 
     @contextmanager
     def until_the_end(self):
@@ -156,10 +161,11 @@ class BootLab:
 
     def step(self):
         """Do what other programs do beside the controller: restart it, report to Octavia, read which servers run."""
-        if self._killed.is_set():
-            # A process ends with the thread that has started it, so this thread starts it.
-            self._cloud.kill(_CONTROLLER)
-            self._start_controller()
+        with self._starting:
+            if self._killed.is_set():
+                # A process ends with the thread that has started it, so this thread starts it.
+                self._cloud.kill(_CONTROLLER)
+                self._start_controller()
 
         def report(connection):
             connection.execute(job.update().values(committed=job.c.generation))

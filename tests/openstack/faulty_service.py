@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A reverse proxy in front of an API of the cloud that lets chosen requests fail.
 
-Invariant: a request reaches the service at most once, and a request without a fault is passed unchanged.
+Invariant: a request reaches the service at most once, and a request without a fault is passed unchanged. Each fault
+that kills the client ends one process: if another fault has ended this process, the next request of the kind has the
+fault instead.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ class FaultyService:
         place: the path of the network namespace of the clients.
         faults: the fault of a request by its kind and its number, from 1. A kind is the method and the collection, for
             example `POST servers`.
-        kill: kills the client.
+        kill: kills the client; returns False if another fault has killed it, and it has not been started again.
 
     Attributes:
         received: number of requests by kind.
@@ -53,7 +55,7 @@ class FaultyService:
     def __init__(self, port, place, faults, kill):
         self.received, self.answered, self.injected, self.times = Counter(), Counter(), {}, []
         self._port = port
-        self._faults = faults
+        self._due = dict(faults)
         self._kill = kill
         self._lock = threading.Lock()
         self._server = namespaces.run_inside(place, lambda: _Server(("127.0.0.1", 0), self._handler()))
@@ -78,20 +80,34 @@ class FaultyService:
         with self._lock:
             self.received[kind] += 1
             self.times.append((kind, time.monotonic()))
-            fault = self._faults.get((kind, self.received[kind]))
-            if fault is not None:
-                self.injected[kind, self.received[kind]] = fault
+            number, fault = self._take(kind)
         if fault is Fault.REFUSED:
             return 503, [("Content-Type", "application/json")], b'{"error": {"message": "the test refuses it"}}'
-        if fault is Fault.KILLED_BEFORE:
-            self._kill()
+        if fault is Fault.KILLED_BEFORE and self._killed(kind, number):
             return None
         status, headers, content = self._pass(request, body)
         with self._lock:
             self.answered[kind, status] += 1
         if fault is Fault.KILLED_AFTER:
-            self._kill()
+            self._killed(kind, number)
         return None if fault else (status, headers, content)
+
+    def _take(self, kind):
+        """Return the fault of a request and its number in `faults`; two times None for a request without a fault."""
+        numbers = (number for one, number in self._due if one == kind and number <= self.received[kind])
+        number = min(numbers, default=None)
+        if number is None:
+            return None, None
+        self.injected[kind, number] = fault = self._due.pop((kind, number))
+        return number, fault
+
+    def _killed(self, kind, number):
+        """Kill the client; otherwise, let the next request of this kind have the fault."""
+        if self._kill():
+            return True
+        with self._lock:
+            self._due[kind, number] = self.injected.pop((kind, number))
+        return False
 
     def _pass(self, request, body):
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=_SECONDS)
