@@ -12,7 +12,6 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.serialization import pkcs12
 from dataplane.pki import Authority
 from openstack.exceptions import HttpException
-from request_log import RequestLog, writes
 from whole_cloud import IMAGE_TAG, ZONES
 
 from amphora_driver.database.tables import amphora, job, object_status
@@ -321,25 +320,3 @@ def test_a_creation_continues_after_outages_of_neutron_and_octavias_api(user, pr
     balancer = user.active(made.id)
     assert user.answers(balancer.vip_address) == BOTH
     user.delete(balancer)
-
-
-# Of each amphora: its server, and the interfaces on the networks of the VIP and of the members.
-NOVA_WRITES = {"POST servers": 1, "POST servers/os-interface": 2}
-
-
-@ALL
-@pytest.mark.parametrize("name", ["SINGLE", "ACTIVE_STANDBY"])
-def test_numbers_of_requests(user, topology, provider_stack, record_property, name):
-    number = 1 if name == "SINGLE" else 2
-    for provider in ("haproxy", *(["amphora"] if provider_stack.incumbent else [])):
-        flavor_id = topology(name, provider)
-        log = RequestLog(user.cloud)
-        balancer = user.load_balancer("counted", provider=provider, flavor_id=flavor_id)
-        created = log.counted()
-        user.delete(balancer)
-        deleted = log.counted()
-        record_property(f"{provider} created", {service: dict(found) for service, found in created.items()})
-        record_property(f"{provider} deleted", {service: dict(found) for service, found in deleted.items()})
-        if provider == "haproxy":
-            assert writes(created["nova"]) == {words: number * each for words, each in NOVA_WRITES.items()}
-            assert writes(deleted["nova"]) == {"DELETE servers": number}
