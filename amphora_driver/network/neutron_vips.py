@@ -63,12 +63,13 @@ class VipPorts:
     def _find_or_create(
         self, load_balancer_id: str, project_id: str, requests: Sequence[VipRequest], wanted: str
     ) -> Json:
-        for _ in range(_ATTEMPTS):
+        for left in reversed(range(_ATTEMPTS)):
             try:
                 return self._create(load_balancer_id, project_id, requests, wanted)
             except ApiError as error:
-                if error.kind == "SecurityGroupNotFound":
-                    # The cached group was deleted since its read, so the groups are read again.
+                if error.kind == "SecurityGroupNotFound" or (error.status == 500 and left):
+                    # The cached group was deleted since its read, so the groups are read again. If it is deleted while
+                    # Neutron creates the port, Neutron answers 500.
                     self._groups.forget()
                     continue
                 # Neutron answers 409 if the port exists: another process created it, or the answer to an earlier

@@ -2,6 +2,8 @@
 """Several processes use the network backend `neutron` at the same moment, with a real Keystone and a real Neutron."""
 
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from operator import methodcaller
 
@@ -18,6 +20,7 @@ from amphora_driver.errors import Conflict
 from amphora_driver.maintenance.orphan_cleanup import OrphanCleaner
 from amphora_driver.model.network import ListenerRule, VipOptions, VipRequest
 from amphora_driver.network import neutron_groups
+from amphora_driver.network.neutron_rules import Group
 from amphora_driver.store import vip_claims
 
 NUMBER = 3
@@ -49,7 +52,8 @@ def test_each_object_is_created_once(started, backend, make_backend, tenant, adm
     one, request = new_id(), vip_port_request(tenant)
     vips = several.run(*[allocation(tenant, one, subnet_id=tenant.v4.id)] * NUMBER)
     ports = several.run(*[methodcaller("ensure_port", request)] * NUMBER)
-    assert (len(set(vips)), len(set(ports))) == (1, 1), (vips, ports)
+    # pytest shortens messages other than texts.
+    assert (len(set(vips)), len(set(ports))) == (1, 1), f"{vips}\n{ports}"
     assert {port.id for port in ports_on(admin, tenant)} == {vips[0][0].port_id, ports[0].id}
     # Each process may have created a group, and Neutron may have accepted one rule several times. The next process that
     # reads the groups uses the oldest one and removes the copies of rules. A port keeps its group.
@@ -74,6 +78,27 @@ def test_each_object_is_created_once(started, backend, make_backend, tenant, adm
     groups = [admin.get_port(port.id).security_group_ids for port in (used, *ports)]
     assert groups == [groups[0]] * (NUMBER + 1)
     assert rules_of_groups(admin, deployment) == {"octavia-amphora-traffic": [4], "octavia-amphora-vips": [2]}
+
+
+def test_a_group_is_deleted_while_neutron_creates_the_port(backend, cloud, tenant, admin, deployment):
+    former = backend._groups.of_deployment(Group.VIPS)
+    engine = sa.create_engine(cloud.databases["neutron"])
+    waits = sa.text("SELECT COUNT(*) FROM information_schema.innodb_trx WHERE trx_state = 'LOCK WAIT'")
+    with ThreadPoolExecutor(1) as threads, engine.connect() as deleting, engine.connect() as observing:
+        # Neutron has found the group, and waits for the end of this transaction.
+        for table, column in (("securitygrouprules", "security_group_id"), ("securitygroups", "id")):
+            deleting.execute(sa.text(f"DELETE FROM {table} WHERE {column} = :id"), {"id": former})
+        allocated = threads.submit(take, backend, tenant)
+        deadline = time.monotonic() + 60
+        while not observing.execute(waits).scalar_one():
+            assert time.monotonic() < deadline, "Neutron does not wait"
+            observing.rollback()
+            time.sleep(0.05)
+        deleting.commit()
+        [vip] = allocated.result()
+    engine.dispose()
+    [group] = groups_of(admin, deployment)
+    assert admin.get_port(vip.port_id).security_group_ids == [group.id] != [former]
 
 
 @pytest.mark.extended

@@ -19,6 +19,7 @@ def refusal(status, kind):
 
 MAC, GROUP = refusal(409, "MacAddressInUse"), refusal(404, "SecurityGroupNotFound")
 QUOTA, ADDRESS = refusal(409, "OverQuota"), refusal(409, "IpAddressInUse")
+FAILED = refusal(500, "HTTPInternalServerError")
 
 
 class Groups:
@@ -56,6 +57,8 @@ def create(monkeypatch, answers, found):
         ([MAC, MAC], [None, OTHER], OTHER, 0),
         ([GROUP, PORT], [], PORT, 1),
         ([GROUP, MAC, PORT], [None], PORT, 1),
+        ([FAILED, PORT], [], PORT, 1),
+        ([FAILED, MAC], [OTHER], OTHER, 1),
     ],
 )
 def test_a_port_that_others_change_is_found_or_created(monkeypatch, answers, found, port, forgotten):
@@ -67,6 +70,12 @@ def test_other_refusals_are_not_tried_again(monkeypatch, error):
     with pytest.raises(ApiError) as caught:
         create(monkeypatch, [error], [None])
     assert caught.value is error
+
+
+def test_the_last_failure_of_neutron_is_reported(monkeypatch):
+    with pytest.raises(ApiError) as caught:
+        create(monkeypatch, [FAILED] * _ATTEMPTS, [])
+    assert caught.value is FAILED
 
 
 @pytest.mark.parametrize("error", [MAC, GROUP])
