@@ -3,7 +3,6 @@
 
 import base64
 import json
-import os
 from contextlib import ExitStack, contextmanager
 
 import pytest
@@ -20,8 +19,6 @@ from sandbox import demo_hosts
 
 # In the second part of a run, one process starts one cloud for all tests (tests/README.md).
 pytestmark = [pytest.mark.extended, pytest.mark.lasts(900)]
-# These tests take four minutes, and do not fit into the 60 minutes of a run yet.
-ALL = pytest.mark.skipif(os.environ.get("AMPHORA_CLOUD") != "all", reason="AMPHORA_CLOUD=all runs this")
 AUTHORITY = Authority("cloud")
 BOTH = {"member1": 4, "member2": 4}
 REPLACED = 300.0
@@ -118,7 +115,6 @@ def disabled(cloud_user, *names):
             compute.enable_service(one)
 
 
-@ALL
 class TestPair:
     """A pair in two zones with three VIPs, a listener with TLS, and members on other networks than the VIPs."""
 

@@ -4,6 +4,7 @@
 With AMPHORA_INCUMBENT=1 those of Octavia's own provider are counted too. `--junitxml FILE` has the numbers.
 """
 
+import os
 from contextlib import contextmanager
 
 import pytest
@@ -14,7 +15,10 @@ from amphora_driver.database.tables import job
 from sandbox import demo_hosts
 
 # In the second part of a run, one process starts one cloud for all tests (tests/README.md).
-pytestmark = [pytest.mark.extended, pytest.mark.lasts(900)]
+pytestmark = [pytest.mark.extended, pytest.mark.lasts(1800)]
+# The pair takes two more minutes, and does not fit into the 60 minutes of a run.
+ALL = pytest.mark.skipif(os.environ.get("AMPHORA_CLOUD") != "all", reason="AMPHORA_CLOUD=all runs this")
+INCUMBENT = pytest.mark.skipif(os.environ.get("AMPHORA_INCUMBENT") != "1", reason="AMPHORA_INCUMBENT=1 runs this")
 CLIENTS = ["198.51.100.0/25"]
 REPLACED = 300.0
 # Of each amphora: its server, and the interfaces on the networks of the VIPs and of the members.
@@ -93,7 +97,7 @@ class Changes:
     def update(self, **values):
         path = f"/lbaas/loadbalancers/{self.balancer.id}"
         answer = self._user.balancers.put(path, json={"loadbalancer": values})
-        assert answer.status_code == 202, answer.text
+        assert answer.ok, answer.text
 
     def configuration(self):
         """Change listeners, pools and members on known networks."""
@@ -146,26 +150,26 @@ class Changes:
             self._user.delete(self.balancer)
 
 
-@pytest.mark.parametrize("name", ["SINGLE", "ACTIVE_STANDBY"])
-def test_numbers_of_requests(cloud_user, topology, provider_stack, record_property, further, policy, group, name):
-    number = 1 if name == "SINGLE" else 2
-    for provider in ("haproxy", *(["amphora"] if provider_stack.incumbent else [])):
-        with cloud_user.unchanged():
-            changes = Changes(cloud_user, provider, topology(name, provider))
-            changes.networks(changes.configuration(), further)
-            # Each deployment creates the group beside those of users once.
-            changes.options(policy, group)
-            changes.options(policy, group)
-            changes.replace()
-            changes.delete()
-        for change, found in changes.counted.items():
-            for service, requests in found.items():
-                record_property(f"{provider} {change}: {service}", dict(requests))
-        if provider == "haproxy":
-            written = {
-                change: (writes(found["nova"]), writes(found["neutron"])) for change, found in changes.counted.items()
-            }
-            assert written == {change: expected(change, number) for change in WRITES}
+@pytest.mark.parametrize("name", [pytest.param("SINGLE"), pytest.param("ACTIVE_STANDBY", marks=ALL)])
+@pytest.mark.parametrize("provider", [pytest.param("haproxy"), pytest.param("amphora", marks=INCUMBENT)])
+def test_numbers_of_requests(cloud_user, topology, record_property, further, policy, group, provider, name):
+    with cloud_user.unchanged():
+        changes = Changes(cloud_user, provider, topology(name, provider))
+        changes.networks(changes.configuration(), further)
+        # Each deployment creates the group beside those of users once.
+        changes.options(policy, group)
+        changes.options(policy, group)
+        changes.replace()
+        changes.delete()
+    for change, found in changes.counted.items():
+        for service, requests in found.items():
+            record_property(f"{provider} {change}: {service}", dict(requests))
+    if provider == "haproxy":
+        number = 1 if name == "SINGLE" else 2
+        written = {
+            change: (writes(found["nova"]), writes(found["neutron"])) for change, found in changes.counted.items()
+        }
+        assert written == {change: expected(change, number) for change in WRITES}
 
 
 def expected(change, number):
