@@ -54,7 +54,13 @@ REFUSED_BY_QUOTA, REFUSED_BY_HYPERVISOR = 3, 2
 REASON = "the disk of the fleet is full"
 OPTIONS = {
     "amp_compute": {"boot_rate": RATE, "boot_burst": BURST},
-    "amp_controller": {"loadbalancer_topology": "ACTIVE_STANDBY", "lease": 3, "retry_most": 2},
+    # The controller itself releases no unused VIP, however long the test lasts.
+    "amp_controller": {
+        "loadbalancer_topology": "ACTIVE_STANDBY",
+        "lease": 3,
+        "retry_most": 2,
+        "forget_vip_after": 86400,
+    },
 }
 
 
