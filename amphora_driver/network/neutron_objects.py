@@ -58,7 +58,7 @@ def port_names(amphora_id: str) -> tuple[str, ...]:
 
 
 def similar_names(request: PortRequest) -> tuple[str, ...]:
-    """Return the possible names of the port that a request means: its management port never carries traffic."""
+    """Return the possible names of the port of a request. A management port carries no traffic of VIPs."""
     is_management = request.purpose is PortPurpose.MANAGEMENT
     chosen = (one for one in PortPurpose if (one is PortPurpose.MANAGEMENT) is is_management)
     return tuple(port_name(request.amphora_id, one) for one in chosen)
