@@ -80,6 +80,7 @@ def test_each_object_is_created_once(started, backend, make_backend, tenant, adm
     assert rules_of_groups(admin, deployment) == {"octavia-amphora-traffic": [4], "octavia-amphora-vips": [2]}
 
 
+@pytest.mark.extended
 def test_a_group_is_deleted_while_neutron_creates_the_port(backend, cloud, tenant, admin, deployment):
     former = backend._groups.of_deployment(Group.VIPS)
     engine = sa.create_engine(cloud.databases["neutron"])
