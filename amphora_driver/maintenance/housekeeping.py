@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Periodic cleanup: orphaned VIPs, ports and machines, TLS ticket keys, certificates, old history.
+"""Periodic cleanup: orphaned VIPs, ports and machines, TLS ticket keys, certificates, notifications, old history.
 
 Invariant: one controller at a time holds the duty `housekeeping`. An object is removed only after it has had no owner
 for a long time. Every operation may be interrupted at any point and repeated.
@@ -19,6 +19,7 @@ from amphora_driver.database.engine import Database
 from amphora_driver.database.vault import Vault
 from amphora_driver.errors import AmphoraDriverError, StoreError
 from amphora_driver.maintenance.duty_loop import run_duty
+from amphora_driver.maintenance.notification_purge import purge_notifications
 from amphora_driver.maintenance.orphan_cleanup import OrphanCleaner
 from amphora_driver.maintenance.tls_expiry import record_tls_expiries
 from amphora_driver.model.secret_refs import ticket_secret_name as tickets_of
@@ -66,6 +67,7 @@ class Housekeeping:
             if self._certificates is not None:
                 # Certificates come first, because a failing backend could end the round in one of the other tasks.
                 renew_certificates(self._certificates)
+            self.purge_notifications()
             self.release_unused_vips()
             self._orphans.clean_up()
             self.rotate_ticket_keys()
@@ -103,6 +105,14 @@ class Housekeeping:
         following = [(one, self._next_ticket_keys(one)) for one in due]
         period = self._conf.amp_tls.ticket_key_period
         return self._database.write(lambda c: generations.rotate_tickets(c, following, now, period))
+
+    def purge_notifications(self) -> None:
+        """Purge notifications if this controller sends none; otherwise, the sender purges them.
+
+        octavia-api may record notifications although no controller has the option on.
+        """
+        if not self._conf.amp_notifications.enabled:
+            purge_notifications(self._database, float(self._conf.amp_notifications.max_age))
 
     def purge_history(self) -> None:
         """Delete rows of dead processes, old rotations and old fail-overs."""

@@ -20,6 +20,7 @@ from amphora_driver import metrics
 from amphora_driver.database.engine import Database
 from amphora_driver.errors import ConfigurationError
 from amphora_driver.maintenance.duty_loop import run_duty
+from amphora_driver.maintenance.notification_purge import purge_notifications
 from amphora_driver.notifications import outbox
 from amphora_driver.notifications.envelope import build_message
 from amphora_driver.queue.jobs import acquire_duty, release_duty
@@ -76,7 +77,7 @@ class NotificationSender:
         if not self._hold_duty():
             return
         if time.monotonic() >= self._purge_at:
-            self._purge()
+            purge_notifications(self._database, float(self._conf.amp_notifications.max_age))
             self._purge_at = time.monotonic() + _PURGE_INTERVAL
         while time.monotonic() >= self._retry_at and self._hold_duty() and not self._ends():
             found = self._database.read(lambda connection: outbox.list_due(connection, _MOST_AT_ONCE))
@@ -128,21 +129,6 @@ class NotificationSender:
             self._backoff,
         )
         self._backoff = min(2 * self._backoff, _LONGEST_BACKOFF)
-
-    def _purge(self) -> None:
-        """Drop notifications that are too old, and those that nothing can make due."""
-        self._database.write(outbox.delete_ownerless)
-        max_age = float(self._conf.amp_notifications.max_age)
-        # A jump of the database clock makes the ages of notifications unreliable, so none is dropped soon after a jump.
-        if self._database.seconds_since_clock_jump() < max_age:
-            return
-        if dropped := self._database.write(lambda connection: outbox.delete_old(connection, max_age)):
-            metrics.count_notifications("dropped", dropped)
-            LOG.error(
-                "the message bus has accepted no notification for %g s; the controller dropped %d notifications",
-                max_age,
-                dropped,
-            )
 
 
 def create_duties(

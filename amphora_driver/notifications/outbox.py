@@ -6,7 +6,8 @@ records that Octavia has accepted the result, ACTIVE or DELETED. It is deleted a
 message, so each notification is sent at least once, also after a crash. Its `message_id` never changes. The due rows of
 one load balancer have the order of the requests.
 
-All functions work inside the caller's transaction. No function is called while notifications are off.
+All functions work inside the caller's transaction. While notifications are off, a controller calls the functions that
+delete rows only: another host may have the option on.
 """
 
 from __future__ import annotations
@@ -121,6 +122,18 @@ def delete_ownerless(connection: sa.Connection) -> None:
     found = connection.execute(sa.select(_ROW.id).where(_ROW.ready_at.is_(None), ~known))
     for some in chunks(list(found.scalars())):
         connection.execute(_DELETE, {"ids": some})
+
+
+def delete_excess(connection: sa.Connection, keep: int, limit: int) -> int:
+    """Delete the oldest waiting notifications above the number `keep`, at most `limit`; return their number."""
+    waiting = _ROW.ready_at.is_(None)
+    number = connection.execute(sa.select(sa.func.count()).select_from(notification).where(waiting)).scalar_one()
+    excess = min(number - keep, limit)
+    if excess <= 0:
+        return 0
+    found = connection.execute(sa.select(_ROW.id).where(waiting).order_by(_ROW.id).limit(excess)).scalars().all()
+    delete(connection, found)
+    return len(found)
 
 
 def _lives(row: Any) -> bool:

@@ -12,6 +12,8 @@ import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+from dataplane.proxy_header import read_proxy_header
+
 from amphora_driver.host import namespaces
 
 
@@ -19,20 +21,29 @@ class _Server(ThreadingHTTPServer):
     address_family = socket.AF_INET6
     daemon_threads = True
     name = ""
+    proxied = False
 
     def handle_error(self, request, client_address):
-        """Ignore health checks that close after the handshake."""
+        """Ignore health checks that close after the connection or the handshake."""
 
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     timeout = 30
+    proxied = None
+
+    def setup(self):
+        if self.server.proxied:
+            self.proxied = read_proxy_header(self.request)
+        super().setup()
 
     def do_GET(self):
         shown = self.connection.getpeercert() if isinstance(self.connection, ssl.SSLSocket) else None
         client = dict(pair for (pair,) in shown["subject"]).get("commonName") if shown else None
         headers = {name.lower(): value for name, value in self.headers.items()}
         said = {"member": self.server.name, "path": self.path, "headers": headers, "client": client}
+        if self.proxied is not None:
+            said["proxied"] = {"version": self.proxied.version, "source": self.proxied.source[0]}
         body = json.dumps(said).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
@@ -44,7 +55,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def answering(settings, host, port, *, certificate=None, clients=None):
+def answering(settings, host, port, *, certificate=None, clients=None, proxied=False):
     """Run an echo server on a member's port.
 
     Args:
@@ -53,10 +64,11 @@ def answering(settings, host, port, *, certificate=None, clients=None):
         port: where it listens.
         certificate: path of certificate and key, for TLS.
         clients: path of the CA of required client certificates.
+        proxied: whether each connection begins with a PROXY header.
     """
     place = namespaces.path(settings.host(host))
     server = namespaces.run_inside(place, lambda: _Server(("::", port), _Handler))
-    server.name = host
+    server.name, server.proxied = host, proxied
     if certificate is not None:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         context.load_cert_chain(certificate)

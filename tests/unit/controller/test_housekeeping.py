@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Housekeeping: releases addresses of load balancers that were never created, and moves TLS ticket keys on."""
 
+import threading
 import time
 
 import migrated
@@ -8,20 +9,24 @@ import pytest
 import sqlalchemy as sa
 from cryptography.fernet import Fernet
 
-from amphora_driver import config
+from amphora_driver import config, metrics
 from amphora_driver.database.engine import Database
-from amphora_driver.database.tables import job, secret, vip_claim
+from amphora_driver.database.tables import job, notification, secret, vip_claim
 from amphora_driver.database.vault import Vault
 from amphora_driver.errors import Conflict
+from amphora_driver.maintenance import notification_purge
 from amphora_driver.maintenance.housekeeping import Housekeeping
+from amphora_driver.model.loadbalancer import LoadBalancer, Vip
 from amphora_driver.model.network import VipRequest
 from amphora_driver.model.secret_refs import ticket_secret_name
 from amphora_driver.network.ip_allocation import AddressRange
 from amphora_driver.network.local import LocalNetwork
+from amphora_driver.notifications import outbox
 from amphora_driver.plugins import Catalogue
 from amphora_driver.reconcile.tls_tickets import create_ticket_state, ticket_keys
 from amphora_driver.store import sealed_secrets, vip_claims
 from amphora_driver.store.generations import start_ticket_rotation
+from amphora_driver.store.requests import RequestRecorder
 from amphora_driver.store.sealed_secrets import SealedSecret
 
 VAULT = Vault([Fernet.generate_key()])
@@ -176,3 +181,69 @@ def test_ticket_keys_move_on_with_each_period(conf, database):
     row = database.read(lambda c: c.execute(sa.select(job)).one())
     assert (row.tickets, row.generation, row.dirty) == (2, 4, True)
     assert row.tickets_due == pytest.approx(time.time() + 43200, abs=600)
+
+
+@pytest.fixture
+def record_requests(database):
+    """Records requests as octavia-api does with the option on; the controller has it off."""
+    recorder = RequestRecorder(database, lambda node: None, announce=outbox.announce)
+
+    def record(*names):
+        for one in names:
+            tree = LoadBalancer(id=one, project_id="demo", vip=Vip(address="198.51.100.10"))
+            recorder.create_load_balancer(tree, read_back=False)
+
+    return record
+
+
+def notifications(database):
+    rows = database.read(lambda c: c.execute(sa.select(notification).order_by(notification.c.id)).all())
+    return [row.load_balancer_id for row in rows]
+
+
+def dropped():
+    return metrics.OURS.notifications.labels("dropped")._value.get()
+
+
+def test_notifications_are_bounded_while_the_controller_sends_none(
+    conf, database, record_requests, monkeypatch, caplog
+):
+    record_requests("due", "gone", "first", "second", "third")
+    database.write(lambda connection: outbox.release(connection, {"due": 1}))
+    database.write(lambda c: c.execute(job.delete().where(job.c.load_balancer_id == "gone")))
+    housekeeping = Housekeeping(conf, database, Catalogue(conf, database), "me", VAULT)
+    housekeeping.purge_notifications()
+    assert notifications(database) == ["due", "first", "second", "third"], "no request can end for the other one"
+    before = dropped()
+    monkeypatch.setattr(notification_purge, "MOST_WAITING", 2)
+    housekeeping.purge_notifications()
+    assert notifications(database) == ["due", "second", "third"]
+    assert "Set [amp_notifications] enabled to the same value" in caplog.text
+    age = conf.amp_notifications.max_age + 1
+    database.write(lambda c: c.execute(notification.update().values(ready_at=notification.c.ready_at - age)))
+    housekeeping.purge_notifications()
+    assert notifications(database) == ["second", "third"], "the due one is too old"
+    assert dropped() - before == 2
+
+
+def test_the_sender_purges_notifications_while_they_are_on(conf, database, record_requests):
+    record_requests("gone")
+    database.write(lambda c: c.execute(job.delete()))
+    conf.set_override("enabled", True, "amp_notifications")
+    Housekeeping(conf, database, Catalogue(conf, database), "me", VAULT).purge_notifications()
+    assert notifications(database) == ["gone"]
+
+
+def test_a_round_of_housekeeping_purges_notifications(conf, database, record_requests):
+    record_requests("gone")
+    database.write(lambda c: c.execute(job.delete()))
+    stopping = threading.Event()
+    run = Housekeeping(conf, database, Catalogue(conf, database), "me", VAULT).run
+    thread = threading.Thread(target=run, args=(stopping, threading.Event()))
+    thread.start()
+    deadline = time.monotonic() + 30
+    while notifications(database) and time.monotonic() < deadline:
+        stopping.wait(0.05)
+    stopping.set()
+    thread.join(30)
+    assert notifications(database) == []

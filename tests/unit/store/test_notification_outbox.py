@@ -104,6 +104,25 @@ def test_notifications_of_forgotten_load_balancers_are_dropped(recorder, any_dat
     assert number(any_database) == 1
 
 
+def test_the_oldest_of_too_many_waiting_notifications_are_dropped(recorder, any_database):
+    release(any_database, lb=1)
+    for name in ("a", "b", "c"):
+        recorder.update_object(Kind.LOAD_BALANCER, "other", {"name": name})
+    assert number(any_database) == 5, "one is due, four wait"
+
+    def drop(keep, limit):
+        return any_database.write(lambda connection: outbox.delete_excess(connection, keep, limit))
+
+    assert drop(4, 10) == 0
+    assert drop(1, 2) == 2
+    assert drop(1, 2) == 1
+    assert drop(1, 2) == 0
+    release(any_database, other=4)
+    assert [event for event, _, _ in due(any_database)] == [Event.CREATE, Event.UPDATE]
+    left = any_database.read(lambda c: c.execute(sa.select(notification.c.generation)).scalars().all())
+    assert sorted(left) == [1, 4], "the due one and the newest waiting one are left"
+
+
 def test_a_load_balancer_without_a_row_has_no_payload(database):
     create(database, "lb")
     database.write(lambda c: c.execute(sa.text("DELETE FROM desired_object")))
