@@ -120,8 +120,10 @@ def template(description):
         "pool": Resource(
             ("pools", "pool"),
             lambda stack: {
-                **{**pool, "session_persistence": {"type": "HTTP_COOKIE"}},
-                **{"name": "stack-pool", "listener_id": stack["listener"].id},
+                **pool,
+                "session_persistence": {"type": "HTTP_COOKIE"},
+                "name": "stack-pool",
+                "listener_id": stack["listener"].id,
             },
             "listener",
         ),
@@ -134,8 +136,11 @@ def template(description):
         "policy": Resource(
             policies,
             lambda stack: {
-                **{**policy, "name": "stack-policy", "position": 1},
-                **{"listener_id": stack["listener"].id, "redirect_pool_id": stack["other"].id},
+                **policy,
+                "name": "stack-policy",
+                "position": 1,
+                "listener_id": stack["listener"].id,
+                "redirect_pool_id": stack["other"].id,
             },
             "listener",
             "other",

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The requests of Terraform's provider `openstack`: one resource in one request, and a wait after each.
 
-The bodies follow terraform-provider-openstack at 27f26125 (`openstack/resource_openstack_lb_*_v2.go`) and gophercloud at
-95eea8e5e. Terraform creates independent resources in parallel, and repeats a request that Octavia answers with 409. It
-destroys resources in the opposite order, without a cascade.
+The bodies follow terraform-provider-openstack at 27f26125 (`openstack/resource_openstack_lb_*_v2.go`) and gophercloud
+at 95eea8e5e. Terraform creates independent resources in parallel, and repeats a request that Octavia answers with 409.
+It destroys resources in the opposite order, without a cascade.
 """
 
 from contextlib import contextmanager

@@ -31,6 +31,7 @@ from amphora_driver.store.sealed_secrets import SealedSecret
 
 VAULT = Vault([Fernet.generate_key()])
 PLACE = sealed_secrets.secret_location(ticket_secret_name("lb"))
+VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")
 WISH = [VipRequest(subnet_id="s1", address="198.51.100.77")]
 
 
@@ -190,7 +191,7 @@ def record_requests(database):
 
     def record(*names):
         for one in names:
-            tree = LoadBalancer(id=one, project_id="demo", vip=Vip(address="198.51.100.10"))
+            tree = LoadBalancer(id=one, project_id="demo", vip=VIP)
             recorder.create_load_balancer(tree, read_back=False)
 
     return record
