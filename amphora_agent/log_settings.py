@@ -21,6 +21,8 @@ MOST_TARGETS = 4
 DEFAULT_QUEUE = 4 << 20
 SMALLEST_QUEUE, LARGEST_QUEUE = 64 << 10, 64 << 20
 _MOST_AUTHORITIES = 48 << 10
+LARGEST_CERTIFICATE = 16 << 10
+"""Maximum number of characters of a client certificate with its chain and its key."""
 _LAST_PORT = 65535
 _URL = re.compile(r"(?P<scheme>[a-z]+)://(?P<host>\[[0-9A-Fa-f:.]+\]|[0-9.]+):(?P<port>[0-9]{1,5})(?P<path>/.*)?")
 _PATH = re.compile(r"/[A-Za-z0-9._~/%?&=+:@,;-]{0,1023}")
@@ -44,10 +46,32 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class LogTarget:
-    """One target. ``authorization`` is the value of the HTTP header Authorization, and secret."""
+    """One target. All values except the URL are secret.
+
+    ``authorization`` is the value of the HTTP header Authorization. ``client_certificate`` has the certificate that the
+    amphora shows, its chain and its private key in PEM.
+    """
 
     url: str
     authorization: str = field(default="", repr=False)
+    client_certificate: str = field(default="", repr=False)
+
+    @property
+    def has_secrets(self) -> bool:
+        return bool(self.authorization or self.client_certificate)
+
+    def to_document(self, hidden: str | None) -> dict[str, str]:
+        """Return JSON values; with ``hidden``, this word replaces each secret.
+
+        Without a client certificate there is no key for it, and the digest is that of earlier versions.
+        """
+        shown = {"url": self.url, "authorization": self.authorization, "client_certificate": self.client_certificate}
+        if hidden is not None:
+            secrets = shown.keys() - {"url"}
+            shown |= {name: hidden for name in secrets if shown[name]}
+        if not shown["client_certificate"]:
+            del shown["client_certificate"]
+        return shown
 
 
 @dataclass(frozen=True)
@@ -71,15 +95,13 @@ class LogSettings:
 
     @property
     def has_secrets(self) -> bool:
-        return any(one.authorization for one in (*self.admin, *self.tenant))
+        return any(one.has_secrets for one in (*self.admin, *self.tenant))
 
     def to_document(self, *, hidden: str | None = None) -> dict[str, Any]:
         """Return JSON values; with ``hidden``, this word replaces each secret."""
-        document = asdict(self)
-        for one in (*document["admin"], *document["tenant"]):
-            if hidden is not None and one["authorization"]:
-                one["authorization"] = hidden
-        return {**document, "admin": list(document["admin"]), "tenant": list(document["tenant"])}
+        targets = {"admin": self.admin, "tenant": self.tenant}
+        shown = {kind: [one.to_document(hidden) for one in found] for kind, found in targets.items()}
+        return {**asdict(self), **shown}
 
 
 NO_LOGS = LogSettings()
@@ -110,6 +132,13 @@ def check_authorization(value: str) -> str:
     return value
 
 
+def check_client_certificate(value: str) -> str:
+    """Return a client certificate with its key; raises ValueError, without the value."""
+    if value and not (value.isascii() and len(value) <= LARGEST_CERTIFICATE and "-----BEGIN" in value):
+        raise ValueError(f"the client certificate is not PEM of at most {LARGEST_CERTIFICATE} characters")
+    return value
+
+
 def parse(document: Any) -> LogSettings:
     """Read the settings from JSON values; raises ValueError, which names the invalid value."""
     names = ("admin", "tenant", "authorities", "queue_bytes", "project_id", "load_balancer_id")
@@ -134,14 +163,17 @@ def _targets(value: Any, name: str) -> tuple[LogTarget, ...]:
         raise ValueError(f"{name} is not a list of at most {MOST_TARGETS} targets")
     found = []
     for one in value:
-        if not isinstance(one, dict) or one.keys() != {"url", "authorization"}:
-            raise ValueError(f"{name} has a target with other keys than url, authorization")
+        if not isinstance(one, dict) or one.keys() - {"client_certificate"} != {"url", "authorization"}:
+            raise ValueError(f"{name} has a target with other keys than url, authorization, client_certificate")
         if not all(isinstance(part, str) for part in one.values()):
             raise ValueError(f"{name} has a target whose values are no texts")
         endpoint, authorization = parse_endpoint(one["url"]), check_authorization(one["authorization"])
         if authorization and endpoint.scheme != "https":
             raise ValueError(f"{name} has an authorization for {endpoint}, which is not https")
-        found.append(LogTarget(str(endpoint), authorization))
+        certificate = check_client_certificate(one.get("client_certificate", ""))
+        if certificate and endpoint.scheme not in ENCRYPTED:
+            raise ValueError(f"{name} has a client certificate for {endpoint}, which is not tls or https")
+        found.append(LogTarget(str(endpoint), authorization, certificate))
     if len({one.url for one in found}) != len(found):
         raise ValueError(f"{name} has a target twice")
     return tuple(found)

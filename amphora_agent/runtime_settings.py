@@ -2,9 +2,9 @@
 """The settings that a controller can change at run time (docs/reference/agent-api.md).
 
 Invariant: these settings have the validation of agent.conf. A stored document replaces the values of agent.conf; an
-unreadable one is ignored, so that it never prevents the start of the agent. The disk never has the authorization for a
-log target: after a reboot the digest differs, and a controller sends the settings again. Only `stored` and `keep` do
-I/O.
+unreadable one is ignored, so that it never prevents the start of the agent. The disk never has a secret of a log target
+(authorization, client certificate with its key): after a reboot the digest differs, and a controller sends the settings
+again. Only `stored` and `keep` do I/O.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from amphora_agent.paths import Paths, write_atomically
 
 _log = logging.getLogger(__name__)
 # Maximum size of a settings document in bytes: above that of a document with the largest valid value of each key.
-LARGEST = 192 * 1024
+LARGEST = 512 * 1024
 _ACTION = "read the settings"
 HIDDEN = "***"
 

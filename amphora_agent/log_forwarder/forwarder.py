@@ -25,7 +25,7 @@ from amphora_agent.log_settings import NO_LOGS, LogSettings, LogTarget
 # Maximum number of datagrams that are read at a time, for one acquisition of the queues' locks.
 _BATCH = 256
 _REQUEST_SECONDS = 2.0
-_REQUEST_BYTES = 1 << 18
+_REQUEST_BYTES, _CHUNK_BYTES = 1 << 20, 1 << 16
 _SO_MEMINFO = 55
 _MEMINFO = struct.Struct("=9I")
 
@@ -132,7 +132,7 @@ class Forwarder:
     def _configure(self, wanted: LogSettings, source: Source) -> None:
         """Replace targets that have changed. A target with equal settings keeps its queue and its connection.
 
-        Raises ValueError or OSError for unusable CA certificates. The former targets then stay in use.
+        Raises ValueError or OSError for unusable certificates. The former targets then stay in use.
         """
         same = (wanted.authorities, wanted.queue_bytes) == (self._settings.authorities, self._settings.queue_bytes)
         made: list[Target] = []
@@ -199,7 +199,7 @@ def _receive(opened: socket.socket | None) -> list[bytes]:
 def _read_request(connection: socket.socket) -> tuple[bytes, list[int]]:
     received, descriptors = bytearray(), []
     while not received.endswith(b"\n") and len(received) < _REQUEST_BYTES:
-        data, arrived, *_ = socket.recv_fds(connection, _REQUEST_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+        data, arrived, *_ = socket.recv_fds(connection, _CHUNK_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
         descriptors += arrived
         if not data:
             break

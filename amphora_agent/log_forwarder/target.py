@@ -33,7 +33,7 @@ class Target:
         self._sending = 0
         self._error = ""
         self._stopping = threading.Event()
-        self._transport: Transport = create_transport(self.endpoint, target.authorization, authorities, self._stopping)
+        self._transport: Transport = create_transport(target, authorities, self._stopping)
         self._thread = threading.Thread(target=self._run, name=self.endpoint.scheme, daemon=True)
         self._thread.start()
 

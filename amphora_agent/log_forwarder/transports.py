@@ -3,14 +3,15 @@
 
 The standards are RFC 5426 (UDP), RFC 6587 (TCP) and RFC 5425 (TLS).
 
-Invariant: a TLS target has a certificate of the configured CA with the target's IP address. No transport sends a line
-or an authorization before this verification. A call ends within seconds after `stopping` is set, unless the target
-sends an answer in slow pieces.
+Invariant: a TLS target has a certificate of the configured CA with the target's IP address. No transport sends a line,
+an authorization or a client certificate before this verification. A call ends within seconds after `stopping` is set,
+unless the target sends an answer in slow pieces. The key of a client certificate is in memory only.
 """
 
 from __future__ import annotations
 
 import fcntl
+import os
 import select
 import socket
 import struct
@@ -19,7 +20,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from amphora_agent.log_settings import Endpoint
+from amphora_agent.log_settings import Endpoint, LogTarget, parse_endpoint
 
 if TYPE_CHECKING:
     import http.client
@@ -29,6 +30,9 @@ CONNECT_SECONDS = 5.0
 # Seconds without an acknowledgement after which the connection to a target is closed (tcp(7)).
 SILENCE_SECONDS = 30.0
 ANSWER_SECONDS = 15.0
+# Maximum number of seconds for which the forwarder waits after a handshake of TLS 1.3 for the target's check of the
+# client certificate. A target without TLS tickets says nothing if it accepts.
+ACCEPT_SECONDS = 1.0
 _CHECK_SECONDS = 0.5
 _SIOCOUTQ = 0x5411
 # Size of the send buffer in bytes. Lines in it are uncertain after the loss of a connection, so it is small.
@@ -140,7 +144,10 @@ class Stream:
             opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, int(SILENCE_SECONDS))
             opened.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
             if self._context is not None:
-                opened = self._context.wrap_socket(opened, server_hostname=self._endpoint.host)
+                secured = self._context.wrap_socket(opened, server_hostname=self._endpoint.host)
+                opened = secured
+                if secured.version() == "TLSv1.3":
+                    _await_acceptance(secured)
             opened.settimeout(_CHECK_SECONDS)
         except OSError:
             opened.close()
@@ -177,6 +184,27 @@ class Stream:
             self._socket = None
         self.uncertain += sum(lines for _, lines in self._unacknowledged)
         self._unacknowledged.clear()
+
+
+def _await_acceptance(opened: ssl.SSLSocket) -> None:
+    """Wait until the target has accepted the connection; raises OSError if it refuses.
+
+    With TLS 1.3, the handshake of the client ends before the target checks the client certificate. A target that
+    refuses sends an alert, and one that accepts usually sends TLS tickets. Without this wait, the forwarder would take
+    the first lines of each connection for sent.
+    """
+    if not select.select([opened], [], [], ACCEPT_SECONDS)[0]:
+        return
+    opened.setblocking(False)
+    try:
+        data = opened.recv(4096)
+    except OSError as error:
+        # The received records were tickets.
+        if type(error).__name__ == "SSLWantReadError":
+            return
+        raise
+    if not data:
+        raise ConnectionResetError("the target closed the connection after the TLS handshake")
 
 
 def _is_closed(opened: socket.socket) -> bool:
@@ -250,10 +278,9 @@ class Requests:
             self._connection = None
 
 
-def create_transport(
-    endpoint: Endpoint, authorization: str, authorities: str, stopping: threading.Event
-) -> Datagrams | Stream | Requests:
-    """Return the transport of a target; raises ValueError or OSError for unusable CA certificates."""
+def create_transport(target: LogTarget, authorities: str, stopping: threading.Event) -> Datagrams | Stream | Requests:
+    """Return the transport of a target; raises ValueError or OSError for unusable certificates."""
+    endpoint = parse_endpoint(target.url)
     if endpoint.scheme == "udp":
         return Datagrams(endpoint)
     if endpoint.scheme == "tcp":
@@ -263,6 +290,20 @@ def create_transport(
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.load_verify_locations(cadata=authorities)
+    if target.client_certificate:
+        _load_client_certificate(context, target.client_certificate)
     if endpoint.scheme == "https":
-        return Requests(endpoint, context, authorization)
+        return Requests(endpoint, context, target.authorization)
     return Stream(endpoint, context, stopping)
+
+
+def _load_client_certificate(context: ssl.SSLContext, pem: str) -> None:
+    """Load a certificate and its key, which OpenSSL reads from a file only: the file has no name and no disk."""
+    descriptor = os.memfd_create("client-certificate")
+    try:
+        data = memoryview(pem.encode("ascii"))
+        while data:
+            data = data[os.write(descriptor, data) :]
+        context.load_cert_chain(f"/proc/self/fd/{descriptor}")
+    finally:
+        os.close(descriptor)

@@ -27,6 +27,11 @@ OPTIONS: dict[str, dict[cfg.Opt, str]] = {
             "File whose content is the value of the HTTP header Authorization, for example Bearer TOKEN. Only https "
             "targets of this group get it, targets of flavors do not. Default: no such header."
         ),
+        cfg.StrOpt("client_certificate"): (
+            "PEM file with the certificate that amphorae show to tls and https targets, its chain, and its private key "
+            "without a passphrase. Targets of flavors do not get it. A changed file reaches running amphorae without a "
+            "restart of the controller. Default: amphorae show no certificate."
+        ),
         cfg.IntOpt("queue_bytes", default=DEFAULT_QUEUE, min=SMALLEST_QUEUE, max=LARGEST_QUEUE): (
             "Memory in bytes for waiting lines, for each target in each amphora. A full queue loses new lines, and "
             f"counts them. The default is 4 MiB. {SMALLEST_QUEUE} to {LARGEST_QUEUE}."

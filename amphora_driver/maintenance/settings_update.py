@@ -14,15 +14,17 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
+from oslo_config.cfg import ConfigOpts
 
 from amphora_driver import metrics
 from amphora_driver.deadline import Deadline
 from amphora_driver.errors import AgentError, AgentRefused, AmphoraDriverError, ConfigurationError
 from amphora_driver.model.loadbalancer import LoadBalancer
-from amphora_driver.reconcile.defaults import agent_settings, log_defaults, log_settings
+from amphora_driver.reconcile.defaults import agent_settings, log_defaults, log_files, log_settings
 from amphora_driver.render.agent_settings import AgentSettings
 from amphora_driver.store import amphorae, desired_objects
 from amphora_driver.store.amphorae import ReachableAmphora
@@ -55,6 +57,39 @@ def choose_amphorae(
     return sorted(due, key=lambda one: (due_at.get(one.id, float("-inf")), one.id))[:most]
 
 
+class LogFiles:
+    """The log targets of the configuration. A changed file is read again, so a certificate needs no restart."""
+
+    def __init__(self, conf: ConfigOpts) -> None:
+        self._conf = conf
+        self._seen = self._describe_files()
+        self.settings = log_defaults(conf)
+
+    def refresh(self) -> bool:
+        """Read changed files; return whether the settings have changed. Unusable files have no effect."""
+        present = self._describe_files()
+        if present == self._seen:
+            return False
+        self._seen, former = present, self.settings
+        try:
+            self.settings = log_defaults(self._conf)
+        except ConfigurationError as error:
+            LOG.warning("the controller uses the former content of the files of [amp_logs]: %s", error)
+        return self.settings != former
+
+    def _describe_files(self) -> list[tuple[int, ...] | None]:
+        """Return what a change of a file changes, for each file; None for a missing file."""
+        found: list[tuple[int, ...] | None] = []
+        for path in log_files(self._conf):
+            try:
+                state = Path(path).stat()
+            except OSError:
+                found.append(None)
+            else:
+                found.append((state.st_ino, state.st_mtime_ns, state.st_size))
+        return found
+
+
 class SettingsUpdate:
     """Compares the settings of agents with the configuration, and sends the configured ones. Thread-safe."""
 
@@ -62,7 +97,7 @@ class SettingsUpdate:
         self._database = context.database
         self._agents = context.agents
         self._common = agent_settings(context.conf)
-        self._logs = log_defaults(context.conf)
+        self._logs = LogFiles(context.conf)
         self._interval: float = context.conf.amp_drift.interval
         self._most: int = _ROUND_FACTOR * context.conf.amp_drift.most_at_once
         # Times of the next queries by amphora (`time.monotonic()`).
@@ -75,6 +110,9 @@ class SettingsUpdate:
     def run_round(self, pool: ThreadPoolExecutor, goes_on: Callable[[], bool] = lambda: True) -> int:
         """Query the amphorae that are due, and update those with other settings; return the number of answers."""
         ready = self._database.read(amphorae.list_reachable)
+        if self._logs.refresh():
+            LOG.info("the files of [amp_logs] have changed; the controller sends their content to all amphorae")
+            self._due_at = {}
         moment = time.monotonic()
         known = {one.id for one in ready}
         # The loops use copies, because a thread of an earlier round may add a result meanwhile.
@@ -131,7 +169,7 @@ class SettingsUpdate:
         """Return the settings of an amphora. An agent that reports no log lines knows no log targets."""
         if reported.log_lines is None:
             return self._common
-        return msgspec.structs.replace(self._common, logs=log_settings(self._logs, root))
+        return msgspec.structs.replace(self._common, logs=log_settings(self._logs.settings, root))
 
     def _count_log_lines(self, amphora_id: str, lines: LogLines | None) -> None:
         """Add the lines since the last query to the metrics of this process. The first query is the beginning."""

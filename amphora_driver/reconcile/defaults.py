@@ -13,9 +13,11 @@ from pathlib import Path
 
 import msgspec
 from cryptography import x509
-from cryptography.hazmat.primitives.serialization import Encoding
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
 from oslo_config.cfg import ConfigOpts
 
+from amphora_agent.log_settings import ENCRYPTED
 from amphora_driver.errors import ConfigurationError, UnsupportedOption
 from amphora_driver.model.loadbalancer import LoadBalancer
 from amphora_driver.render.agent_settings import (
@@ -63,29 +65,40 @@ def log_defaults(conf: ConfigOpts) -> LogSettings:
     """Return the log targets of `[amp_logs]`, with the content of its files.
 
     Raises:
-        ConfigurationError: a target is invalid, a file cannot be read, or a file has no CA certificate.
+        ConfigurationError: a target is invalid, a file cannot be read, or a file has no usable certificate.
     """
     options = conf.amp_logs
     authorities = "" if options.ca_certificate is None else _read_authorities(options.ca_certificate)
     given = "" if options.authorization_file is None else _read(options.authorization_file, "authorization_file")
     authorization = Secret(given.strip().encode())
+    path = options.client_certificate
+    certificate = Secret(b"") if path is None else _read_client_certificate(path)
 
-    def targets(urls: list[str]) -> list[LogTarget]:
-        return [LogTarget(url, authorization) if url.startswith("https:") else LogTarget(url) for url in urls]
+    def target(url: str) -> LogTarget:
+        scheme = url.partition(":")[0]
+        shown = certificate if scheme in ENCRYPTED else Secret(b"")
+        return LogTarget(url, authorization if scheme == "https" else Secret(b""), shown)
 
     try:
-        admin, tenant = targets(options.admin_targets), targets(options.tenant_targets)
+        admin, tenant = ([target(url) for url in urls] for urls in (options.admin_targets, options.tenant_targets))
         return render_log_settings(admin, tenant, authorities, options.queue_bytes)
     except ValueError as error:
         remedy = "Write for example udp://192.0.2.9:514 or tls://[2001:db8::9]:6514, and set ca_certificate."
         raise ConfigurationError("use the options of [amp_logs]", str(error), remedy) from error
 
 
+def log_files(conf: ConfigOpts) -> list[str]:
+    """Return the files of `[amp_logs]`, whose content `log_defaults` reads."""
+    options = conf.amp_logs
+    return [one for one in (options.ca_certificate, options.authorization_file, options.client_certificate) if one]
+
+
 def log_settings(defaults: LogSettings, load_balancer: LoadBalancer | None) -> LogSettings:
     """Return the log settings of an amphora; a warm spare has no load balancer.
 
-    Targets of a flavor replace the configured ones, and get no authorization. A warm spare has no targets of flows: the
-    flavor of the load balancer that takes it may name others, and the first flows can precede the next settings.
+    Targets of a flavor replace the configured ones, and get neither authorization nor client certificate. A warm spare
+    has no targets of flows: the flavor of the load balancer that takes it may name others, and the first flows can
+    precede the next settings.
 
     Raises:
         ConfigurationError: a target of the flavor needs a CA certificate, which the deployment has not any more.
@@ -122,6 +135,23 @@ def _read_authorities(path: str) -> str:
         happened = f"the file has no CA certificate in PEM, or an invalid one ({error})"
         raise ConfigurationError(f"read {path} ([amp_logs] ca_certificate)", happened, "Correct the option.") from error
     return "".join(one.public_bytes(Encoding.PEM).decode() for one in found)
+
+
+def _read_client_certificate(path: str) -> Secret:
+    """Return the certificate of amphorae, its chain and its key in PEM, in this order."""
+    content = _read(path, "client_certificate").encode()
+    try:
+        first, *chain = x509.load_pem_x509_certificates(content)
+        key = load_pem_private_key(content, password=None)
+        happened = "" if key.public_key() == first.public_key() else "the key is not that of the first certificate"
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        # The text of an error could contain a part of the file.
+        happened = "the file has no certificate with a private key in PEM, or its key has a passphrase"
+    if happened:
+        remedy = "Write the certificate, its chain, and the key of the certificate."
+        raise ConfigurationError(f"read {path} ([amp_logs] client_certificate)", happened, remedy)
+    private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    return Secret(b"".join(one.public_bytes(Encoding.PEM) for one in (first, *chain)) + private)
 
 
 def _read(path: str, option: str) -> str:

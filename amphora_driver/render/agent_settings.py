@@ -29,10 +29,21 @@ class HeartbeatSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LogTarget(msgspec.Struct, frozen=True):
-    """One target of log lines. `authorization` is the value of an HTTP header, empty for none."""
+    """One target of log lines.
+
+    `authorization` is the value of an HTTP header. `client_certificate` has the certificate that amphorae show, its
+    chain and its key in PEM. Both are empty for none.
+    """
 
     url: str
     authorization: Secret = Secret(b"")
+    client_certificate: Secret = Secret(b"")
+
+    def to_document(self) -> dict[str, str]:
+        """Return JSON values; without a client certificate, agents of earlier versions accept them."""
+        shown = {"url": self.url, "authorization": self.authorization.reveal().decode()}
+        certificate = self.client_certificate.reveal().decode()
+        return {**shown, "client_certificate": certificate} if certificate else shown
 
 
 class LogSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,9 +63,7 @@ class LogSettings(msgspec.Struct, frozen=True, kw_only=True):
     def to_document(self) -> dict[str, object]:
         document = {name: getattr(self, name) for name in self.__struct_fields__}
         for kind in ("admin", "tenant"):
-            document[kind] = [
-                {"url": one.url, "authorization": one.authorization.reveal().decode()} for one in document[kind]
-            ]
+            document[kind] = [one.to_document() for one in document[kind]]
         return document
 
 
@@ -108,7 +117,7 @@ def render_log_settings(
     """
 
     def canonical(targets: Sequence[LogTarget]) -> tuple[LogTarget, ...]:
-        return tuple(LogTarget(str(log_settings.parse_endpoint(one.url)), one.authorization) for one in targets)
+        return tuple(msgspec.structs.replace(one, url=str(log_settings.parse_endpoint(one.url))) for one in targets)
 
     found = LogSettings(
         admin=canonical(admin),

@@ -48,6 +48,21 @@ def self_signed(directory: Path, address: str = CONTROLLER) -> tuple[ssl.SSLCont
     return context, pem
 
 
+def requiring(directory: Path, clients: str, *, tickets: bool = True) -> tuple[ssl.SSLContext, str]:
+    """Return the context of a server that requires a client certificate of some CAs, and its own CA in PEM."""
+    context, pem = self_signed(directory)
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_verify_locations(cadata=clients)
+    context.num_tickets = 2 if tickets else 0
+    return context, pem
+
+
+def common_name(connection: ssl.SSLSocket) -> str | None:
+    """Return the common name in the client certificate of a connection; None without one."""
+    shown = connection.getpeercert()
+    return dict(pair for (pair,) in shown["subject"]).get("commonName") if shown else None
+
+
 class Receiver:
     """Messages that have arrived. Subclasses open a socket in the namespace of the thread that creates them."""
 
@@ -100,6 +115,7 @@ class TcpReceiver(Receiver):
         self._context = context
         self._reads = reads
         self.connections: list[socket.socket] = []
+        self.clients: list[str | None] = []
         self.failures: list[str] = []
         self._listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -120,6 +136,7 @@ class TcpReceiver(Receiver):
         try:
             if self._context is not None:
                 connection = self._context.wrap_socket(connection, server_side=True)
+                self.clients.append(common_name(connection))
                 self.connections.append(connection)
             self._read(connection)
         except (OSError, ValueError) as error:
@@ -155,6 +172,7 @@ class HttpsReceiver(Receiver):
         super().__init__()
         receiver = self
         self.closed = 0
+        self.clients: list[str | None] = []
         self.requests: list[tuple[str, str | None, str]] = []
         self.status = 200
 
@@ -165,6 +183,7 @@ class HttpsReceiver(Receiver):
 
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["Content-Length"])).decode()
+                receiver.clients.append(common_name(self.connection))
                 receiver.requests.append((self.path, self.headers["Authorization"], self.headers["Content-Type"]))
                 if receiver.status == 200:
                     receiver.messages += body.splitlines()

@@ -7,12 +7,15 @@ import json
 import os
 import re
 import signal
+import ssl
 
 import pytest
 from amphora_lab import CONTROLLER, MEMBERS, eventually, get
 from configuration_text import LISTENER, listener, text
+from cryptography.x509.oid import NameOID
 from datagrams import PORT, Clients, UdpMember, member, name_of, virtual_server
-from log_receivers import HttpsReceiver, TcpReceiver, TlsReceiver, UdpReceiver, self_signed
+from log_receivers import HttpsReceiver, TcpReceiver, TlsReceiver, UdpReceiver, requiring, self_signed
+from pki import Authority
 
 from amphora_agent.log_forwarder.daemon import SERVICE
 from amphora_driver.render.agent_settings import LogTarget, render_agent_settings, render_log_settings
@@ -52,9 +55,14 @@ def logged_listener():
     return text(listener(["m1"]).replace("    default_backend", f"{LOGGED}    mode http\n    default_backend", 1))
 
 
-def settings(amphora, *, admin=(), tenant=(), authorities="", authorization="", queue_bytes=1 << 20):
+def settings(amphora, *, admin=(), tenant=(), authorities="", authorization="", certificate="", queue_bytes=1 << 20):
+    def target(url):
+        allowed = authorization if url.startswith("https") else ""
+        shown = certificate if url.startswith(("https", "tls")) else ""
+        return LogTarget(url, Secret(allowed.encode()), Secret(shown.encode()))
+
     def targets(urls):
-        return [LogTarget(url, Secret(authorization.encode() if url.startswith("https") else b"")) for url in urls]
+        return [target(url) for url in urls]
 
     ids = {"project_id": PROJECT, "load_balancer_id": BALANCER}
     logs = render_log_settings(targets(admin), targets(tenant), authorities, queue_bytes, **ids)
@@ -267,3 +275,71 @@ def test_https_lines_are_retried_or_counted(amphora, network, ctl, secured):
     ask(network, "/later")
     receiver.wait_for("/later")
     assert not [one for one in receiver.messages if "/refused" in one]
+
+
+CLIENTS = Authority("clients of collectors")
+FORMER, NEW = (CLIENTS.issue(f"amphora-{name}", number=number) for number, name in enumerate(("former", "new"), 50))
+STRANGER = Authority("another authority").issue("stranger", number=52)
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3], ids=["tls12", "tls13"])
+def test_targets_see_the_client_certificate_and_its_rotation(amphora, network, ctl, tmp_path, version):
+    context, authorities = requiring(tmp_path, CLIENTS.pem)
+    context.minimum_version = context.maximum_version = version
+    receivers = [ctl(kind, context) for kind in (TlsReceiver, HttpsReceiver)]
+    urls = [one.url for one in receivers]
+    assert amphora.push(1, logged_listener())[0] == 200
+    for number, certificate in enumerate((FORMER, NEW)):
+        answer = use(amphora, tenant=urls, authorities=authorities, certificate=certificate.pem)
+        assert {one["client_certificate"] for one in answer["logs"]["tenant"]} == {"***"}
+
+        def arrive(word=f"/shown-{number}"):
+            ask(network, word)
+            return all(any(word in message for message in list(one.messages)) for one in receivers)
+
+        eventually(arrive, "both targets get lines")
+        eventually(lambda name=certificate: {one.clients[-1] for one in receivers} == {common(name)}, "the new name")
+    diagnosis = json.dumps(amphora.call("GET", "/v2/diagnostics")[1])
+    stored = "".join(file.read_text(errors="replace") for file in amphora.var.rglob("*") if file.is_file())
+    assert urls[0] in stored
+    for certificate in (FORMER, NEW):
+        for line in certificate.key_pem.splitlines()[1:-1]:
+            assert line not in diagnosis + amphora.log() + stored
+
+
+def common(certificate):
+    (found,) = certificate.certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+    return found.value
+
+
+@pytest.mark.parametrize("tickets", [True, False], ids=["tickets", "no-tickets"])
+@pytest.mark.parametrize("shown", ["", STRANGER.pem], ids=["none", "stranger"])
+def test_no_line_is_lost_at_a_target_that_refuses_the_amphora(amphora, network, ctl, tmp_path, shown, tickets):
+    context, authorities = requiring(tmp_path, CLIENTS.pem, tickets=tickets)
+    receivers = [ctl(kind, context) for kind in (TlsReceiver, HttpsReceiver)]
+    urls = [one.url for one in receivers]
+    assert amphora.push(1, logged_listener())[0] == 200
+    use(amphora, tenant=urls, authorities=authorities, certificate=shown)
+    ask(network, "/early")
+    eventually(lambda: all(one["error"] for one in counters(amphora)["tenant"]), "both targets refuse the amphora")
+    (tls, https) = counters(amphora)["tenant"]
+    assert [(one["sent"], one["dropped"], one["uncertain"]) for one in (tls, https)] == [(0, 0, 0)] * 2
+    for one in (tls, https):
+        assert re.search("certificate|unknown ca", one["error"], re.IGNORECASE), one
+    assert [one.messages for one in receivers] == [[], []]
+
+
+def test_an_unusable_client_certificate_keeps_the_former_targets(amphora, network, ctl, tmp_path):
+    context, authorities = requiring(tmp_path, CLIENTS.pem)
+    receiver = ctl(TlsReceiver, context)
+    assert amphora.push(1, logged_listener())[0] == 200
+    use(amphora, tenant=[receiver.url], authorities=authorities, certificate=FORMER.pem)
+    ask(network, "/before")
+    receiver.wait_for("/before")
+    mixed = FORMER.certificate_pem + NEW.key_pem
+    wanted = settings(amphora, tenant=[receiver.url], authorities=authorities, certificate=mixed)
+    assert amphora.call("PUT", "/v2/settings", wanted.encode())[0] == 200
+    found = eventually(lambda: counters(amphora)["error"], "the log forwarder refuses the certificate")
+    assert "BEGIN" not in found
+    ask(network, "/after")
+    receiver.wait_for("/after")

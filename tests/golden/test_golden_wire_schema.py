@@ -119,12 +119,17 @@ def test_controller_and_agent_compute_the_same_digest_of_valid_settings(targets,
 
 TARGETS = [driver_settings.LogTarget(f"{kind}://192.0.2.9:601") for kind in ("udp", "tcp", "tls")]
 HTTPS = driver_settings.LogTarget("https://[2001:DB8:0::9]:8443/a?b=c", Secret(b"Bearer secret"))
+SHOWN = Secret(b"-----BEGIN CERTIFICATE-----\n-----BEGIN PRIVATE KEY-----\n")
+IDENTIFIED = [
+    driver_settings.LogTarget(f"{kind}://192.0.2.9:602", client_certificate=SHOWN) for kind in ("tls", "https")
+]
 
 
 @pytest.mark.parametrize(
     ("admin", "tenant", "ids"),
     [
         (TARGETS, [], {}),
+        (IDENTIFIED, [HTTPS, *IDENTIFIED], {}),
         ([], [HTTPS], {"project_id": "p", "load_balancer_id": "0b9d7a52-0000-4000-8000-000000000001"}),
         (TARGETS, [HTTPS, *TARGETS], {"project_id": "p 100% \"'"}),
     ],

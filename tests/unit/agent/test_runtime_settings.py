@@ -17,7 +17,7 @@ from amphora_agent.config import Settings, Target
 from amphora_agent.drift.repair import DriftRepair
 from amphora_agent.drift.report import DriftReport
 from amphora_agent.errors import MachineError, MalformedSettings, SettingsRefused
-from amphora_agent.log_settings import LogSettings, LogTarget
+from amphora_agent.log_settings import LARGEST_CERTIFICATE, LogSettings, LogTarget
 from amphora_agent.paths import Paths
 from amphora_agent.runtime_settings import HeartbeatSettings, RuntimeSettings
 from amphora_agent.stats.active_sender import ActiveSender
@@ -141,18 +141,25 @@ def test_settings_that_cannot_be_stored_are_not_used(paths):
     assert repair._interval == 3600.0
 
 
-LOGS = LogSettings((LogTarget("udp://192.0.2.9:514"),), (LogTarget("https://192.0.2.9:8443/", "Bearer s"),), "pem")
+SHOWN = "-----BEGIN CERTIFICATE-----\n-----BEGIN PRIVATE KEY-----\nkey of the amphora\n"
+LOGS = LogSettings(
+    (LogTarget("udp://192.0.2.9:514"), LogTarget("tls://192.0.2.9:6514", "", SHOWN)),
+    (LogTarget("https://192.0.2.9:8443/", "Bearer s", SHOWN),),
+    "pem",
+)
 LOGGED = dataclasses.replace(OTHER, logs=LOGS)
 
 
-def test_an_authorization_is_never_stored_on_the_disk(paths):
+def test_secrets_of_targets_are_never_stored_on_the_disk(paths):
     paths.run.mkdir(parents=True)
     runtime_settings.keep(LOGGED, paths)
     assert "Bearer" not in paths.settings.read_text()
+    assert "BEGIN" not in paths.settings.read_text()
     assert runtime_settings.current(runtime_settings.stored(settings(), paths)) == LOGGED
     paths.log_settings.unlink()
     after_reboot = runtime_settings.current(runtime_settings.stored(settings(), paths))
     assert [one.url for one in after_reboot.logs.tenant] == ["https://192.0.2.9:8443/"]
+    assert [one.has_secrets for one in (*after_reboot.logs.admin, *after_reboot.logs.tenant)] == [False] * 3
     assert after_reboot.digest != LOGGED.digest, "a controller sends the settings again"
 
 
@@ -166,15 +173,37 @@ def test_settings_without_secrets_replace_those_with_secrets(paths):
 def test_the_largest_valid_log_settings_are_accepted():
     secret = '"' * 4096
     path = "x" * 1023
-    four = tuple(LogTarget(f"https://192.0.2.{number}:65535/{path}", secret) for number in range(251, 255))
+    certificate = "-----BEGIN".ljust(LARGEST_CERTIFICATE, '"')
+    addresses = [f"https://192.0.2.{number}:65535/{path}" for number in range(251, 255)]
+    four = tuple(LogTarget(one, secret, certificate) for one in addresses)
     logs = LogSettings(four, four, "x\n" * (24 << 10), project_id='"' * 255, load_balancer_id='"' * 255)
     document = json.dumps(dataclasses.replace(OTHER, logs=logs).to_document())
     assert runtime_settings.parse(document.encode()).logs == logs
 
 
-def test_no_representation_shows_an_authorization():
-    assert "Bearer" not in repr(LOGGED)
-    assert "Bearer" not in json.dumps(LOGGED.to_document(hidden="***"))
+def test_no_representation_shows_a_secret():
+    for shown in (repr(LOGGED), json.dumps(LOGGED.to_document(hidden="***"))):
+        assert "Bearer" not in shown
+        assert "BEGIN" not in shown
+    targets = LOGGED.to_document(hidden="***")["logs"]["admin"]
+    assert [one.get("client_certificate") for one in targets] == [None, "***"]
+
+
+@pytest.mark.parametrize(
+    ("url", "certificate", "words"),
+    [
+        ("udp://192.0.2.9:514", SHOWN, "which is not tls or https"),
+        ("tcp://192.0.2.9:601", SHOWN, "which is not tls or https"),
+        ("tls://192.0.2.9:6514", "no certificate", "is not PEM"),
+        ("tls://192.0.2.9:6514", SHOWN + "\xe4", "is not PEM"),
+        ("tls://192.0.2.9:6514", SHOWN.ljust(LARGEST_CERTIFICATE + 1), "is not PEM of at most"),
+    ],
+)
+def test_an_invalid_client_certificate_is_refused_without_its_content(url, certificate, words):
+    logs = LogSettings((LogTarget(url, "", certificate),), (), "pem")
+    with pytest.raises(MalformedSettings, match=words) as caught:
+        runtime_settings.parse(json.dumps(dataclasses.replace(OTHER, logs=logs).to_document()).encode())
+    assert "key of the amphora" not in str(caught.value)
 
 
 # -- use ---------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,13 @@
 """Configured defaults replace the values that a profile leaves open."""
 
 import pytest
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    PrivateFormat,
+    load_pem_private_key,
+)
+from dataplane.pki import Authority
 
 from amphora_driver import config
 from amphora_driver.certificates.ca import create_authority
@@ -79,6 +86,53 @@ def test_log_targets_have_the_content_of_their_files(conf, tmp_path):
     assert spare == {**document, "tenant": []}, "a warm spare has no flows"
 
 
+CLIENTS = Authority("log clients")
+ONE, TWO = (CLIENTS.issue(name, number=number) for number, name in enumerate(("one", "two"), start=30))
+
+
+def with_certificate(conf, tmp_path, content):
+    (tmp_path / "ca.pem").write_text(CLIENTS.pem)
+    (tmp_path / "client.pem").write_text(content)
+    targets = "admin_targets = udp://192.0.2.9:514, tcp://192.0.2.9:601, tls://192.0.2.9:6514, https://192.0.2.9:8443/"
+    files = f"ca_certificate = {tmp_path}/ca.pem\nclient_certificate = {tmp_path}/client.pem"
+    return conf(f"[amp_logs]\n{targets}\n{files}\n")
+
+
+@pytest.mark.parametrize("content", [ONE.pem, ONE.key_pem + ONE.certificate_pem, f"a comment\n{ONE.pem}"])
+def test_encrypted_targets_have_the_client_certificate(conf, tmp_path, content):
+    found = defaults.log_defaults(with_certificate(conf, tmp_path, content))
+    shown = [one.get("client_certificate") for one in found.to_document()["admin"]]
+    assert shown == [None, None, ONE.certificate_pem + ONE.key_pem, ONE.certificate_pem + ONE.key_pem]
+    assert "BEGIN PRIVATE" not in repr(found)
+    audited = Profile(admin_log_targets=("tls://192.0.2.77:6514",))
+    of_flavor = defaults.log_settings(found, LoadBalancer(id="lb", project_id="demo", vip=VIP, profile=audited))
+    assert "BEGIN PRIVATE" not in str(of_flavor.to_document()), "targets of flavors get no client certificate"
+
+
+def encrypted(certificate):
+    key = load_pem_private_key(certificate.key_pem.encode(), None)
+    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"sesame")).decode()
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (ONE.certificate_pem, "no certificate with a private key"),
+        (ONE.key_pem, "no certificate with a private key"),
+        (ONE.certificate_pem + encrypted(ONE), "its key has a passphrase"),
+        (ONE.certificate_pem + TWO.key_pem, "not that of the first certificate"),
+        ("", "no certificate with a private key"),
+        (ONE.pem.replace("A", "\u00c4"), "not ASCII"),
+    ],
+)
+def test_an_unusable_client_certificate_is_reported_without_its_content(conf, tmp_path, content, reason):
+    with pytest.raises(ConfigurationError, match=reason) as caught:
+        defaults.validate_defaults(with_certificate(conf, tmp_path, content))
+    assert "[amp_logs] client_certificate" in str(caught.value)
+    lines = [line for line in content.splitlines() if line and not line.startswith("-----")]
+    assert not [line for line in lines if line in str(caught.value)]
+
+
 @pytest.mark.parametrize(
     ("lines", "reason"),
     [
@@ -90,6 +144,7 @@ def test_log_targets_have_the_content_of_their_files(conf, tmp_path):
         ("ca_certificate = /nonexistent/ca.pem", "ca_certificate"),
         ("ca_certificate = /dev/null", "no CA certificate"),
         ("authorization_file = /nonexistent/token", "authorization_file"),
+        ("client_certificate = /nonexistent/client.pem", "client_certificate"),
     ],
 )
 def test_invalid_log_targets_are_reported_at_start(conf, lines, reason):

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import sqlalchemy as sa
 from control import TREE, FakeCloud, controlled
+from dataplane.pki import Authority
 
 from amphora_driver import metrics
 from amphora_driver.agent.client import BundleState, SettingsState
@@ -324,6 +325,59 @@ def test_a_flavor_whose_ca_certificate_is_gone_is_named(control, pool, caplog):
     assert f"cannot change the settings of amphora {first}" in caplog.text
     assert "needs a CA certificate" in caplog.text
     assert first not in control.cloud.sent
+
+
+CLIENTS = Authority("log clients")
+FORMER, NEW = (CLIENTS.issue(name, number=number) for number, name in enumerate(("former", "new"), start=40))
+
+
+@pytest.fixture
+def shown_certificate(control, tmp_path):
+    """Replaces the client certificate of log targets; yields a function that returns what amphorae have."""
+    options = {"ca_certificate": tmp_path / "ca.pem", "client_certificate": tmp_path / "client.pem"}
+    options["ca_certificate"].write_text(CLIENTS.pem)
+    control.conf.set_override("admin_targets", ["tls://192.0.2.9:6514"], "amp_logs")
+    for name, path in options.items():
+        control.conf.set_override(name, str(path), "amp_logs")
+
+    def write(content):
+        (tmp_path / "next.pem").write_text(content)
+        (tmp_path / "next.pem").rename(options["client_certificate"])
+
+    write(FORMER.pem)
+    yield write
+    for name in ("admin_targets", *options):
+        control.conf.clear_override(name, "amp_logs")
+
+
+def certificates_of(control):
+    return {logs_of(control, one)["admin"][0]["client_certificate"] for one in ids(control)}
+
+
+def test_a_new_client_certificate_reaches_all_amphorae_without_a_restart(control, pool, shown_certificate, caplog):
+    caplog.set_level(logging.DEBUG)
+    made = update(control)
+    assert made.run_round(pool) == MANY
+    assert certificates_of(control) == {FORMER.certificate_pem + FORMER.key_pem}
+    assert made.run_round(pool) == 0
+    shown_certificate(NEW.pem)
+    assert made.run_round(pool) == MANY, "all amphorae are due at once"
+    assert certificates_of(control) == {NEW.certificate_pem + NEW.key_pem}
+    assert made.run_round(pool) == 0
+    assert "PRIVATE KEY" not in caplog.text
+
+
+@pytest.mark.parametrize("content", ["", NEW.certificate_pem, NEW.certificate_pem + FORMER.key_pem])
+def test_an_unusable_client_certificate_changes_nothing(control, pool, shown_certificate, caplog, content):
+    made = update(control)
+    assert made.run_round(pool) == MANY
+    shown_certificate(content)
+    assert made.run_round(pool) == 0
+    assert made.run_round(pool) == 0
+    assert caplog.text.count("uses the former content of the files of [amp_logs]") == 1
+    assert certificates_of(control) == {FORMER.certificate_pem + FORMER.key_pem}
+    shown_certificate(NEW.pem)
+    assert made.run_round(pool) == MANY
 
 
 def test_lines_of_amphorae_are_metrics(control, pool):
