@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""rsyslog reads the messages of an amphora over UDP, TCP and TLS, with all fields."""
+"""rsyslog reads the messages of an amphora over UDP, TCP and TLS, with all fields.
+
+The input `named` requires a client certificate with the name of the amphorae.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,14 @@ import pytest
 from amphora_lab import CONTROLLER, eventually
 from configuration_text import LISTENER
 from log_receivers import self_signed
-from test_logs import BALANCER, PROJECT, ask, logged_listener, use
+from test_logs import BALANCER, CLIENTS, FORMER, PROJECT, ask, common, logged_listener, use
 
 RSYSLOG = shutil.which("rsyslogd", path=f"{os.environ['PATH']}:/usr/sbin")
 pytestmark = [pytest.mark.root, pytest.mark.skipif(RSYSLOG is None, reason="rsyslogd is not installed")]
-PORTS = {"udp": 5514, "tcp": 5601, "tls": 5614}
+PORTS = {"udp": 5514, "tcp": 5601, "tls": 5614, "named": 5615}
 CONFIGURATION = """
 global(workDirectory="{place}" defaultNetstreamDriverCAFile="{place}/ca.pem"
-       defaultNetstreamDriverCertFile="{place}/ca.pem" defaultNetstreamDriverKeyFile="{place}/key.pem")
+       defaultNetstreamDriverCertFile="{place}/server.pem" defaultNetstreamDriverKeyFile="{place}/key.pem")
 template(name="fields" type="string"
          string="%inputname%|%pri%|%protocol-version%|%hostname%|%app-name%|%structured-data%|%msg%\\n")
 ruleset(name="all") {{ action(type="omfile" file="{place}/lines" template="fields") }}
@@ -29,6 +32,8 @@ input(type="imudp" address="{address}" port="{udp}" ruleset="all" name="udp")
 input(type="imtcp" address="{address}" port="{tcp}" ruleset="all" name="tcp")
 input(type="imtcp" address="{address}" port="{tls}" ruleset="all" name="tls" streamDriver.name="{driver}"
       streamDriver.mode="1" streamDriver.authMode="anon")
+input(type="imtcp" address="{address}" port="{named}" ruleset="all" name="named" streamDriver.name="{driver}"
+      streamDriver.mode="1" streamDriver.authMode="x509/name" permittedPeer=["{peer}"])
 """
 
 
@@ -46,12 +51,14 @@ def lines(network, tmp_path):
     """A function that returns the lines that rsyslog has received, and the CA certificate of its TLS input."""
     _, authorities = self_signed(tmp_path)
     pem = (tmp_path / f"collector-{CONTROLLER}.pem").read_text()
-    (tmp_path / "ca.pem").write_text(authorities)
+    (tmp_path / "server.pem").write_text(authorities)
+    (tmp_path / "ca.pem").write_text(authorities + CLIENTS.pem)
     (tmp_path / "key.pem").write_text(pem[: pem.index("-----BEGIN CERTIFICATE")])
     configuration = tmp_path / "rsyslog.conf"
-    text = CONFIGURATION.format(place=tmp_path, address=CONTROLLER, driver=tls_driver(), **PORTS)
+    values = {"place": tmp_path, "address": CONTROLLER, "driver": tls_driver(), "peer": common(FORMER)}
+    text = CONFIGURATION.format(**values, **PORTS)
     if tls_driver() is None:
-        text = text[: text.rindex("input(")]
+        text = "input(".join(text.split("input(")[:3])
     configuration.write_text(text)
     command = ["ip", "netns", "exec", network.name("ctl"), RSYSLOG, "-n", "-f", str(configuration)]
     with (tmp_path / "rsyslog.log").open("wb") as log:
@@ -67,9 +74,10 @@ def lines(network, tmp_path):
 
 def test_rsyslog_reads_all_fields(amphora, network, lines):
     read, authorities = lines
-    kinds = [kind for kind in PORTS if kind != "tls" or tls_driver() is not None]
+    kinds = [kind for kind in PORTS if kind in ("udp", "tcp") or tls_driver() is not None]
     assert amphora.push(1, logged_listener())[0] == 200
-    use(amphora, tenant=[f"{kind}://{CONTROLLER}:{PORTS[kind]}" for kind in kinds], authorities=authorities)
+    urls = [f"{'tls' if kind == 'named' else kind}://{CONTROLLER}:{PORTS[kind]}" for kind in kinds]
+    use(amphora, tenant=urls, authorities=authorities, certificate=FORMER.pem)
 
     def arrived():
         ask(network, "/through-rsyslog")
