@@ -19,6 +19,7 @@ import sqlalchemy as sa
 from cryptography import x509
 
 from amphora_driver.cli import queries, status_checks
+from amphora_driver.cli.formatting import format_duration
 from amphora_driver.cli.status_checks import Check, failure, success, warning
 from amphora_driver.database.tables import job
 from amphora_driver.database.vault import Vault
@@ -26,6 +27,7 @@ from amphora_driver.errors import AmphoraDriverError
 from amphora_driver.maintenance import reencryption
 from amphora_driver.openstack import octavia, session
 from amphora_driver.plugins import Catalogue
+from amphora_driver.telemetry.alerts import MONTH
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -85,6 +87,26 @@ def check_authorities(conf: ConfigOpts, rows: Sequence[Any], now: float) -> Chec
         words = "; ".join(missing)
         return warning(f"not readable on this host: {words}. Controllers and amphoractl need these files.")
     return status_checks.check_authorities(found, now)
+
+
+def check_log_certificate(conf: ConfigOpts, now: float) -> Check:
+    """Check the expiry of the certificate that amphorae show to log targets."""
+    path = conf.amp_logs.client_certificate
+    if path is None:
+        return success("amphorae show no client certificate to log targets")
+    try:
+        certificates = x509.load_pem_x509_certificates(Path(path).read_bytes())
+    except OSError as error:
+        return warning(f"{path} is not readable on this host ({error.strerror}). Controllers need this file.")
+    except ValueError:
+        return failure(f"{path} has no PEM certificate. Correct [amp_logs] client_certificate.")
+    left = min(one.not_valid_after_utc.timestamp() for one in certificates) - now
+    if left <= 0:
+        return failure(f"{path} has expired, so log targets may refuse amphorae. Replace the file on all controllers.")
+    if left <= MONTH:
+        words = format_duration(left)
+        return warning(f"{path} expires in {words}. Replace the file on all controllers.")
+    return success(f"{path} expires in {format_duration(left)}")
 
 
 def recorded_authorities(rows: Sequence[Any]) -> dict[str, float]:

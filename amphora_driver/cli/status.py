@@ -70,6 +70,7 @@ class CheckStatus(Lister):
         yield run_check("Keys", lambda: host_checks.check_keys(conf, database))
         yield run_check("Backends", lambda: host_checks.check_backends(conf, database))
         now = database.now()
+        yield run_check("Log targets", lambda: host_checks.check_log_certificate(conf, now))
         try:
             rows = self._read_rows(now)
         except AmphoraDriverError as error:

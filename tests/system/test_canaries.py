@@ -40,14 +40,14 @@ from amphora_driver.network.local import LocalNetwork
 from amphora_driver.reconcile.tls_tickets import ticket_keys
 from amphora_driver.secret import Secret
 from amphora_driver.store import amphorae, ca_records, sealed_secrets
-from sandbox import config_files, demo
+from sandbox import config_files, demo, topology
 
 ROOT = Authority("root")
-DEFAULT, SNI, CLIENT, SEALED, MISMATCHED, PUSHED = (
+DEFAULT, SNI, CLIENT, SEALED, MISMATCHED, PUSHED, LOGGING = (
     ROOT.issue(f"{name}.example.com", number=number)
-    for number, name in enumerate(("default", "sni", "client", "sealed", "mismatched", "pushed"), start=70)
+    for number, name in enumerate(("default", "sni", "client", "sealed", "mismatched", "pushed", "logging"), start=70)
 )
-PASSPHRASE, PASSWORD, BROKER = (f"canary{random.token_hex(12)}" for _ in range(3))
+PASSPHRASE, PASSWORD, BROKER, TOKEN = (f"canary{random.token_hex(12)}" for _ in range(4))
 LOUD = {
     "debug": "True",
     "default_log_levels": "urllib3=DEBUG,stevedore=DEBUG,alembic=DEBUG,oslo=DEBUG,sqlalchemy=WARNING,amqp=DEBUG",
@@ -96,7 +96,17 @@ def store():
 
 
 @pytest.fixture
-def debug_cloud(store, monkeypatch):
+def log_options(tmp_path):
+    """A log target that does not exist, with an authorization and a client certificate."""
+    contents = {"ca_certificate": ROOT.pem, "authorization_file": f"Bearer {TOKEN}", "client_certificate": LOGGING.pem}
+    for name, content in contents.items():
+        (tmp_path / name).write_text(content)
+    files = {name: str(tmp_path / name) for name in contents}
+    return {"admin_targets": f"https://{topology.CONTROL_ADDRESS}:8443/", **files}
+
+
+@pytest.fixture
+def debug_cloud(store, monkeypatch, log_options):
     """A sandbox at DEBUG with all kinds of secrets; yields a user's view of it."""
     url, statements = store
     quiet = config_files._octavia_options
@@ -115,6 +125,7 @@ def debug_cloud(store, monkeypatch):
         "amp_controller": {"lease": "3", "housekeeping_interval": "1"},
         # The test expects a powered-off amphora to come back.
         "amp_failover": {"automatic": "False"},
+        "amp_logs": log_options,
     }
     with running(store_url=url, options=options) as (_stack, settings), demo.connect(settings) as connection:
         database = Database(url)
@@ -136,6 +147,9 @@ def canaries(cloud, authority_keys):
     return [
         *(Canary(f"user's key, {name}", key_in(one.key_pem), _USERS) for name, one in users.items()),
         Canary("user's key, pushed", key_in(PUSHED.key_pem)),
+        # Their files are outside of the searched folder. In an amphora, they are in memory only.
+        Canary("key for log targets", key_in(LOGGING.key_pem)),
+        Canary("token for log targets", TOKEN.encode(), whole=True),
         Canary("passphrase", PASSPHRASE.encode(), _USERS, whole=True),
         *(
             Canary(f"heartbeat key of {one}", key.reveal(), (f"amphorae/{one}/etc/heartbeat.key",))
@@ -303,7 +317,10 @@ def test_secrets_are_in_their_permitted_places_only(debug_cloud):
     cloud, statements = debug_cloud
     balancer, listener = serve(cloud)
     (amphora_id,) = cloud.amphorae(balancer)
-    told = [refused_by_the_driver(cloud, listener), refused_by_the_agent(cloud, amphora_id)]
+    shown = '"client_certificate": "***"'
+    cloud.until(lambda: shown in diagnosed(cloud, amphora_id), "the amphora has the secrets of its log target")
+    told = [diagnosed(cloud, amphora_id), refused_by_the_driver(cloud, listener)]
+    told.append(refused_by_the_agent(cloud, amphora_id))
     pushed_in_vain(cloud, balancer, amphora_id)
     make_the_agent_talk(cloud, amphora_id)
     failed_in_the_controller(cloud, balancer, listener)

@@ -55,7 +55,7 @@ COMMAND_LINES = {
 # These lines of `status check` describe the present host.
 HOST_CHECKS = {
     *("Local sockets", "Broker", "Octavia's providers", "Database", "Keys", "Backends", "Octavia's sockets"),
-    *("Certificate authorities", "Recorded authorities", "Status page"),
+    *("Certificate authorities", "Recorded authorities", "Status page", "Log targets"),
 }
 
 

@@ -17,7 +17,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from amphora_driver import config
 from amphora_driver.cli import host_checks
+from amphora_driver.cli.status_checks import Result
 from amphora_driver.database import schema_check
 from amphora_driver.database.engine import Database
 from amphora_driver.database.schema_check import Phase
@@ -29,7 +31,7 @@ from amphora_driver.store.amphorae import key_location
 from amphora_driver.store.process_registry import installed_version
 
 NAMES = (
-    *("Local sockets", "Broker", "Octavia's providers", "Database", "Keys", "Backends"),
+    *("Local sockets", "Broker", "Octavia's providers", "Database", "Keys", "Backends", "Log targets"),
     *("Controllers", "Health managers", "Provider agents", "Versions", "Load balancers", "Pending work"),
     *(
         "Octavia's sockets",
@@ -245,6 +247,23 @@ def test_the_check_of_certificate_files(check, healthy, folder):
     (folder / "client.pem").unlink()
     found = check()[1]["Certificate authorities"]
     assert (found[0], "not readable on this host" in found[1]) == ("Warning", True)
+
+
+@pytest.mark.parametrize(
+    ("days", "result", "words"),
+    [(300, "Success", "expires in"), (3, "Warning", "Replace the file"), (-0.5, "Failure", "has expired")],
+)
+def test_the_check_of_the_certificate_for_log_targets(tmp_path, days, result, words):
+    conf = config.load([])
+    assert host_checks.check_log_certificate(conf, 0.0).result is Result.SUCCESS
+    file = tmp_path / "client.pem"
+    conf.set_override("client_certificate", str(file), "amp_logs")
+    assert "not readable on this host" in host_checks.check_log_certificate(conf, 0.0).details
+    file.write_text("no certificate")
+    assert host_checks.check_log_certificate(conf, 0.0).result is Result.FAILURE
+    file.write_bytes(certificate(days))
+    found = host_checks.check_log_certificate(conf, dt.datetime.now(dt.timezone.utc).timestamp())
+    assert (found.result.name, words in found.details) == (result.upper(), True)
 
 
 def test_limits_and_expiring_certificates_name_the_load_balancer(check, healthy, place):
