@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from amphora_driver.telemetry.fleet_snapshot import AmphoraInfo, FleetSnapshot
     from amphora_driver.telemetry.snapshot_cache import View
 
-_QUANTILES = (0.5, 0.9, 0.99, 1.0)
+_PERCENTILES = (50, 90, 99, 100)
 _STATES = ("ACTIVE", "ERROR", "PENDING_CREATE", "PENDING_UPDATE", "PENDING_DELETE")
 _OPERATING = ("ONLINE", "DEGRADED", "ERROR", "OFFLINE", "NO_MONITOR", "DRAINING")
 _BREAKER = ("closed", "trial", "open")
@@ -165,12 +165,15 @@ def _tls_expiries(fleet: FleetSnapshot) -> Metric:
 
 
 def _heartbeat_ages(now: float, amphorae: list[AmphoraInfo]) -> Metric:
-    """Return quantiles of the ages of the last heartbeats; without a heartbeat, the creation time counts."""
+    """Return percentiles of the ages of the last heartbeats; without a heartbeat, the creation time counts.
+
+    The label is not `quantile`, which Prometheus reserves for metrics of the type summary.
+    """
     ages = sorted(max(0.0, now - one.last_heartbeat) for one in amphorae if one.state == "ready")
-    places = {f"{one:g}": min(int(one * len(ages)), len(ages) - 1) for one in _QUANTILES if ages}
-    values = {quantile: ages[place] for quantile, place in places.items()}
+    places = {f"{one}": min(one * len(ages) // 100, len(ages) - 1) for one in _PERCENTILES if ages}
+    values = {percentile: ages[place] for percentile, place in places.items()}
     return _by(
-        "amphora_fleet_heartbeat_age_seconds", "Age of the last heartbeat of ready amphorae.", "quantile", values
+        "amphora_fleet_heartbeat_age_seconds", "Age of the last heartbeat of ready amphorae.", "percentile", values
     )
 
 

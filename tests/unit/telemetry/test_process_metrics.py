@@ -163,7 +163,7 @@ def test_the_metrics_of_the_fleet():
         "amphora_fleet_amphorae_outdated": 1,
         'amphora_fleet_amphorae_silent{kind="silent"}': 1,
         "amphora_fleet_amphorae_drifting": 1,
-        'amphora_fleet_heartbeat_age_seconds{quantile="1"}': 30,
+        'amphora_fleet_heartbeat_age_seconds{percentile="100"}': 30,
         'amphora_fleet_failovers_open{cause="silent"}': 1,
         'amphora_fleet_circuit_breaker{state="trial"}': 1,
         'amphora_fleet_circuit_breaker{state="open"}': 0,
