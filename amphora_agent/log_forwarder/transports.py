@@ -298,7 +298,10 @@ def create_transport(target: LogTarget, authorities: str, stopping: threading.Ev
 
 
 def _load_client_certificate(context: ssl.SSLContext, pem: str) -> None:
-    """Load a certificate and its key, which OpenSSL reads from a file only: the file has no name and no disk."""
+    """Load a certificate and its key from a file in memory.
+
+    OpenSSL reads a private key from a file only. This file has no name, and is never on a disk.
+    """
     descriptor = os.memfd_create("client-certificate")
     try:
         data = memoryview(pem.encode("ascii"))

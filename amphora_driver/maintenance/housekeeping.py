@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Periodic cleanup: orphaned VIPs, ports and machines, TLS ticket keys, certificates, notifications, old history.
+"""Periodic cleanup: orphans, TLS ticket keys, certificates, notifications, old history.
 
 Invariant: one controller at a time holds the duty `housekeeping`. An object is removed only after it has had no owner
 for a long time. Every operation may be interrupted at any point and repeated.

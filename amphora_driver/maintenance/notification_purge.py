@@ -22,7 +22,7 @@ _MOST_AT_ONCE, _MOST_CHUNKS = 1000, 100
 
 
 def purge_notifications(database: Database, max_age: float) -> None:
-    """Drop notifications that are too old, that nothing can make due, and the oldest of too many that wait."""
+    """Drop notifications that are too old or have no load balancer, and the oldest of too many that wait."""
     database.write(outbox.delete_ownerless)
     _drop_excess(database)
     # After a jump of the database clock, the ages of notifications are not reliable.

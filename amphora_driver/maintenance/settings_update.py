@@ -58,7 +58,7 @@ def choose_amphorae(
 
 
 class LogFiles:
-    """The log targets of the configuration. A changed file is read again, so a certificate needs no restart."""
+    """The log targets of the configuration. The controller reads a changed file again without a restart."""
 
     def __init__(self, conf: ConfigOpts) -> None:
         self._conf = conf

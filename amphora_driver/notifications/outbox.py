@@ -125,7 +125,10 @@ def delete_ownerless(connection: sa.Connection) -> None:
 
 
 def delete_excess(connection: sa.Connection, keep: int, limit: int) -> int:
-    """Delete the oldest waiting notifications above the number `keep`, at most `limit`; return their number."""
+    """Delete the oldest waiting notifications, but none of the newest `keep`; return their number.
+
+    One call deletes at most `limit`.
+    """
     waiting = _ROW.ready_at.is_(None)
     number = connection.execute(sa.select(sa.func.count()).select_from(notification).where(waiting)).scalar_one()
     excess = min(number - keep, limit)
