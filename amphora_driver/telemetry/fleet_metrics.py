@@ -167,7 +167,8 @@ def _tls_expiries(fleet: FleetSnapshot) -> Metric:
 def _heartbeat_ages(now: float, amphorae: list[AmphoraInfo]) -> Metric:
     """Return percentiles of the ages of the last heartbeats.
 
-    Without a heartbeat, the creation time counts. The label is not `quantile`, which Prometheus reserves for metrics of the type summary.
+    Without a heartbeat, the creation time counts. The label is not `quantile`, which Prometheus reserves for metrics of
+    the type summary.
     """
     ages = sorted(max(0.0, now - one.last_heartbeat) for one in amphorae if one.state == "ready")
     places = {f"{one}": min(one * len(ages) // 100, len(ages) - 1) for one in _PERCENTILES if ages}
