@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import systemd_lab
 from amphora_lab import Network, eventually
-from log_receivers import UdpReceiver
+from log_receivers import TlsReceiver, UdpReceiver, requiring
 from systemd_lab import SystemdAmphora
-from test_logs import ask, logged_listener, use
+from test_logs import CLIENTS, FORMER, ask, common, logged_listener, use
 
 pytestmark = [
     pytest.mark.root,
@@ -40,15 +40,22 @@ def machine(place, authority, tmp_path):
         place.unplug()
 
 
-def test_log_lines_of_units_reach_a_target(machine, place):
-    """Flows arrive from HAProxy itself. The log forwarder is not root and has no capability."""
-    receivers = [place.thread("ctl").run(UdpReceiver) for _ in range(2)]
-    admin, tenant = receivers
+def test_log_lines_of_units_reach_a_target(machine, place, tmp_path):
+    """Flows arrive from HAProxy itself. The log forwarder is not root and has no capability.
+
+    It reads the key of its client certificate within the confinement of its unit.
+    """
+    context, authorities = requiring(tmp_path, CLIENTS.pem)
+    receivers = [place.thread("ctl").run(*one) for one in ((UdpReceiver,), (UdpReceiver,), (TlsReceiver, context))]
+    admin, tenant, identified = receivers
     try:
-        use(machine, admin=[admin.url], tenant=[tenant.url])
+        files = {"authorities": authorities, "certificate": FORMER.pem}
+        use(machine, admin=[admin.url], tenant=[tenant.url, identified.url], **files)
         assert machine.push(1, logged_listener())[0] == 200
         ask(place, "/under-systemd")
         assert " haproxy - flow " in tenant.wait_for("/under-systemd")
+        assert " haproxy - flow " in identified.wait_for("/under-systemd")
+        assert identified.clients == [common(FORMER)]
         assert machine.call("PUT", "/v2/settings", b"{")[0] == 400
         refused = admin.wait_for("A request to the API of the agent failed")
         assert re.match(r"<140>1 \S+ \S+ amphora-agent \d+ - \[amphora@32473 ", refused), refused
