@@ -132,6 +132,7 @@ class Forwarder:
     def _configure(self, wanted: LogSettings, source: Source) -> None:
         """Replace targets that have changed. A target with equal settings keeps its queue and its connection.
 
+        A target with the same URL and other secrets or CA certificates gets the waiting lines of its predecessor.
         Raises ValueError or OSError for unusable certificates. The former targets then stay in use.
         """
         same = (wanted.authorities, wanted.queue_bytes) == (self._settings.authorities, self._settings.queue_bytes)
@@ -154,11 +155,14 @@ class Forwarder:
         for known, used in ((self._admin, admin), (self._tenant, tenant)):
             for one, target in known.items():
                 if used.get(one) is not target:
-                    self._retire(target)
+                    successors = (new for new in used.values() if new in made and new.endpoint == target.endpoint)
+                    self._retire(target, next(successors, None))
         self._admin, self._tenant = admin, tenant
         self._settings, self._source, self._renderer = wanted, source, Renderer(source)
 
-    def _retire(self, target: Target) -> None:
+    def _retire(self, target: Target, successor: Target | None) -> None:
+        if successor is not None:
+            successor.queue.put(target.queue.hand_over())
         target.close()
         counters = target.counters()
         self._former["sent"] += counters["sent"]

@@ -56,6 +56,16 @@ class LineQueue:
                 found.append(line)
             return found
 
+    def hand_over(self) -> list[bytes]:
+        """Return all lines for another queue, and end the wait of the reader."""
+        with self._changed:
+            self._closed = True
+            found = list(self._lines)
+            self._lines.clear()
+            self.bytes = 0
+            self._changed.notify_all()
+            return found
+
     def close(self) -> None:
         """Discard all lines and end the wait of the reader."""
         with self._changed:

@@ -146,8 +146,7 @@ class Stream:
             if self._context is not None:
                 secured = self._context.wrap_socket(opened, server_hostname=self._endpoint.host)
                 opened = secured
-                if secured.version() == "TLSv1.3":
-                    _await_acceptance(secured)
+                _await_acceptance(secured)
             opened.settimeout(_CHECK_SECONDS)
         except OSError:
             opened.close()
@@ -191,8 +190,10 @@ def _await_acceptance(opened: ssl.SSLSocket) -> None:
 
     With TLS 1.3, the handshake of the client ends before the target checks the client certificate. A target that
     refuses sends an alert, and one that accepts usually sends TLS tickets. Without this wait, the forwarder would take
-    the first lines of each connection for sent.
+    the first lines of each connection for sent, or would report a closed connection instead of the alert.
     """
+    if opened.version() != "TLSv1.3":
+        return
     if not select.select([opened], [], [], ACCEPT_SECONDS)[0]:
         return
     opened.setblocking(False)
@@ -255,6 +256,9 @@ class Requests:
                 self._connection = http.client.HTTPSConnection(
                     self._endpoint.host, self._endpoint.port, timeout=ANSWER_SECONDS, context=self._context
                 )
+                self._connection.connect()
+                _await_acceptance(self._connection.sock)
+                self._connection.sock.settimeout(ANSWER_SECONDS)
             self._connection.request("POST", self._endpoint.path, b"".join(lines), self._headers)
             with self._connection.getresponse() as answer:
                 answer.read(_MOST_ANSWER)

@@ -136,6 +136,55 @@ def test_lines_that_a_removed_target_was_sending_are_uncertain(forwarder, tmp_pa
     assert status_of(forwarder, tmp_path) == {"sent": 0, "lost": 5}
 
 
+def read_messages(connection, number):
+    """Return messages with octet counting."""
+    found, buffer = [], b""
+    while len(found) < number:
+        buffer += connection.recv(1 << 16)
+        while (space := buffer.find(b" ")) > 0 and len(buffer) > space + int(buffer[:space]):
+            end = space + 1 + int(buffer[:space])
+            found.append(buffer[space + 1 : end])
+            buffer = buffer[end:]
+    return found
+
+
+def test_waiting_lines_survive_a_change_of_their_target(forwarder, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    used = LogTarget(f"tcp://127.0.0.1:{port}")
+    configure(forwarder, LogSettings((used,), queue_bytes=1 << 20))
+    before = forwarder._admin[used]
+    before.queue.put([b"on the way"])
+    while not before._error:
+        before._stopping.wait(0.01)
+    waiting = [b"%03d" % number for number in range(200)]
+    before.queue.put(waiting)
+    with socket.create_server(("127.0.0.1", port)) as server:
+        server.settimeout(30)
+        configure(forwarder, LogSettings((used,), queue_bytes=1 << 19))
+        connection, _ = server.accept()
+        with connection:
+            connection.settimeout(30)
+            assert read_messages(connection, len(waiting)) == waiting
+    before._thread.join(30)
+    assert not before._thread.is_alive()
+    assert status_of(forwarder, tmp_path)["lost"] == 1, "the line on the way"
+
+
+def test_a_smaller_queue_keeps_the_oldest_lines_and_counts_the_others(forwarder, tmp_path):
+    used = LogTarget("tcp://127.0.0.1:9")
+    configure(forwarder, LogSettings((used,), queue_bytes=1 << 20))
+    before = forwarder._admin[used]
+    before.queue.put([b"on the way"])
+    while not before._error:
+        before._stopping.wait(0.01)
+    before.queue.put([b"x" * 1000] * 200)
+    configure(forwarder, LogSettings((used,), queue_bytes=1 << 16))
+    after = forwarder._admin[used]
+    assert 0 < after.queue.dropped < 200
+    assert status_of(forwarder, tmp_path) == {"sent": 0, "lost": 1 + after.queue.dropped}
+
+
 def test_a_socket_for_datagrams_is_opened_again_after_an_error():
     made = Datagrams(parse_endpoint("udp://127.0.0.1:9"))
     made.send([b"x"])
