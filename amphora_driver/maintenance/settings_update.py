@@ -102,9 +102,9 @@ class SettingsUpdate:
         self._most: int = _ROUND_FACTOR * context.conf.amp_drift.most_at_once
         # Times of the next queries by amphora (`time.monotonic()`).
         self._due_at: dict[str, float] = {}
-        # Load balancer or spare pool of each amphora. A spare amphora that begins to serve a load balancer needs other
-        # settings at once.
-        self._owners: dict[str, str] = {}
+        # Owner and epoch of the heartbeats of each amphora. A spare amphora that begins to serve a load balancer needs
+        # other settings at once. An agent that has started again may have lost the secrets of its log targets.
+        self._states: dict[str, tuple[str, int]] = {}
         self._log_lines: dict[str, LogLines] = {}
 
     def run_round(self, pool: ThreadPoolExecutor, goes_on: Callable[[], bool] = lambda: True) -> int:
@@ -118,11 +118,11 @@ class SettingsUpdate:
         # The loops use copies, because a thread of an earlier round may add a result meanwhile.
         self._due_at = {one: at for one, at in self._due_at.copy().items() if one in known}
         self._log_lines = {one: lines for one, lines in self._log_lines.copy().items() if one in known}
-        owners = {one.id: one.load_balancer_id for one in ready}
-        for known_id in self._due_at.keys() & self._owners.keys():
-            if self._owners[known_id] != owners[known_id]:
+        states = {one.id: (one.load_balancer_id, one.epoch) for one in ready}
+        for known_id in self._due_at.keys() & self._states.keys():
+            if self._states[known_id] != states[known_id]:
                 self._due_at[known_id] = moment
-        self._owners = owners
+        self._states = states
         chosen = choose_amphorae(ready, self._due_at, moment, self._most)
         roots = self._database.read(
             lambda connection: desired_objects.load_roots(connection, [one.load_balancer_id for one in chosen])

@@ -58,12 +58,14 @@ class LastHeartbeat(msgspec.Struct, frozen=True, kw_only=True):
 class ReachableAmphora(msgspec.Struct, frozen=True, kw_only=True):
     """An amphora whose agent can be called.
 
-    A warm spare has the id of its pool instead of a load balancer's.
+    A warm spare has the id of its pool instead of a load balancer's. The epoch of the heartbeats changes with each
+    start of the agent, and is 0 before the first heartbeat.
     """
 
     id: str
     management_address: str
     load_balancer_id: str = ""
+    epoch: int = 0
 
 
 _JSON_COLUMNS = ("plugged", "partners")
@@ -268,8 +270,10 @@ def record_near_limit(connection: sa.Connection, changed: Mapping[str, str | Non
 def list_reachable(connection: sa.Connection) -> list[ReachableAmphora]:
     """Return all ready amphorae, also warm spares."""
     ready = amphora.c.state == AmphoraState.READY.value, amphora.c.management_address.is_not(None)
-    columns = amphora.c.id, amphora.c.management_address, amphora.c.load_balancer_id
-    return load_as(connection, ReachableAmphora, sa.select(*columns).where(*ready))
+    epoch = sa.func.coalesce(amphora_heartbeat.c.epoch, 0).label("epoch")
+    columns = amphora.c.id, amphora.c.management_address, amphora.c.load_balancer_id, epoch
+    joined = amphora.outerjoin(amphora_heartbeat, amphora_heartbeat.c.amphora_id == amphora.c.id)
+    return load_as(connection, ReachableAmphora, sa.select(*columns).select_from(joined).where(*ready))
 
 
 def last_heartbeats(connection: sa.Connection, amphora_ids: Sequence[str] | None = None) -> dict[str, tuple[int, int]]:

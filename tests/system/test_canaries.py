@@ -328,6 +328,7 @@ def test_secrets_are_in_their_permitted_places_only(debug_cloud):
     keys, said_by_commands = authorities_rotated(cloud, balancer)
 
     told += said_by_commands
+    cloud.until(lambda: shown in diagnosed(cloud, amphora_id), "the amphora has them again after its reboot")
     told.append(diagnosed(cloud, amphora_id))
     everything = canaries(cloud, keys)
     search = Search(everything)

@@ -26,7 +26,7 @@ from amphora_driver.reconcile.defaults import agent_settings, validate_defaults
 from amphora_driver.render.agent_conf import render_agent_conf
 from amphora_driver.render.agent_settings import render_agent_settings
 from amphora_driver.store import desired_objects
-from amphora_driver.store.amphorae import ReachableAmphora
+from amphora_driver.store.amphorae import LastHeartbeat, ReachableAmphora, record_heartbeats
 from amphora_driver.topology import SingleTopology
 
 MANY = 3
@@ -306,6 +306,29 @@ def test_a_spare_gets_other_settings_when_a_load_balancer_takes_it(control, pool
     assert made.run_round(pool) == 1, "only this amphora is due"
     assert logs_of(control, first)["load_balancer_id"] == other
     belongs_to(own)
+
+
+def test_a_restarted_agent_is_queried_at_once(control, pool):
+    """After a reboot, the agent has no secrets of log targets, and so other settings."""
+    first, second, _ = ids(control)
+
+    def heard(*epochs):
+        beats = [
+            LastHeartbeat(amphora_id=one, at=1.0, generation=1, epoch=epoch, sequence=1)
+            for one, epoch in zip((first, second), epochs, strict=True)
+        ]
+        control.database.write(lambda connection: record_heartbeats(connection, beats))
+
+    heard(7, 7)
+    made = update(control)
+    assert made.run_round(pool) == MANY
+    control.cloud.queried.clear()
+    control.cloud.settings[first] = OLD.digest
+    heard(8, 7)
+    assert made.run_round(pool) == 1
+    assert control.cloud.queried == [first]
+    assert control.cloud.settings[first] == wanted(control)
+    assert made.run_round(pool) == 0
 
 
 @pytest.mark.usefixtures("logging_to")
