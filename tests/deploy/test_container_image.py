@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 FILE = ROOT / "deploy/container/Containerfile"
 PROGRAMS = ("amphora-controller", "amphora-health-manager", "amphora-cluster", "amphora-cluster-api")
 
-pytestmark = [pytest.mark.extended, pytest.mark.quiet, pytest.mark.root, pytest.mark.lasts(600)]
+pytestmark = [pytest.mark.extended, pytest.mark.quiet, pytest.mark.root, pytest.mark.lasts(1800)]
 
 
 def instructions():

@@ -16,7 +16,7 @@ PAGE = ROOT / "docs/how-to/install.md"
 OFFLINE = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "/dependencies"}
 UNITS = ("amphora-controller", "amphora-health-manager", "amphora-cluster", "amphora-cluster-api")
 
-pytestmark = [pytest.mark.extended, pytest.mark.quiet, pytest.mark.root, pytest.mark.lasts(600)]
+pytestmark = [pytest.mark.extended, pytest.mark.quiet, pytest.mark.root, pytest.mark.lasts(1800)]
 
 
 def steps():
