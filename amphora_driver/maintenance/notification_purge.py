@@ -25,7 +25,7 @@ def purge_notifications(database: Database, max_age: float) -> None:
     """Drop notifications that are too old or have no load balancer, and the oldest of too many that wait."""
     database.write(outbox.delete_ownerless)
     _drop_excess(database)
-    # After a jump of the database clock, the ages of notifications are not reliable.
+    # A jump of the database clock makes the ages of notifications unreliable, so none is dropped soon after a jump.
     if database.seconds_since_clock_jump() < max_age:
         return
     if dropped := database.write(lambda connection: outbox.delete_old(connection, max_age)):
