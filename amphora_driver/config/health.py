@@ -23,6 +23,10 @@ OPTIONS: dict[str, dict[cfg.Opt, str]] = {
         cfg.FloatOpt("flush_interval", default=0.5, min=0.05): (
             "Seconds between two writes to the database. Status changes in between are written together. At least 0.05."
         ),
+        cfg.FloatOpt("statistics_interval", default=2.0, min=0.0): (
+            "Seconds between two writes of the statistics of one load balancer. Counters in between are added in "
+            "memory. 10 is suitable for thousands of amphorae. At least 0."
+        ),
         cfg.IntOpt("near_limit", default=85, min=50, max=100): (
             "Percentage of a limit (connections, CPU, memory, file descriptors, tracked connections) from which an "
             "amphora counts as near its limit, after ten heartbeats. The mark disappears after ten heartbeats "

@@ -71,6 +71,7 @@ class HealthManager:
             lambda: notifier.notify(conf, local_socket.CONTROLLER),
             self._receiver.forget,
             conf.amp_health.near_limit,
+            conf.amp_health.statistics_interval,
         )
         name = process_name()
         # Controllers must learn of a failed self-test long before they regard silent amphorae as dead.
