@@ -121,6 +121,21 @@ class AmphoraReports:
             self._updated.add(heartbeat.amphora_id)
         return True
 
+    def accept_time(self, amphora_id: str, order: Order, now: float) -> bool:
+        """Record that a verified heartbeat arrived, without its values.
+
+        Return False if this process knows no values of the amphora, or for a replay. Values that no complete heartbeat
+        repeats expire as usual.
+        """
+        with self._lock:
+            state = self._states.get(amphora_id)
+            if state is None or order <= self._orders.get(amphora_id, _BEFORE_ALL):
+                return False
+            self._orders[amphora_id] = order
+            state.last = msgspec.structs.replace(state.last, monotonic=now, wall=self._wall_clock(), order=order)
+            self._updated.add(amphora_id)
+        return True
+
     def live_reports(self, amphora_ids: Iterable[str], now: float) -> dict[str, Report]:
         """Return the unexpired reports of these amphorae by amphora id, without the silent amphorae."""
         with self._lock:

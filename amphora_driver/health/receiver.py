@@ -28,6 +28,7 @@ from amphora_driver.health.heartbeat_codec import (
     verify_signature,
 )
 from amphora_driver.health.heartbeat_keys import KeyCache, KeyReader
+from amphora_driver.health.overload import Omitted, OverloadMonitor
 from amphora_driver.secret import Secret
 
 LOG = logging.getLogger(__name__)
@@ -60,6 +61,8 @@ class Receiver:
             amphora. The callback has to return fast.
         is_newer: returns whether (epoch, sequence) is after all heartbeats of this amphora. The receiver asks before
             it decompresses a datagram, so that a replay costs one signature check only.
+        accept_time: called with amphora id and order of a verified heartbeat whose document is not read because of
+            overload. Returns whether the document may be left out.
     """
 
     def __init__(
@@ -72,15 +75,19 @@ class Receiver:
         key_read_interval: float = 0.5,
         on_unknown: Callable[[str, str], None] = lambda _amphora_id, _address: None,
         is_newer: Callable[[str, tuple[int, int]], bool] = lambda _amphora_id, _order: True,
+        accept_time: Callable[[str, tuple[int, int]], bool] = lambda _amphora_id, _order: False,
     ) -> None:
         self.accepted = 0
-        # Refused heartbeats by reason. "unknown", "busy" and "lookup" mean that no key is known; "handler" means an
-        # error in `on_heartbeat`.
+        # `shortened` counts accepted heartbeats without their documents.
+        self.shortened = 0
+        # `refused` counts refused heartbeats by reason. The reasons "unknown", "busy" and "lookup" mean that the health
+        # manager has no key. The reason "handler" means an error in `on_heartbeat`.
         self.refused: Counter[str] = Counter()
         # Only heartbeats with a valid signature count here, because any sender can write the id of an amphora into a
         # datagram.
         self.refused_by_amphora: Counter[str] = Counter()
         self._is_newer = is_newer
+        self._accept_time = accept_time
         self._budgets = AmphoraBudgets()
         self._on_heartbeat = on_heartbeat
         self._on_unknown = on_unknown
@@ -91,6 +98,7 @@ class Receiver:
         self._closing = threading.Lock()
         self._socket = _bind(bind_address, port)
         self.port: int = self._socket.getsockname()[1]
+        self.overload = OverloadMonitor(self._socket)
         self._address = (_LOOPBACK.get(bind_address, bind_address), self.port)
         self._wakeup_reader, self._wakeup_writer = socket.socketpair()
         self._wakeup_reader.setblocking(False)
@@ -173,6 +181,7 @@ class Receiver:
             self._drain_wakeups()
             if self._stopping:
                 return
+            self.overload.measure()
             while (ready := self._keys.pop_ready()) is not None:
                 datagram, address = ready
                 self._handle_datagram(memoryview(datagram), address, retried=True)
@@ -181,7 +190,9 @@ class Receiver:
                     size, sender = receive(buffer)
                     self._handle_datagram(view[:size], sender[0], retried=False)
             except BlockingIOError:
-                pass
+                # The buffer is empty, and the next datagram may come much later.
+                if self.overload.omitted:
+                    self.overload.measure()
             except OSError as error:
                 # A temporary socket error must not end the receive loop, for example an ICMP error after a probe.
                 LOG.warning(
@@ -196,6 +207,8 @@ class Receiver:
             if key is None:
                 return
             heartbeat = self._decode(datagram, key)
+            if heartbeat is None:
+                return
         except HeartbeatRefused as refusal:
             self._record_refusal(refusal)
             if refusal.reason == "unknown":
@@ -212,17 +225,29 @@ class Receiver:
                 heartbeat.amphora_id,
             )
 
-    def _decode(self, datagram: memoryview, key: Secret) -> Heartbeat:
-        """Decode a datagram. The cheap checks come first: signature, order, budget, size, content."""
+    def _decode(self, datagram: memoryview, key: Secret) -> Heartbeat | None:
+        """Decode a datagram; None if only its time is used.
+
+        The cheap checks come first: signature, order, budget, size, content.
+        """
         verified = verify_signature(datagram, key)
         try:
             self._check_order_and_budget(verified)
+            if self.overload.omitted is Omitted.STATUSES and self._shorten(verified):
+                return None
             document = decompress_document(verified)
             self._budgets.charge_bytes(verified.amphora_id, len(document))
             return parse_document(verified, document)
         except HeartbeatRefused:
             self.refused_by_amphora[verified.amphora_id] += 1
             raise
+
+    def _shorten(self, verified: VerifiedDatagram) -> bool:
+        if not self._accept_time(verified.amphora_id, (verified.epoch, verified.sequence)):
+            return False
+        self.accepted += 1
+        self.shortened += 1
+        return True
 
     def _check_order_and_budget(self, verified: VerifiedDatagram) -> None:
         amphora_id = verified.amphora_id

@@ -25,6 +25,7 @@ from amphora_driver.database.vault import Vault
 from amphora_driver.errors import StoreError
 from amphora_driver.health.amphora_reports import AmphoraReports, Order
 from amphora_driver.health.heartbeat_codec import Heartbeat
+from amphora_driver.health.overload import Omitted
 from amphora_driver.health.receiver import Receiver
 from amphora_driver.health.self_test import ReceiverSelfTest
 from amphora_driver.health.status_writer import StatusWriter
@@ -63,6 +64,7 @@ class HealthManager:
             self._accept,
             on_unknown=lambda amphora_id, address: self._unknown.add(amphora_id, address, time.monotonic()),
             is_newer=self._reports.is_newer,
+            accept_time=self._accept_time,
         )
         self._writer = StatusWriter(
             self._database,
@@ -72,6 +74,7 @@ class HealthManager:
             self._receiver.forget,
             conf.amp_health.near_limit,
             conf.amp_health.statistics_interval,
+            lambda: self._receiver.overload.omitted >= Omitted.STATISTICS,
         )
         name = process_name()
         # Controllers must learn of a failed self-test long before they regard silent amphorae as dead.
@@ -100,7 +103,7 @@ class HealthManager:
         ]
         for thread in others:
             thread.start()
-        metrics.set_heartbeat_source(lambda: (self._receiver.accepted, self._receiver.refused))
+        metrics.set_heartbeat_source(self._count_heartbeats)
         try:
             with self._telemetry:
                 self._receiver.run()
@@ -133,9 +136,24 @@ class HealthManager:
         self._reports.load_orders(orders)
         return keys
 
+    def _count_heartbeats(self) -> metrics.HeartbeatCounts:
+        receiver = self._receiver
+        return metrics.HeartbeatCounts(
+            accepted=receiver.accepted,
+            refused=receiver.refused,
+            shortened=receiver.shortened,
+            lost=receiver.overload.lost,
+        )
+
     def _accept(self, heartbeat: Heartbeat) -> None:
         if self._reports.accept(heartbeat, time.monotonic()):
             self._updated.set()
+
+    def _accept_time(self, amphora_id: str, order: Order) -> bool:
+        accepted = self._reports.accept_time(amphora_id, order, time.monotonic())
+        if accepted:
+            self._updated.set()
+        return accepted
 
     def _record_unknown(self) -> None:
         now = time.monotonic()

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 import sqlalchemy as sa
 
+from amphora_driver import metrics
 from amphora_driver.database.engine import Database
 from amphora_driver.database.rows import chunks
 from amphora_driver.errors import UnknownObject
@@ -146,6 +147,7 @@ class StatusWriter:
         on_departed: called with the ids of amphorae that have sent heartbeats and have no row any more.
         near_limit: percentage of a limited resource from which an amphora is near the limit.
         statistics_interval: seconds between two writes of the statistics of one load balancer.
+        is_overloaded: returns whether statistics have to wait.
     """
 
     def __init__(
@@ -157,6 +159,7 @@ class StatusWriter:
         on_departed: Callable[[set[str]], None] = lambda _amphora_ids: None,
         near_limit: int = 85,
         statistics_interval: float = 0.0,
+        is_overloaded: Callable[[], bool] = lambda: False,
     ) -> None:
         self._database = database
         self._reports = reports
@@ -164,6 +167,7 @@ class StatusWriter:
         self._findings = AmphoraFindings(database, interval, on_due, near_limit)
         self._on_departed = on_departed
         self._statistics_interval = statistics_interval
+        self._is_overloaded = is_overloaded
         self._batches = BatchWriter(database)
         self._states: dict[str, _LoadBalancerState] = {}
         # The load balancer of each amphora, at the last read.
@@ -192,8 +196,13 @@ class StatusWriter:
         for part in parts:
             is_late = not last and time.monotonic() - begun > _FLUSH_SECONDS
             if is_late and part is not parts[0]:
+                metrics.count_postponed("statuses", len(self._updated))
                 break
-            changed |= self._flush_part(part, last=last, with_statistics=part is parts[-1] and not is_late)
+            waits = is_late or (not last and self._is_overloaded())
+            if waits:
+                now = time.monotonic()
+                metrics.count_postponed("statistics", sum(due <= now for due, _ in self._statistics_due))
+            changed |= self._flush_part(part, last=last, with_statistics=part is parts[-1] and not waits)
         else:
             self._updated.clear()
             self._changed.clear()
