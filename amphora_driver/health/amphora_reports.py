@@ -179,9 +179,9 @@ class AmphoraReports:
         return updated
 
     def take_changed(self) -> set[str]:
-        """Return the amphorae of which a value other than a counter or the usage has changed since the previous call.
+        """Return the amphorae with a changed value since the previous call.
 
-        The result includes amphorae that send heartbeats again after a silence.
+        Counters and the usage of resources do not count. A heartbeat after a silence counts as a change.
         """
         with self._lock:
             changed, self._changed = self._changed, set()

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes the changes that follow from new heartbeats to the database, in batches.
 
 Invariant: the writer writes changes only. The next flush computes a failed batch again, with or without new heartbeats,
@@ -113,9 +114,11 @@ class _CurrentReports(msgspec.Struct, frozen=True):
 
 
 class _PendingWrite(msgspec.Struct, frozen=True):
-    """The rows to write for one load balancer, and its statuses after that write; None if they are not computed.
+    """The rows to write for one load balancer, and its statuses after that write.
 
-    `counts` is whether the rows include all new counters.
+    Attributes:
+        statuses: None if they are not computed.
+        counts: whether the rows include all new counters.
     """
 
     state: _LoadBalancerState
