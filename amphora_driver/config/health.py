@@ -11,6 +11,11 @@ OPTIONS: dict[str, dict[cfg.Opt, str]] = {
             "Local address on which the health manager receives heartbeats. The default is all IPv4 addresses."
         ),
         cfg.PortOpt("bind_port", default=9879): "UDP port on which the health manager receives heartbeats. 0 to 65535.",
+        cfg.IntOpt("receivers", default=1, min=1, max=64): (
+            "Number of processes of this health manager that receive heartbeats on bind_port. Each process handles a "
+            "part of the load balancers. With several, process n serves its status page at health_bind_port + n. One "
+            "process receives about 10,000 small heartbeats per second. 1 to 64."
+        ),
         cfg.ListOpt("targets", default=[]): (
             "Addresses of all health managers as address:port, separated by commas. Every amphora sends its heartbeats "
             "to each of them. A change reaches running amphorae without a rotation. Use the same value for all "

@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterable, Mapping
 
 from amphora_driver.errors import ConfigurationError, HeartbeatRefused
 from amphora_driver.health.amphora_budgets import AmphoraBudgets
+from amphora_driver.health.capacity.overload import Omitted, OverloadMonitor
+from amphora_driver.health.capacity.receiver_group import GroupMember
 from amphora_driver.health.heartbeat_codec import (
     Heartbeat,
     VerifiedDatagram,
@@ -28,7 +30,6 @@ from amphora_driver.health.heartbeat_codec import (
     verify_signature,
 )
 from amphora_driver.health.heartbeat_keys import KeyCache, KeyReader
-from amphora_driver.health.overload import Omitted, OverloadMonitor
 from amphora_driver.secret import Secret
 
 LOG = logging.getLogger(__name__)
@@ -63,6 +64,7 @@ class Receiver:
             it decompresses a datagram, so that a replay costs one signature check only.
         accept_time: called with amphora id and order of a verified heartbeat whose document is not read because of
             overload. Returns whether the document may be left out.
+        member: this receiver's part of a group on one port; its sockets are used instead of new ones.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Receiver:
         on_unknown: Callable[[str, str], None] = lambda _amphora_id, _address: None,
         is_newer: Callable[[str, tuple[int, int]], bool] = lambda _amphora_id, _order: True,
         accept_time: Callable[[str, tuple[int, int]], bool] = lambda _amphora_id, _order: False,
+        member: GroupMember | None = None,
     ) -> None:
         self.accepted = 0
         # `shortened` counts accepted heartbeats without their documents.
@@ -96,9 +99,12 @@ class Receiver:
         self._stopping = False
         self._logged_at = 0.0
         self._closing = threading.Lock()
-        self._socket = _bind(bind_address, port)
+        self._member = member
+        self._socket = bind_socket(bind_address, port) if member is None else member.receiving
+        self._forwarded = None if member is None else member.forwarded
+        self._inputs = tuple(one for one in (self._socket, self._forwarded) if one is not None)
         self.port: int = self._socket.getsockname()[1]
-        self.overload = OverloadMonitor(self._socket)
+        self.overload = OverloadMonitor(*self._inputs)
         self._address = (_LOOPBACK.get(bind_address, bind_address), self.port)
         self._wakeup_reader, self._wakeup_writer = socket.socketpair()
         self._wakeup_reader.setblocking(False)
@@ -111,7 +117,8 @@ class Receiver:
         lookups.start()
         try:
             with selectors.DefaultSelector() as selector:
-                selector.register(self._socket, selectors.EVENT_READ)
+                for one in self._inputs:
+                    selector.register(one, selectors.EVENT_READ)
                 selector.register(self._wakeup_reader, selectors.EVENT_READ)
                 self._receive_until_stopped(selector)
         finally:
@@ -128,7 +135,7 @@ class Receiver:
     def close(self) -> None:
         """Close the sockets. `run` closes them at its end, too."""
         with self._closing:
-            for one in (self._socket, self._wakeup_reader, self._wakeup_writer):
+            for one in (*self._inputs, self._wakeup_reader, self._wakeup_writer):
                 one.close()
 
     def preload(self, keys: Mapping[str, Secret]) -> None:
@@ -145,7 +152,10 @@ class Receiver:
     def receives_probe(self, seconds: float = 1.0) -> bool:
         """Send a probe to the socket, and return whether `run` reads it in time. Not thread-safe."""
         self._probe_received.clear()
-        self._probe = probe = _PROBE_MAGIC + secrets.token_bytes(_PROBE_SIZE)
+        probe = _PROBE_MAGIC + secrets.token_bytes(_PROBE_SIZE)
+        while self._member is not None and not self._member.is_own_probe(probe):
+            probe = _PROBE_MAGIC + secrets.token_bytes(_PROBE_SIZE)
+        self._probe = probe
         try:
             with socket.socket(self._socket.family, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
                 sender.setblocking(False)
@@ -172,8 +182,6 @@ class Receiver:
 
     def _receive_until_stopped(self, selector: selectors.BaseSelector) -> None:
         buffer = bytearray(_MAX_DATAGRAM)
-        view = memoryview(buffer)
-        receive = self._socket.recvfrom_into
         while True:
             selector.select()
             # The messages are read before the flag, because `stop` sets the flag and then sends a message. In the other
@@ -185,25 +193,42 @@ class Receiver:
             while (ready := self._keys.pop_ready()) is not None:
                 datagram, address = ready
                 self._handle_datagram(memoryview(datagram), address, retried=True)
-            try:
-                for _ in range(_BURST):
-                    size, sender = receive(buffer)
-                    self._handle_datagram(view[:size], sender[0], retried=False)
-            except BlockingIOError:
-                # The buffer is empty, and the next datagram may come much later.
-                if self.overload.omitted:
-                    self.overload.measure()
-            except OSError as error:
-                # A temporary socket error must not end the receive loop, for example an ICMP error after a probe.
-                LOG.warning(
-                    "the health manager could not read a datagram from its heartbeat socket and continues: %s", error
-                )
+            for one in self._inputs:
+                self._receive_burst(one, buffer)
 
-    def _handle_datagram(self, datagram: memoryview, sender: str, *, retried: bool) -> None:
+    def _receive_burst(self, receiving: socket.socket, buffer: bytearray) -> None:
+        view, receive, forwarded = memoryview(buffer), receiving.recvfrom_into, receiving is self._forwarded
+        try:
+            for _ in range(_BURST):
+                size, sender = receive(buffer)
+                self._handle_datagram(view[:size], sender[0], retried=False, forwarded=forwarded)
+        except BlockingIOError:
+            # The buffer is empty, and the next datagram may come much later.
+            if self.overload.omitted:
+                self.overload.measure()
+        except OSError as error:
+            # A temporary socket error, for example an ICMP error after a probe, must not end the receive loop of the
+            # health manager.
+            LOG.warning(
+                "the health manager could not read a datagram from its heartbeat socket and continues: %s", error
+            )
+
+    def _is_forwarded(self, amphora_id: str, datagram: memoryview) -> bool:
+        """Send the datagram to another receiver if that one processes the amphora, and return whether it does."""
+        member = self._member
+        if member is None or (owner := member.owner(amphora_id)) == member.index:
+            return False
+        member.forward(owner, datagram)
+        return True
+
+    def _handle_datagram(self, datagram: memoryview, sender: str, *, retried: bool, forwarded: bool = False) -> None:
         if self._accept_probe(datagram):
             return
         try:
-            key = self._keys.get(read_amphora_id(datagram), datagram, sender, retried=retried)
+            amphora_id = read_amphora_id(datagram)
+            if not forwarded and self._is_forwarded(amphora_id, datagram):
+                return
+            key = self._keys.get(amphora_id, datagram, sender, retried=retried)
             if key is None:
                 return
             heartbeat = self._decode(datagram, key)
@@ -287,7 +312,8 @@ class Receiver:
             return
 
 
-def _bind(address: str, port: int) -> socket.socket:
+def bind_socket(address: str, port: int, *, shared: bool = False) -> socket.socket:
+    """Return a socket for heartbeats; `shared` permits further sockets with this port. Raises ConfigurationError."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     made = socket.socket(family, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
     try:
@@ -301,6 +327,8 @@ def _bind(address: str, port: int) -> socket.socket:
                 "the health manager does not have CAP_NET_ADMIN, so the kernel limits the receive buffer for "
                 "heartbeats to net.core.rmem_max; if heartbeats are lost, increase this limit"
             )
+        if shared:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         made.bind((address, port))
     except (OSError, ValueError) as error:
         made.close()

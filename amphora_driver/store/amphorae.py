@@ -73,7 +73,9 @@ class ReachableAmphora(msgspec.Struct, frozen=True, kw_only=True):
 _JSON_COLUMNS = ("plugged", "partners")
 _IDS: sa.BindParameter[Any] = sa.bindparam("ids", expanding=True)
 _LOAD_BALANCER_IDS = sa.select(amphora.c.id, amphora.c.load_balancer_id)
-# Columns that the query for a job and its amphorae does not read, because fewer columns are faster.
+_BY_AGE = _LOAD_BALANCER_IDS.order_by(amphora.c.created_at, amphora.c.id)
+# The query for a `job` row and its `amphora` rows does not read these columns, because the query is faster with fewer
+# columns.
 _UNREAD_COLUMNS = {
     *("project_id", "reread", "tickets_due", "owner", "writes", "leased_until", "due_at", "error"),
     *("heartbeat_key", "created_at", "ready_at", "reason", "image", "audited_at", "drift", "drifts"),
@@ -269,6 +271,11 @@ def load_serving_states(connection: sa.Connection, amphora_ids: Sequence[str]) -
 def load_balancer_ids(connection: sa.Connection) -> dict[str, str]:
     """Return the load balancer id of every recorded amphora."""
     return {row.id: row.load_balancer_id for row in connection.execute(_LOAD_BALANCER_IDS)}
+
+
+def load_balancer_ids_by_age(connection: sa.Connection) -> list[tuple[str, str]]:
+    """Return id and load balancer id of every recorded amphora, the oldest first."""
+    return [(row.id, row.load_balancer_id) for row in connection.execute(_BY_AGE)]
 
 
 def record_near_limit(connection: sa.Connection, changed: Mapping[str, str | None]) -> None:

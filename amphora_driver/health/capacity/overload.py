@@ -44,17 +44,20 @@ class OverloadMonitor:
         lost: datagrams that the kernel could not store, since the start.
     """
 
-    def __init__(self, receiving: socket.socket) -> None:
-        self._socket = receiving
+    def __init__(self, *receiving: socket.socket) -> None:
+        self._sockets = receiving
         self.omitted = Omitted.NOTHING
         self.lost = 0
 
     def measure(self) -> Omitted:
         """Measure the receive buffer, and return what to omit."""
-        used, limit, *_, self.lost = _MEMINFO.unpack(
-            self._socket.getsockopt(socket.SOL_SOCKET, _SO_MEMINFO, _MEMINFO.size)
-        )
-        return self._decide(used / max(limit, 1))
+        highest, lost = 0.0, 0
+        for one in self._sockets:
+            answer = one.getsockopt(socket.SOL_SOCKET, _SO_MEMINFO, _MEMINFO.size)
+            used, limit, *_, dropped = _MEMINFO.unpack(answer)
+            highest, lost = max(highest, used / max(limit, 1)), lost + dropped
+        self.lost = lost
+        return self._decide(highest)
 
     def _decide(self, used: float) -> Omitted:
         before = self.omitted
