@@ -229,6 +229,7 @@ def measure(chosen: argparse.Namespace) -> dict[str, float | str]:
         passed = time.monotonic() - begun
         after = (_seconds(manager), _seconds(server) if server else 0.0)
         memory = max(one.memory_info().rss for one in (manager, *manager.children(recursive=True)))
+        _wait_for_rows(database, tables.amphora_heartbeat, len(fleet), lambda: None, fleet[0].sequence)
         process.terminate()
         process.wait(60)
         sent = rounds * chosen.amphorae
@@ -259,8 +260,13 @@ def _send(sender: socket.socket, port: int, heartbeats: list[list[bytes]], secon
             time.sleep(ahead)
 
 
-def _wait_for_rows(database: Database, table: sa.Table, number: int, repeat: Callable[[], None]) -> None:
+def _wait_for_rows(
+    database: Database, table: sa.Table, number: int, repeat: Callable[[], None], sequence: int | None = None
+) -> None:
+    """Wait until a table has this number of rows; with `sequence`, of rows with this one."""
     count = sa.select(sa.func.count()).select_from(table)
+    if sequence is not None:
+        count = count.where(table.c.sequence == sequence)
     deadline = time.monotonic() + _WARM_SECONDS
     while database.read(lambda c: c.scalar(count)) < number:
         if time.monotonic() > deadline:

@@ -3,8 +3,8 @@
 
 Invariant: the writer writes changes only. The next flush computes a failed batch again, with or without new heartbeats,
 so no queue can overflow or get lost. A report affects only the load balancer of its amphora, and no report can block
-the writes of other load balancers. A flush of at most `CHUNK` load balancers is one read and at most one write
-transaction (`write_batch`).
+the writes of other load balancers. A flush of at most `_PART` amphorae is one read and at most one write transaction
+(`write_batch`).
 
 A heartbeat that repeats the previous one causes no read. Its time is written with the times of all other amphorae, and
 its counters at the interval of the statistics. The writer reads a load balancer after a change, and every
@@ -25,7 +25,6 @@ import sqlalchemy as sa
 
 from amphora_driver import metrics
 from amphora_driver.database.engine import Database
-from amphora_driver.database.rows import chunks
 from amphora_driver.errors import UnknownObject
 from amphora_driver.health import statistics
 from amphora_driver.health.amphora_findings import AmphoraFindings
@@ -48,6 +47,9 @@ _CLEANUP_INTERVAL = 60.0
 # The health manager reads a load balancer again after this number of seconds without a change, because a controller may
 # have changed the rows. The time varies by a quarter, so that the reads spread.
 _REFRESH_INTERVAL = 15.0
+# A flush reads and writes at most this number of amphorae in one transaction, so that the times of heartbeats can be
+# written in between.
+_PART = 100
 # A flush starts no further part after this number of seconds. Statistics wait then, and other load balancers wait for
 # the next flush.
 _FLUSH_SECONDS = 1.0
@@ -194,7 +196,8 @@ class StatusWriter:
         """
         begun = time.monotonic()
         self._take_reports(begun)
-        parts: list[Sequence[str]] = list(chunks(self._find_unread(begun))) or [()]
+        unread = self._find_unread(begun)
+        parts = [unread[start : start + _PART] for start in range(0, len(unread), _PART)] or [[]]
         changed = len(parts) > 1 and self._write([], last=last)
         for part in parts:
             is_late = not last and time.monotonic() - begun > _FLUSH_SECONDS
@@ -244,6 +247,9 @@ class StatusWriter:
         if state is None or not state.settled or now >= state.valid_until:
             return True
         recorded = state.recorded
+        if not state.live:
+            # The values had expired when the writer read the load balancer.
+            return True
         if len(recorded.amphorae) > 1 and self._reports.live_ids(recorded.amphorae, now) != state.live:
             return True
         return self._findings.needs_attention(amphora_id, report, recorded)
@@ -339,7 +345,7 @@ class StatusWriter:
         counted = (authoritative,) if authoritative is not None else live
         state = self._states.setdefault(load_balancer_id, _LoadBalancerState())
         self._owners.update(dict.fromkeys(one.amphorae, load_balancer_id))
-        self._log_silent(load_balancer_id, state, [each for each in trusted if each not in reports])
+        self._log_silent(load_balancer_id, state, [each for each in trusted if live and each not in reports])
         newest = max((reports[each].generation or 0 for each in live), default=0)
         # A faulty amphora may report a generation that does not exist yet. The health manager then uses the newest
         # recorded generation. Otherwise, it would ignore every real generation below the reported number.

@@ -181,9 +181,23 @@ def test_a_heartbeat_after_a_silence_corrects_the_status_at_once(fleet):
     assert fleet.operating()["lb1"] == "ONLINE"
 
 
+def test_values_that_expire_before_they_are_written_are_read_again(database, monkeypatch, caplog):
+    late = Fleet(database)
+    late.load_balancer()
+    monkeypatch.setattr(late.reports, "expiry", -1.0)
+    late.say()
+    late.flush()
+    assert late.operating() == {}
+    assert "silent" not in caplog.text
+    monkeypatch.setattr(late.reports, "expiry", 15.0)
+    late.say()
+    assert late.flush()
+    assert late.operating() == ALL_WELL
+
+
 def test_with_too_much_work_times_come_first_and_statistics_last(fleet, monkeypatch):
     monkeypatch.setattr(status_writer, "_FLUSH_SECONDS", -1.0)
-    monkeypatch.setattr(status_writer, "chunks", lambda values: ([one] for one in values))
+    monkeypatch.setattr(status_writer, "_PART", 1)
     for name in "123":
         fleet.say(f"am{name}", name, word="DOWN", count=9)
     fleet.writer._heartbeats_written_at = 0.0
