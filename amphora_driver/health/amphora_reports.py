@@ -109,7 +109,7 @@ class AmphoraReports:
                 usage=report.usage,
             )
             is_same = (
-                state.merge(report, now)
+                state.merge(report, now, order)
                 and report.holds_vip is before.holds_vip
                 and report.drift == before.drift
                 and report.drifted == before.drifted
@@ -215,11 +215,12 @@ class AmphoraReports:
 class _AmphoraState:
     """The values that one amphora reported, each with the time of the report.
 
-    If the last datagram names all objects, `_whole` is its report, and the values of single objects are empty.
+    If the last datagram names all objects, `_whole` is its report, and the values of single objects are empty. `_base`
+    is the last complete report, to which differences refer.
     """
 
     __slots__ = (
-        *("_counters", "_listeners", "_name_bound", "_pools", "_whole", "_whole_at"),
+        *("_base", "_base_order", "_counters", "_listeners", "_name_bound", "_pools", "_whole", "_whole_at"),
         *("generation", "last", "vip_claimed_at"),
     )
 
@@ -230,6 +231,8 @@ class _AmphoraState:
         self.generation: int | None = None
         self._whole: Report | None = None
         self._whole_at = 0.0
+        self._base: Report | None = None
+        self._base_order = _BEFORE_ALL
         self._listeners: dict[str, tuple[float, ListenerReport]] = {}
         self._pools: dict[str, _PoolState] = {}
         # The counters since the last `take_counters`. The dictionary may belong to a report, so it is never changed.
@@ -238,11 +241,15 @@ class _AmphoraState:
         # the bound.
         self._name_bound = 0
 
-    def merge(self, report: Report, now: float) -> bool:
+    def merge(self, report: Report, now: float, order: Order) -> bool:
         """Add the values of a newer datagram, and drop the values of another generation.
 
         Return whether the datagram names all objects, and repeats everything but counters.
         """
+        if report.full is None:
+            self._base, self._base_order = report, order
+        elif self._base is not None and self._base_order == (order[0], report.full):
+            report = _apply_difference(self._base, report)
         self._add_counters(report.listeners)
         whole = self._whole
         if whole is not None:
@@ -360,3 +367,15 @@ def _is_repetition(before: Report, report: Report) -> bool:
         and report.listeners.keys() == known.keys()
         and all(known[key].status == listener.status for key, listener in report.listeners.items())
     )
+
+
+def _apply_difference(base: Report, difference: Report) -> Report:
+    """Return the complete report that follows from a complete one and a later difference."""
+    pools = base.pools
+    if difference.pools:
+        pools = dict(pools)
+        for key, pool in difference.pools.items():
+            known = pools.get(key)
+            members = pool.members if known is None else {**known.members, **pool.members}
+            pools[key] = PoolReport(pool.status, members)
+    return Report(difference.generation, {**base.listeners, **difference.listeners}, pools)
