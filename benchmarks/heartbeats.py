@@ -35,6 +35,7 @@ import sqlalchemy as sa  # noqa: E402
 from cryptography.fernet import Fernet  # noqa: E402
 
 from amphora_agent.stats import heartbeat_codec  # noqa: E402
+from amphora_agent.stats.report_differences import ReportDifferences  # noqa: E402
 from amphora_driver.database import migrate, tables  # noqa: E402
 from amphora_driver.database.engine import Database  # noqa: E402
 from amphora_driver.database.vault import Vault  # noqa: E402
@@ -71,6 +72,7 @@ class Amphora:
 
     def __init__(self, number: int, size: str) -> None:
         self.id, self.key, self.sequence, self.count = uuid.UUID(int=number << 64 | 0x4000 << 48), os.urandom(32), 0, 0
+        self._differences = ReportDifferences()
         self.tree = _tree(f"{number:06}", *SIZES[size])
         self._pools = {
             f"{pool.id}:{listener.id}": {"status": "UP", "members": {one.id: "UP" for one in pool.members}}
@@ -100,7 +102,10 @@ class Amphora:
         usage = {"connections": 41, "cpu": 12, "memory": 35, "file_descriptors": 7, "conntrack": 3}
         facts = {"generation": 1, "holds_vip": None, "agent_version": "0.1.0", "usage": usage}
         document = {**facts, "listeners": listeners, "pools": self._pools}
-        made = list(heartbeat_codec.datagrams(self.id, self.key, epoch, self.sequence + 1, document))
+        difference, first = self._differences.find(document), self.sequence + 1
+        made = list(heartbeat_codec.datagrams(self.id, self.key, epoch, first, difference or document))
+        if difference is None:
+            self._differences.record(document, first, [len(one) for one in made])
         self.sequence += len(made)
         return made
 
@@ -211,9 +216,8 @@ def measure(chosen: argparse.Namespace) -> dict[str, float | str]:
         for begin in range(0, len(fleet), 50):
             database.write(lambda c, some=fleet[begin : begin + 50]: [one.record(c, vault) for one in some])
         # The first round is heard before the measurement: it causes statuses and new rows.
-        prepared = [[one.datagrams(time.time_ns()) for one in fleet]]
         epoch = time.time_ns()
-        prepared += [[one.datagrams(epoch) for one in fleet] for _ in range(rounds + 1)]
+        prepared = [[one.datagrams(epoch) for one in fleet] for _ in range(rounds + 2)]
         process, port = stack.enter_context(_manager(folder, url, [f"interval={chosen.interval}", *chosen.option]))
         manager = psutil.Process(process.pid)
         sender = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
@@ -245,7 +249,7 @@ def measure(chosen: argparse.Namespace) -> dict[str, float | str]:
             "heartbeats_per_core_of_database": round(1000 / used[1]) if used[1] else "-",
             "memory_mib": round(memory / 2**20),
             "wrong_totals": _wrong_totals(database, fleet),
-            "bytes": sum(map(len, prepared[0][0])),
+            "bytes": round(sum(len(each) for one in prepared for many in one for each in many) / sent),
         }
 
 

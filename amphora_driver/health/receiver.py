@@ -42,7 +42,10 @@ _SOCKET_BUFFER = 32 << 20
 _SO_RCVBUFFORCE = 33
 # Maximum number of datagrams in a row, before the loop checks for a stop request and for new keys.
 _BURST = 256
-# Refused heartbeats are logged every _LOG_INTERVAL seconds at most, with up to _MAX_NAMED amphorae.
+# After the loop has emptied the socket, it lets datagrams arrive for 10 ms. A wake-up for each single datagram would cost
+# more than the datagram. The receive buffer holds the datagrams of a much longer time.
+_BATCH_SECONDS = 0.01
+# The health manager logs refused heartbeats at most once a minute, and names at most five amphorae.
 _LOG_INTERVAL, _MAX_NAMED = 60.0, 5
 # The self-test sends a datagram of these magic bytes and a secret random number to the heartbeat socket.
 _PROBE_MAGIC, _PROBE_SIZE = b"AHM1", 32
@@ -116,11 +119,12 @@ class Receiver:
         lookups = threading.Thread(target=self._keys.run, name="heartbeat-keys", daemon=True)
         lookups.start()
         try:
-            with selectors.DefaultSelector() as selector:
-                for one in self._inputs:
-                    selector.register(one, selectors.EVENT_READ)
-                selector.register(self._wakeup_reader, selectors.EVENT_READ)
-                self._receive_until_stopped(selector)
+            with selectors.DefaultSelector() as selector, selectors.DefaultSelector() as wakeups:
+                for each in self._inputs:
+                    selector.register(each, selectors.EVENT_READ)
+                for one in (selector, wakeups):
+                    one.register(self._wakeup_reader, selectors.EVENT_READ)
+                self._receive_until_stopped(selector, wakeups)
         finally:
             self._keys.stop()
             # A read of keys may hang, because the database may hang.
@@ -180,7 +184,7 @@ class Receiver:
         self._probe_received.set()
         return True
 
-    def _receive_until_stopped(self, selector: selectors.BaseSelector) -> None:
+    def _receive_until_stopped(self, selector: selectors.BaseSelector, wakeups: selectors.BaseSelector) -> None:
         buffer = bytearray(_MAX_DATAGRAM)
         while True:
             selector.select()
@@ -193,10 +197,12 @@ class Receiver:
             while (ready := self._keys.pop_ready()) is not None:
                 datagram, address = ready
                 self._handle_datagram(memoryview(datagram), address, retried=True)
-            for one in self._inputs:
-                self._receive_burst(one, buffer)
+            empty = [self._receive_burst(one, buffer) for one in self._inputs]
+            if all(empty):
+                wakeups.select(_BATCH_SECONDS)
 
-    def _receive_burst(self, receiving: socket.socket, buffer: bytearray) -> None:
+    def _receive_burst(self, receiving: socket.socket, buffer: bytearray) -> bool:
+        """Process up to `_BURST` datagrams, and return whether the socket is empty."""
         view, receive, forwarded = memoryview(buffer), receiving.recvfrom_into, receiving is self._forwarded
         try:
             for _ in range(_BURST):
@@ -206,12 +212,14 @@ class Receiver:
             # The buffer is empty, and the next datagram may come much later.
             if self.overload.omitted:
                 self.overload.measure()
+            return True
         except OSError as error:
             # A temporary socket error, for example an ICMP error after a probe, must not end the receive loop of the
             # health manager.
             LOG.warning(
                 "the health manager could not read a datagram from its heartbeat socket and continues: %s", error
             )
+        return False
 
     def _is_forwarded(self, amphora_id: str, datagram: memoryview) -> bool:
         """Send the datagram to another receiver if that one processes the amphora, and return whether it does."""
