@@ -2,7 +2,8 @@
 """One UPDATE statement for many rows, which the database server reads from one JSON parameter.
 
 Invariant: the effect is that of one UPDATE for each row, in the order of the primary keys. A server that cannot read
-JSON as a table gets one UPDATE for each row.
+JSON as a table gets one UPDATE for each row. The caller passes values that the columns can hold: MariaDB replaces a
+larger number in JSON by the largest one of the column.
 
 With one statement for each row, MariaDB and its client need 0.1 ms of processor time for a row; with one statement for
 all rows, both need less than 0.02 ms.
@@ -100,7 +101,8 @@ class BulkUpdate:
         )
         assigned = ", ".join(f"o.{name} = {value}" for name, value in self._assignments.items())
         columns = ", ".join(
-            f"{name} {self._type(name, _MYSQL_TYPES)} PATH '$[{index}]'" for index, name in enumerate(self._columns)
+            f"{name} {self._type(name, _MYSQL_TYPES)} PATH '$[{index}]' ERROR ON ERROR"
+            for index, name in enumerate(self._columns)
         )
         # STRAIGHT_JOIN locks the rows in the order of the parameters.
         return sa.text(

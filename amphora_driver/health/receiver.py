@@ -42,8 +42,8 @@ _SOCKET_BUFFER = 32 << 20
 _SO_RCVBUFFORCE = 33
 # Maximum number of datagrams in a row, before the loop checks for a stop request and for new keys.
 _BURST = 256
-# After the loop has emptied the socket, it lets datagrams arrive for 10 ms. A wake-up for each single datagram would cost
-# more than the datagram. The receive buffer holds the datagrams of a much longer time.
+# After the loop has emptied the socket, it lets datagrams arrive for 10 ms. A wake-up for each single datagram would
+# cost more than the datagram. The receive buffer holds the datagrams of a much longer time.
 _BATCH_SECONDS = 0.01
 # The health manager logs refused heartbeats at most once a minute, and names at most five amphorae.
 _LOG_INTERVAL, _MAX_NAMED = 60.0, 5

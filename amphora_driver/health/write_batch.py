@@ -138,17 +138,14 @@ class BatchWriter:
         entries = [one for one in parts if isinstance(one, Entry)]
         seen = [one for one in parts if not isinstance(one, Entry)]
         rows = [row for entry in entries for row in entry.rows]
+        seen_by_owner = {entry.load_balancer_id: entry.observations for entry in entries if entry.observations}
 
         def write(connection: sa.Connection) -> int:
             if rows:
                 statistics.write_rows(connection, rows, self._recorded_rows)
             if seen:
                 amphorae.record_heartbeats(connection, seen, self._recorded)
-            return sum(
-                status_outbox.write_observations(connection, entry.load_balancer_id, entry.observations)
-                for entry in entries
-                if entry.observations
-            )
+            return status_outbox.write_all_observations(connection, seen_by_owner)
 
         written.unreported += self._database.write(write)
         self._recorded.update(one.amphora_id for one in seen)

@@ -7,6 +7,7 @@ import sqlalchemy as sa
 
 from amphora_driver.database import bulk_update
 from amphora_driver.database.tables import amphora_heartbeat
+from amphora_driver.errors import ContentRefused
 from amphora_driver.store import amphorae
 from amphora_driver.store.amphorae import LastHeartbeat
 
@@ -91,3 +92,11 @@ def test_a_deleted_amphora_gets_no_row(database):
     record(database, heard("a", 2), heard("b", 2))
     record(database, heard("a", 3), heard("b", 3), recorded=frozenset("ab"))
     assert {one: row["sequence"] for one, row in rows(database).items()} == {"b": 3, "c": 1, "d": 1, "e": 1}
+
+
+def test_a_value_that_the_column_cannot_hold_is_an_error(database):
+    if database.engine.dialect.name == "mysql":
+        pytest.skip("MariaDB reads the largest number that the column can hold; the callers check numbers")
+    with pytest.raises((ContentRefused, OverflowError)):
+        record(database, heard("a", 2), heard("b", 2, epoch=2**63))
+    assert {row["sequence"] for row in rows(database).values()} == {1}
