@@ -41,9 +41,8 @@ _DEAF = 0.4
 _LEAST_DEAF = 1.5
 # Seconds for which the result of a probe stays valid, or twice the probe time-out if that is longer.
 _FRESH = 8.0
-# Longest delay in seconds between the receipt of a heartbeat and its read by the failure detector. The flush interval
-# is not included. The health manager writes the last heartbeats in bulk, and the failure detector reads them every half
-# second.
+# Longest delay in seconds between the receipt of a heartbeat and its read by the failure detector, without the flush
+# interval of the health manager: the write in bulk, and half a second between two reads.
 _SEEN_LATE = LIVENESS_WRITE_INTERVAL + 0.5
 # Longest normal time between two heartbeats, as a multiple of the heartbeat interval.
 _JITTER = 1.25

@@ -139,7 +139,7 @@ class AmphoraFindings:
             )
         for one in unrepaired:
             LOG.warning(
-                "the health manager requests a new push of the configuration to amphora %s: %s",
+                "the health manager requests that a controller pushes the configuration to amphora %s again: %s",
                 one.amphora_id,
                 plain(_push_reason(one)),
             )

@@ -30,8 +30,7 @@ _MAX_COUNTED = 5_000
 # A heartbeat after a longer silence counts as changed, because another process may have recorded the silence. The limit
 # is 1.5 of the five heartbeat intervals after which values expire.
 _SILENCE_OF_EXPIRY = 0.3
-# The database stores the epoch and the sequence number of a heartbeat in signed columns of 64 bits, so larger numbers
-# are invalid.
+# The database columns for epoch and sequence have 64 bits with a sign.
 _MAX_INTEGER = 2**63 - 1
 
 Order = tuple[int, int]
@@ -237,8 +236,7 @@ class _AmphoraState:
         self._pools: dict[str, _PoolState] = {}
         # The counters since the last `take_counters`. The dictionary may belong to a report, so it is never changed.
         self._counters: Mapping[str, ListenerReport] = {}
-        # `_name_bound` is an upper bound for the number of reported object ids. An id in two heartbeats counts twice in
-        # the bound.
+        # Upper bound of the number of reported object ids. An id in two heartbeats counts twice.
         self._name_bound = 0
 
     def merge(self, report: Report, now: float, order: Order) -> bool:

@@ -45,7 +45,7 @@ _BURST = 256
 # After the loop has emptied the socket, it lets datagrams arrive for 10 ms. A wake-up for each single datagram would
 # cost more than the datagram. The receive buffer holds the datagrams of a much longer time.
 _BATCH_SECONDS = 0.01
-# The health manager logs refused heartbeats at most once a minute, and names at most five amphorae.
+# Refused heartbeats are logged every _LOG_INTERVAL seconds at most, with up to _MAX_NAMED amphorae.
 _LOG_INTERVAL, _MAX_NAMED = 60.0, 5
 # The self-test sends a datagram of these magic bytes and a secret random number to the heartbeat socket.
 _PROBE_MAGIC, _PROBE_SIZE = b"AHM1", 32
@@ -84,10 +84,10 @@ class Receiver:
         member: GroupMember | None = None,
     ) -> None:
         self.accepted = 0
-        # `shortened` counts accepted heartbeats without their documents.
+        # Accepted heartbeats without their documents.
         self.shortened = 0
-        # `refused` counts refused heartbeats by reason. The reasons "unknown", "busy" and "lookup" mean that the health
-        # manager has no key. The reason "handler" means an error in `on_heartbeat`.
+        # Refused heartbeats by reason. "unknown", "busy" and "lookup" mean that no key is known; "handler" means an
+        # error in `on_heartbeat`.
         self.refused: Counter[str] = Counter()
         # Only heartbeats with a valid signature count here, because any sender can write the id of an amphora into a
         # datagram.
@@ -214,8 +214,7 @@ class Receiver:
                 self.overload.measure()
             return True
         except OSError as error:
-            # A temporary socket error, for example an ICMP error after a probe, must not end the receive loop of the
-            # health manager.
+            # A temporary socket error must not end the receive loop, for example an ICMP error after a probe.
             LOG.warning(
                 "the health manager could not read a datagram from its heartbeat socket and continues: %s", error
             )

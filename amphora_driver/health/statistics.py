@@ -107,8 +107,8 @@ def write_rows(connection: sa.Connection, rows: Sequence[Row], recorded: Contain
 
 def _missing(connection: sa.Connection, rows: Sequence[Row]) -> set[Key]:
     """Return the keys without a row in the table."""
-    # Some databases use no index for a query by pairs of columns. So the query selects only by listener id, the first
-    # column of the primary key.
+    # Some databases use no index for pairs of columns. So the query selects by listener id, the first column of the
+    # primary key.
     listener_ids = sorted({row.listener_id for row in rows})
     statement = sa.select(_TABLE.c.listener_id, _TABLE.c.amphora_id).where(_TABLE.c.listener_id.in_(listener_ids))
     known = {(one.listener_id, one.amphora_id) for one in connection.execute(statement)}

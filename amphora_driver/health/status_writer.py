@@ -39,10 +39,9 @@ from amphora_driver.store.amphorae import LastHeartbeat, ServingState
 
 LOG = logging.getLogger(__name__)
 
-# In an idle system, only the times of the last heartbeats change. The health manager writes the times at most once a
-# second to save database writes.
+# Minimum seconds between two writes of the heartbeat times, which are the only changes in an idle system.
 _HEARTBEAT_WRITE_INTERVAL = amphorae.LIVENESS_WRITE_INTERVAL
-# Once a minute, the health manager removes deleted amphorae and load balancers from its memory.
+# Seconds between two removals of deleted amphorae and load balancers from memory.
 _CLEANUP_INTERVAL = 60.0
 # The health manager reads a load balancer again after this number of seconds without a change, because a controller may
 # have changed the rows. The time varies by a quarter, so that the reads spread.
@@ -177,11 +176,10 @@ class StatusWriter:
         self._states: dict[str, _LoadBalancerState] = {}
         # The load balancer of each amphora, at the last read.
         self._owners: dict[str, str] = {}
-        # `_updated` contains the amphorae that have sent heartbeats since the last flush to the database.
+        # Amphorae with heartbeats since the last flush to the database.
         self._updated: dict[str, LastReport] = {}
         self._changed: set[str] = set()
-        # `_heartbeats` contains the last heartbeat of each amphora until the health manager writes the heartbeat to the
-        # database.
+        # The last heartbeat of each amphora, until its write to the database.
         self._heartbeats: dict[str, LastReport] = {}
         self._heartbeats_written_at = 0.0
         # A heap of load balancers with new counters, each with the time at which they are due.
@@ -302,8 +300,7 @@ class StatusWriter:
         reports = {one: Report(listeners=listeners) for one, listeners in state.counters.items()}
         listener_ids = {listener.id for listener in state.tree.listeners}
         changed = statistics.changed_rows(reports, load_balancer_id, listener_ids, state.rows, live)
-        # For an amphora that no longer sends heartbeats, the health manager sets the open connections to 0. The other
-        # counters of the amphora keep their values.
+        # The open connections of an amphora without heartbeats become 0. Its other counters keep their values.
         done = {row.key for row in changed}
         closed = [row for row in statistics.closed_connections(state.rows, live) if row.key not in done]
         before = pending.get(load_balancer_id) or _PendingWrite(state, None, Entry(load_balancer_id))
@@ -347,12 +344,11 @@ class StatusWriter:
         self._owners.update(dict.fromkeys(one.amphorae, load_balancer_id))
         self._log_silent(load_balancer_id, state, [each for each in trusted if live and each not in reports])
         newest = max((reports[each].generation or 0 for each in live), default=0)
-        # A faulty amphora may report a generation that does not exist yet. The health manager then uses the newest
-        # recorded generation. Otherwise, it would ignore every real generation below the reported number.
+        # A faulty amphora may report a generation that does not exist yet. Without this limit, all real generations
+        # below it would be ignored.
         served = min(newest, one.generation)
         if served > state.served:
-            # A new configuration of a load balancer may contain objects without statuses in the database, so the
-            # health manager computes all statuses again.
+            # A new generation may contain objects without statuses in the database, so all statuses are computed again.
             state.tree, state.served, state.statuses = _load_tree(connection, load_balancer_id), served, {}
             state.retain(one.amphorae)
             state.settled = False
@@ -390,7 +386,7 @@ class StatusWriter:
         try:
             return _compute_write(current)
         except (ValueError, ArithmeticError, LookupError) as error:
-            # An invalid report about one load balancer must not prevent writing the statuses of other load balancers.
+            # An invalid report about one load balancer must not prevent the statuses of others.
             self._record_refusal(current.load_balancer_id, error)
             return None
 

@@ -34,8 +34,7 @@ _LOG_INTERVAL = 60.0
 _MAX_LOGGED = 500
 # The longest reason of a status.
 _MAX_REASON = 255
-# For an invalid value, a database driver raises ValueError or OverflowError before it sends the statement. So both
-# errors count as refusals of the rows.
+# Database libraries raise ValueError or OverflowError for an invalid value, before they send the statement.
 _REFUSALS = (ContentRefused, ValueError, OverflowError)
 
 

@@ -309,12 +309,10 @@ def record_heartbeats(
     """
     if _UPDATE_ALL_SEEN.execute(connection, [_parameters(one) for one in heard]) == len(heard):
         return
-    # Every writer changes rows in the order of the row ids. One of two concurrent writers then waits for the other one,
-    # and no deadlock occurs.
+    # All writers change rows in the order of their ids, so that no deadlock occurs.
     unknown = sorted((one for one in heard if one.amphora_id not in recorded), key=lambda one: one.amphora_id)
     for some in chunks(unknown):
-        # The health manager inserts no heartbeat row for a deleted amphora, because no other code would ever delete the
-        # row.
+        # A deleted amphora gets no heartbeat row, because no code would ever delete that row.
         rows = connection.execute(_WITH_HEARTBEAT, {"ids": [one.amphora_id for one in some]})
         missing = {row.id for row in rows if row.amphora_id is None}
         _UPDATE_ALL_SEEN.execute(connection, [_parameters(one) for one in some if one.amphora_id not in missing])
@@ -328,8 +326,8 @@ def _insert_heartbeats(connection: sa.Connection, rows: Sequence[Mapping[str, An
         with connection.begin_nested():
             connection.execute(_INSERT_SEEN, rows)
     except IntegrityError:
-        # Another health manager has just inserted a heartbeat row for one of the amphorae. So this health manager
-        # inserts the rows one by one, and updates a row that already exists.
+        # Another health manager has just inserted a row for one of the amphorae. So the rows are inserted one by one,
+        # and an existing row is updated.
         if len(rows) == 1:
             connection.execute(_UPDATE_SEEN, rows[0])
             return

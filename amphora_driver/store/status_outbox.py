@@ -211,8 +211,7 @@ def write_all_observations(connection: sa.Connection, seen: Mapping[str, Sequenc
     for ids in chunks(sorted(owners)):
         rows = connection.execute(_RECORDED_ALL, {"ids": ids})
         recorded |= _operating(row for row in rows if owners[row.object_id] == row.load_balancer_id)
-    # Every writer locks rows in the order of the row ids. One of two concurrent writers then waits for the other one,
-    # and no deadlock occurs.
+    # All writers lock rows in the order of their ids, so that no deadlock occurs.
     every = sorted((one for some in seen.values() for one in some), key=lambda one: one.object_id)
     differing = _differing(recorded, every)
     if differing:
