@@ -25,10 +25,9 @@ from amphora_driver.database.engine import Database
 from amphora_driver.database.vault import Vault
 from amphora_driver.errors import StoreError
 from amphora_driver.health.amphora_reports import AmphoraReports, Order
-from amphora_driver.health.capacity.overload import Omitted
-from amphora_driver.health.capacity.receiver_group import GroupMember, ReceiverGroup
 from amphora_driver.health.heartbeat_codec import Heartbeat
-from amphora_driver.health.receiver import Receiver, bind_socket
+from amphora_driver.health.receiver import Omitted, Receiver, bind_socket
+from amphora_driver.health.receiver_group import GroupMember, ReceiverGroup
 from amphora_driver.health.self_test import ReceiverSelfTest
 from amphora_driver.health.status_writer import StatusWriter
 from amphora_driver.health.unknown_amphorae import UnknownAmphorae

@@ -14,8 +14,7 @@ from amphora_agent.stats import heartbeat_codec
 from amphora_driver.database.tables import amphora_heartbeat, listener_statistics, object_status
 from amphora_driver.health import receiver as receiver_module
 from amphora_driver.health.amphora_reports import AmphoraReports
-from amphora_driver.health.capacity.overload import Omitted, OverloadMonitor
-from amphora_driver.health.receiver import Receiver
+from amphora_driver.health.receiver import Omitted, OverloadMonitor, Receiver
 from amphora_driver.health.status_writer import StatusWriter
 from amphora_driver.model.enums import ListenerProtocol
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Vip

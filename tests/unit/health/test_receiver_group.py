@@ -21,8 +21,8 @@ from amphora_agent.stats import heartbeat_codec
 from amphora_driver.database.tables import amphora_heartbeat, listener_statistics, object_status
 from amphora_driver.database.tables_fleet import process as process_table
 from amphora_driver.database.vault import Vault
-from amphora_driver.health.capacity.receiver_group import ReceiverGroup, word_of
 from amphora_driver.health.receiver import Receiver, bind_socket
+from amphora_driver.health.receiver_group import ReceiverGroup, word_of
 from amphora_driver.model.enums import ListenerProtocol, PoolProtocol
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Member, Pool, Vip
 from amphora_driver.secret import Secret
