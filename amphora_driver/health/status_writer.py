@@ -45,7 +45,7 @@ _HEARTBEAT_WRITE_INTERVAL = amphorae.LIVENESS_WRITE_INTERVAL
 _CLEANUP_INTERVAL = 60.0
 # The health manager reads a load balancer again after this number of seconds without a change, because a controller may
 # have changed the rows. The time varies by a quarter, so that the reads spread.
-_REFRESH_INTERVAL = 15.0
+_REFRESH_INTERVAL = 30.0
 # A flush reads and writes at most this number of amphorae in one transaction, so that the times of heartbeats can be
 # written in between.
 _PART = 100
