@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.context_managers import Timer
@@ -37,8 +37,20 @@ NOTIFICATION_RESULTS = ("sent", "failed", "dropped")
 _TRANSACTIONS = ("read", "write")
 _OTHER = "other"
 
-# A function that returns the number of accepted heartbeats, and the numbers of refused heartbeats by reason.
-HeartbeatCounts = Callable[[], tuple[int, Mapping[str, int]]]
+POSTPONED = ("statistics", "statuses")
+
+
+class HeartbeatCounts(NamedTuple):
+    """The counters of a heartbeat receiver since its start.
+
+    `refused` has the reasons as keys. `shortened` counts accepted heartbeats of which only the time was used, `lost`
+    counts datagrams that the kernel could not store.
+    """
+
+    accepted: int
+    refused: Mapping[str, int]
+    shortened: int = 0
+    lost: int = 0
 
 
 class Job:
@@ -52,19 +64,26 @@ class _HeartbeatCollector:
     """Reads the counters of the receiver at each scrape."""
 
     def __init__(self) -> None:
-        self.source: HeartbeatCounts | None = None
+        self.source: Callable[[], HeartbeatCounts] | None = None
 
     def collect(self) -> Iterator[Metric]:
         if self.source is None:
             return
-        taken, refused = self.source()
+        counts = HeartbeatCounts(*self.source())
         received = CounterMetricFamily("amphora_heartbeats_received", "Authentic heartbeats that were accepted.")
-        received.add_metric([], taken)
+        received.add_metric([], counts.accepted)
         yield received
         family = CounterMetricFamily("amphora_heartbeats_refused", "Refused datagrams.", labels=["reason"])
-        for reason, number in sorted(dict(refused).items()):
+        for reason, number in sorted(dict(counts.refused).items()):
             family.add_metric([reason or _OTHER], number)
         yield family
+        text = "Accepted heartbeats of which only the time was used, because too many arrived."
+        shortened = CounterMetricFamily("amphora_heartbeats_shortened", text)
+        shortened.add_metric([], counts.shortened)
+        yield shortened
+        lost = CounterMetricFamily("amphora_heartbeats_lost", "Datagrams that did not fit into the receive buffer.")
+        lost.add_metric([], counts.lost)
+        yield lost
 
 
 class ProcessMetrics:
@@ -88,6 +107,8 @@ class ProcessMetrics:
         self.flush_seconds = self._histogram("amphora_health_flush_seconds", text, _STEP)
         text = "Writes of one load balancer or amphora that the database refused; the log has the id."
         self.refusals = self._counter("amphora_health_refused", text)
+        text = "Statuses of amphorae and statistics of load balancers that a write postponed because of overload."
+        self.postponed = self._counter("amphora_health_postponed", text, what=POSTPONED)
         text = "Duration of calls to Octavia; of a barrier: the wait for its transactions."
         self.octavia_seconds = self._histogram("amphora_octavia_seconds", text, _STEP, call=CALLS)
         self.octavia_failures = self._counter("amphora_octavia_failures", "Failed calls to Octavia.", call=CALLS)
@@ -186,6 +207,10 @@ class ProcessMetrics:
     def count_refused_rows(self) -> None:
         self.refusals.inc()
 
+    def count_postponed(self, what: str, number: int) -> None:
+        """Count postponed values; `what` is one of `POSTPONED`."""
+        self.postponed.labels(_known_label(what, POSTPONED)).inc(number)
+
     def count_log_lines(self, result: str, number: int) -> None:
         """Count forwarded lines of amphorae; `result` is one of `LOG_RESULTS`."""
         self.log_lines.labels(_known_label(result, LOG_RESULTS)).inc(number)
@@ -194,7 +219,7 @@ class ProcessMetrics:
         """Count notifications for other services; `result` is one of `NOTIFICATION_RESULTS`."""
         self.notifications.labels(_known_label(result, NOTIFICATION_RESULTS)).inc(number)
 
-    def set_heartbeat_source(self, source: HeartbeatCounts | None) -> None:
+    def set_heartbeat_source(self, source: Callable[[], HeartbeatCounts] | None) -> None:
         self.heartbeats.source = source
 
 
@@ -221,6 +246,7 @@ transaction = OURS.transaction
 count_failover = OURS.count_failover
 flush = OURS.flush
 count_refused_rows = OURS.count_refused_rows
+count_postponed = OURS.count_postponed
 octavia_call = OURS.octavia_call
 count_reports = OURS.count_reports
 count_log_lines = OURS.count_log_lines

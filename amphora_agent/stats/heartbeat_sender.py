@@ -14,6 +14,7 @@ from amphora_agent.paths import Paths, write_atomically
 from amphora_agent.stats import heartbeat_codec
 from amphora_agent.stats.active_sender import Sender
 from amphora_agent.stats.collector import Collector
+from amphora_agent.stats.report_differences import ReportDifferences
 from amphora_agent.version import agent_version
 
 
@@ -55,10 +56,14 @@ class HeartbeatSender(Sender):
         self._drift = drift
         self._usage = usage
         self._soon = False
+        self._differences = ReportDifferences()
+        self._is_complete = True
         self._epoch: int | None = None
         self._reported: dict[str, dict[str, str]] = {}
 
     def send_now(self) -> None:
+        """Send a complete heartbeat at once; does not wait."""
+        self._is_complete = True
         self._wakeup.set()
 
     def send_soon(self) -> None:
@@ -86,8 +91,16 @@ class HeartbeatSender(Sender):
             self._record_error("write the counters", error)
         # All datagrams of a heartbeat go to the same targets, even if the settings change meanwhile.
         settings = self._settings
+        if self._is_complete:
+            self._is_complete = False
+            self._differences.forget()
+        difference = self._differences.find(document)
+        first, sizes = self._sequence + 1, []
         amphora, key = settings.amphora_id, settings.heartbeat_key
-        for datagram in heartbeat_codec.datagrams(amphora, key, self._epoch, self._sequence + 1, document):
+        for datagram in heartbeat_codec.datagrams(amphora, key, self._epoch, first, difference or document):
             self._sequence += 1
+            sizes.append(len(datagram))
             for target in settings.targets:
                 self._send_to(target, datagram)
+        if difference is None:
+            self._differences.record(document, first, sizes)

@@ -11,6 +11,11 @@ OPTIONS: dict[str, dict[cfg.Opt, str]] = {
             "Local address on which the health manager receives heartbeats. The default is all IPv4 addresses."
         ),
         cfg.PortOpt("bind_port", default=9879): "UDP port on which the health manager receives heartbeats. 0 to 65535.",
+        cfg.IntOpt("receivers", default=1, min=1, max=64): (
+            "Number of processes of this health manager that receive heartbeats on bind_port. Each process handles a "
+            "part of the load balancers. With several, process n serves its status page at health_bind_port + n. One "
+            "process receives about 10,000 small heartbeats per second. 1 to 64."
+        ),
         cfg.ListOpt("targets", default=[]): (
             "Addresses of all health managers as address:port, separated by commas. Every amphora sends its heartbeats "
             "to each of them. A change reaches running amphorae without a rotation. Use the same value for all "
@@ -22,6 +27,10 @@ OPTIONS: dict[str, dict[cfg.Opt, str]] = {
         ),
         cfg.FloatOpt("flush_interval", default=0.5, min=0.05): (
             "Seconds between two writes to the database. Status changes in between are written together. At least 0.05."
+        ),
+        cfg.FloatOpt("statistics_interval", default=2.0, min=0.0): (
+            "Seconds between two writes of the statistics of one load balancer. Counters in between are added in "
+            "memory. 10 is suitable for thousands of amphorae. At least 0."
         ),
         cfg.IntOpt("near_limit", default=85, min=50, max=100): (
             "Percentage of a limit (connections, CPU, memory, file descriptors, tracked connections) from which an "

@@ -18,6 +18,7 @@ from enum import Enum
 
 import msgspec
 
+from amphora_driver.store.amphorae import LIVENESS_WRITE_INTERVAL
 from amphora_driver.store.failovers import Cause, FailoverTrigger
 from amphora_driver.store.silent_amphorae import AmphoraLiveness, LivenessSnapshot, SilentAmphora
 
@@ -41,8 +42,8 @@ _LEAST_DEAF = 1.5
 # Seconds for which the result of a probe stays valid, or twice the probe time-out if that is longer.
 _FRESH = 8.0
 # Longest delay in seconds between the receipt of a heartbeat and its read by the failure detector, without the flush
-# interval of the health manager.
-_SEEN_LATE = 1.5
+# interval of the health manager: the write in bulk, and half a second between two reads.
+_SEEN_LATE = LIVENESS_WRITE_INTERVAL + 0.5
 # Longest normal time between two heartbeats, as a multiple of the heartbeat interval.
 _JITTER = 1.25
 # Time without a heartbeat after which a heartbeat counts as missing, as a multiple of the heartbeat interval.

@@ -5,6 +5,10 @@ Invariant: the health manager accepts the heartbeats of an amphora in the order 
 datagram changes nothing about an object that it does not name. A value that no heartbeat repeats expires after
 `expiry` seconds. A restarted process gets the values back from the next heartbeats. The process reads only the
 (epoch, sequence) of each last heartbeat from the database (`load_orders`), and so accepts no heartbeat again.
+Counters are kept until `take_counters`, also of listeners that a later heartbeat does not name.
+
+Most heartbeats repeat the previous one with other counters. Such a heartbeat costs one comparison, and its amphora is
+not in the result of `take_changed`.
 """
 
 from __future__ import annotations
@@ -21,6 +25,11 @@ from amphora_driver.health.status import LastDrift, ListenerReport, PoolReport, 
 # Limit of the object ids in memory for one amphora. A faulty amphora may report new ids for ever; above the limit, its
 # earlier reports are dropped.
 _MAX_NAMES = 50_000
+# The health manager keeps the counters of at most this number of listeners of one amphora between two writes.
+_MAX_COUNTED = 5_000
+# A heartbeat after a longer silence counts as changed, because another process may have recorded the silence. The limit
+# is 1.5 of the five heartbeat intervals after which values expire.
+_SILENCE_OF_EXPIRY = 0.3
 # The database columns for epoch and sequence have 64 bits with a sign.
 _MAX_INTEGER = 2**63 - 1
 
@@ -58,6 +67,7 @@ class AmphoraReports:
         self._states: dict[str, _AmphoraState] = {}
         self._orders: dict[str, Order] = {}
         self._updated: set[str] = set()
+        self._changed: set[str] = set()
         self._lock = threading.Lock()
 
     def load_orders(self, orders: Mapping[str, Order]) -> None:
@@ -83,8 +93,8 @@ class AmphoraReports:
             state = self._states.get(heartbeat.amphora_id)
             if state is None:
                 state = self._states[heartbeat.amphora_id] = _AmphoraState()
-            report = heartbeat.report
-            if report.holds_vip is True and state.last.holds_vip is not True:
+            report, before = heartbeat.report, state.last
+            if report.holds_vip is True and before.holds_vip is not True:
                 state.vip_claimed_at = now
             state.last = LastReport(
                 monotonic=now,
@@ -97,8 +107,32 @@ class AmphoraReports:
                 agent_version=report.agent_version,
                 usage=report.usage,
             )
-            state.merge(report, now)
+            is_same = (
+                state.merge(report, now, order)
+                and report.holds_vip is before.holds_vip
+                and report.drift == before.drift
+                and report.drifted == before.drifted
+                and report.agent_version == before.agent_version
+                and now - before.monotonic <= _SILENCE_OF_EXPIRY * self.expiry
+            )
+            if not is_same:
+                self._changed.add(heartbeat.amphora_id)
             self._updated.add(heartbeat.amphora_id)
+        return True
+
+    def accept_time(self, amphora_id: str, order: Order, now: float) -> bool:
+        """Record that a verified heartbeat arrived, without its values.
+
+        Return False if this process knows no values of the amphora, or for a replay. Values that no complete heartbeat
+        repeats expire as usual.
+        """
+        with self._lock:
+            state = self._states.get(amphora_id)
+            if state is None or order <= self._orders.get(amphora_id, _BEFORE_ALL):
+                return False
+            self._orders[amphora_id] = order
+            state.last = msgspec.structs.replace(state.last, monotonic=now, wall=self._wall_clock(), order=order)
+            self._updated.add(amphora_id)
         return True
 
     def live_reports(self, amphora_ids: Iterable[str], now: float) -> dict[str, Report]:
@@ -143,12 +177,33 @@ class AmphoraReports:
             self._updated.clear()
         return updated
 
+    def take_changed(self) -> set[str]:
+        """Return the amphorae with a changed value since the previous call.
+
+        Counters and the usage of resources do not count. A heartbeat after a silence counts as a change.
+        """
+        with self._lock:
+            changed, self._changed = self._changed, set()
+        return changed
+
+    def take_counters(self, amphora_ids: Iterable[str]) -> dict[str, Mapping[str, ListenerReport]]:
+        """Return the counters that these amphorae reported since the previous call, by amphora and listener."""
+        with self._lock:
+            states = [(one, self._states.get(one)) for one in amphora_ids]
+            return {one: counters for one, state in states if state is not None and (counters := state.take_counters())}
+
+    def live_ids(self, amphora_ids: Iterable[str], now: float) -> list[str]:
+        """Return the amphorae that are not silent."""
+        with self._lock:
+            return [one for one, _ in self._fresh(amphora_ids, now)]
+
     def forget(self, amphora_ids: Iterable[str]) -> None:
         with self._lock:
             for amphora_id in amphora_ids:
                 self._states.pop(amphora_id, None)
                 self._orders.pop(amphora_id, None)
                 self._updated.discard(amphora_id)
+                self._changed.discard(amphora_id)
 
     def known_ids(self) -> set[str]:
         """Return every amphora that uses memory, including those known from `load_orders` only."""
@@ -157,27 +212,83 @@ class AmphoraReports:
 
 
 class _AmphoraState:
-    """The values that one amphora reported, each with the time of the report."""
+    """The values that one amphora reported, each with the time of the report.
 
-    __slots__ = ("_listeners", "_name_bound", "_pools", "generation", "last", "vip_claimed_at")
+    If the last datagram names all objects, `_whole` is its report, and the values of single objects are empty. `_base`
+    is the last complete report, to which differences refer.
+    """
+
+    __slots__ = (
+        *("_base", "_base_order", "_counters", "_listeners", "_name_bound", "_pools", "_whole", "_whole_at"),
+        *("generation", "last", "vip_claimed_at"),
+    )
 
     def __init__(self) -> None:
         self.last = LastReport(0.0, 0.0, 0, _BEFORE_ALL)
         # Time since which all heartbeats of the amphora report that it holds the VIPs.
         self.vip_claimed_at = -1.0
         self.generation: int | None = None
+        self._whole: Report | None = None
+        self._whole_at = 0.0
+        self._base: Report | None = None
+        self._base_order = _BEFORE_ALL
         self._listeners: dict[str, tuple[float, ListenerReport]] = {}
         self._pools: dict[str, _PoolState] = {}
+        # The counters since the last `take_counters`. The dictionary may belong to a report, so it is never changed.
+        self._counters: Mapping[str, ListenerReport] = {}
         # Upper bound of the number of reported object ids. An id in two heartbeats counts twice.
         self._name_bound = 0
 
-    def merge(self, report: Report, now: float) -> None:
-        """Add the values of a newer datagram, and drop the values of another generation."""
+    def merge(self, report: Report, now: float, order: Order) -> bool:
+        """Add the values of a newer datagram, and drop the values of another generation.
+
+        Return whether the datagram names all objects, and repeats everything but counters.
+        """
+        if report.full is None:
+            self._base, self._base_order = report, order
+        elif self._base is not None and self._base_order == (order[0], report.full):
+            report = _apply_difference(self._base, report)
+        self._add_counters(report.listeners)
+        whole = self._whole
+        if whole is not None:
+            if _is_repetition(whole, report):
+                self._whole, self._whole_at = report, now
+                return True
+            self._whole = None
+            self._add(whole, self._whole_at)
         if report.generation != self.generation or self._has_too_many_names():
             self.generation = report.generation
             self._listeners.clear()
             self._pools.clear()
             self._name_bound = 0
+        if self._is_covered_by(report):
+            self._listeners.clear()
+            self._pools.clear()
+            self._name_bound = 0
+            self._whole, self._whole_at = report, now
+        else:
+            self._add(report, now)
+        return False
+
+    def take_counters(self) -> Mapping[str, ListenerReport]:
+        counters, self._counters = self._counters, {}
+        return counters
+
+    def _add_counters(self, listeners: dict[str, ListenerReport]) -> None:
+        before = self._counters
+        if not before or before.keys() <= listeners.keys() or len(before) > _MAX_COUNTED:
+            self._counters = listeners
+        else:
+            self._counters = {**before, **listeners}
+
+    def _is_covered_by(self, report: Report) -> bool:
+        return (
+            self._listeners.keys() <= report.listeners.keys()
+            and self._pools.keys() <= report.pools.keys()
+            and all(pool.is_covered_by(report.pools[key]) for key, pool in self._pools.items())
+        )
+
+    def _add(self, report: Report, now: float) -> None:
         for listener_id, listener in report.listeners.items():
             self._listeners[listener_id] = (now, listener)
         for key, pool in report.pools.items():
@@ -190,6 +301,12 @@ class _AmphoraState:
 
     def build_report(self, amphora_id: str, earliest: float) -> Report:
         """Return the values reported since `earliest`, and drop all older values."""
+        whole = self._whole
+        if whole is not None:
+            if self._whole_at < earliest:
+                self._whole = None
+                return Report(generation=self.generation, amphora_id=amphora_id)
+            return Report(self.generation, whole.listeners, whole.pools, amphora_id)
         self._listeners = {key: value for key, value in self._listeners.items() if value[0] >= earliest}
         self._pools = {key: pool for key, pool in self._pools.items() if pool.at >= earliest}
         return Report(
@@ -231,6 +348,32 @@ class _PoolState:
         members = {member_id: word for _, part in self.parts for member_id, word in part.items()}
         return PoolReport(status=self.status, members=members)
 
+    def is_covered_by(self, pool: PoolReport) -> bool:
+        return all(members.keys() <= pool.members.keys() for _, members in self.parts)
+
     def count_names(self) -> int:
         # A datagram without members uses memory too, so each datagram counts as one id.
         return sum(len(members) + 1 for _, members in self.parts) + 1
+
+
+def _is_repetition(before: Report, report: Report) -> bool:
+    """Return whether a report names the same objects with the same statuses."""
+    known = before.listeners
+    return (
+        report.generation == before.generation
+        and report.pools == before.pools
+        and report.listeners.keys() == known.keys()
+        and all(known[key].status == listener.status for key, listener in report.listeners.items())
+    )
+
+
+def _apply_difference(base: Report, difference: Report) -> Report:
+    """Return the complete report that follows from a complete one and a later difference."""
+    pools = base.pools
+    if difference.pools:
+        pools = dict(pools)
+        for key, pool in difference.pools.items():
+            known = pools.get(key)
+            members = pool.members if known is None else {**known.members, **pool.members}
+            pools[key] = PoolReport(pool.status, members)
+    return Report(difference.generation, {**base.listeners, **difference.listeners}, pools)

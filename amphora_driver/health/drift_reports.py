@@ -139,6 +139,13 @@ class DriftReports:
         """Remember the notices of these heartbeats, after they are written to the database."""
         self._noticed.update({one: (drifted.at, now) for one, drifted in self._unrecorded(updated, now).items()})
 
+    def has_unrecorded(self, amphora_id: str, last: LastReport) -> bool:
+        """Return whether a heartbeat reports drift without a notice, or the end of drift without its record."""
+        drifted = last.drifted
+        return amphora_id in self._reported or (
+            drifted is not None and drifted.at != self._noticed.get(amphora_id, (None, 0.0))[0]
+        )
+
     def _unrecorded(self, updated: Mapping[str, LastReport], now: float) -> dict[str, LastDrift]:
         found = {}
         for amphora_id, last in updated.items():

@@ -33,6 +33,12 @@ class NearLimits:
         # For each amphora and resource: the mark that heartbeats contradict, and the times of the first and the last of
         # these heartbeats.
         self._changing: dict[tuple[str, str], tuple[bool, float, float]] = {}
+        # `_counting` contains the amphorae in `_changing`.
+        self._counting: set[str] = set()
+
+    def needs_attention(self, amphora_id: str, usage: Mapping[str, int], marked: str) -> bool:
+        """Return whether a heartbeat may contribute to a change of the mark."""
+        return bool(marked) or amphora_id in self._counting or max(usage.values(), default=0) >= self._limit
 
     def find_changed(
         self, updated: Mapping[str, LastReport], marked: Mapping[str, str], now: float
@@ -56,6 +62,10 @@ class NearLimits:
             names = ",".join(near)
             if names != before:
                 changed[amphora_id] = names or None
+            if any((amphora_id, name) in self._changing for name in _RESOURCES):
+                self._counting.add(amphora_id)
+            else:
+                self._counting.discard(amphora_id)
         return changed
 
     def _is_near(self, key: tuple[str, str], used: int | None, now: float, *, known: bool) -> bool:
@@ -79,3 +89,4 @@ class NearLimits:
     def retain(self, amphora_ids: set[str]) -> None:
         """Forget deleted amphorae."""
         self._changing = {key: one for key, one in self._changing.items() if key[0] in amphora_ids}
+        self._counting &= amphora_ids

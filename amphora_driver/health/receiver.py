@@ -3,6 +3,10 @@
 
 Invariant: the receive loop waits for the socket only. Keys come from a cache (`heartbeat_keys`). Neither a slow
 database nor datagrams with invented ids delay authentic heartbeats or cause much database load.
+
+If more heartbeats arrive than the health manager can process, statistics are omitted first, then statuses, and the
+times of heartbeats never. An omission delays a value and loses none: counters are absolute, and the next heartbeat
+repeats all statuses.
 """
 
 from __future__ import annotations
@@ -12,10 +16,12 @@ import logging
 import secrets
 import selectors
 import socket
+import struct
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from enum import IntEnum
 
 from amphora_driver.errors import ConfigurationError, HeartbeatRefused
 from amphora_driver.health.amphora_budgets import AmphoraBudgets
@@ -28,6 +34,7 @@ from amphora_driver.health.heartbeat_codec import (
     verify_signature,
 )
 from amphora_driver.health.heartbeat_keys import KeyCache, KeyReader
+from amphora_driver.health.receiver_group import GroupMember
 from amphora_driver.secret import Secret
 
 LOG = logging.getLogger(__name__)
@@ -40,12 +47,79 @@ _SOCKET_BUFFER = 32 << 20
 _SO_RCVBUFFORCE = 33
 # Maximum number of datagrams in a row, before the loop checks for a stop request and for new keys.
 _BURST = 256
+# After the loop has emptied the socket, it lets datagrams arrive for 10 ms. A wake-up for each single datagram would
+# cost more than the datagram. The receive buffer holds the datagrams of a much longer time.
+_BATCH_SECONDS = 0.01
 # Refused heartbeats are logged every _LOG_INTERVAL seconds at most, with up to _MAX_NAMED amphorae.
 _LOG_INTERVAL, _MAX_NAMED = 60.0, 5
 # The self-test sends a datagram of these magic bytes and a secret random number to the heartbeat socket.
 _PROBE_MAGIC, _PROBE_SIZE = b"AHM1", 32
 # Targets of the self-test if the health manager listens on a wildcard address.
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+# Number of Linux's socket option SO_MEMINFO (since Linux 4.12), for which Python's socket module has no name. Of the
+# nine numbers, the first is the used memory, the second its limit, and the last the number of lost datagrams.
+_SO_MEMINFO = 55
+_MEMINFO = struct.Struct("=9I")
+# Parts of the receive buffer that are in use when the omission of a part begins, and when all omissions end.
+_STATISTICS_FROM, _STATUSES_FROM, _ENDS_BELOW = 0.25, 0.5, 0.1
+
+
+class Omitted(IntEnum):
+    """What the health manager omits; each value includes the lower ones."""
+
+    NOTHING = 0
+    STATISTICS = 1
+    STATUSES = 2
+
+
+_TEXTS = {
+    Omitted.STATISTICS: "the health manager postpones statistics",
+    Omitted.STATUSES: "the health manager postpones statistics, and reads only the times of heartbeats",
+}
+
+
+class OverloadMonitor:
+    """The omissions of one receiver. `omitted` and `lost` may be read by any thread.
+
+    Attributes:
+        omitted: what is omitted now.
+        lost: datagrams that the kernel could not store, since the start.
+    """
+
+    def __init__(self, *receiving: socket.socket) -> None:
+        self._sockets = receiving
+        self.omitted = Omitted.NOTHING
+        self.lost = 0
+
+    def measure(self) -> Omitted:
+        """Measure the receive buffer, and return what to omit."""
+        highest, lost = 0.0, 0
+        for one in self._sockets:
+            answer = one.getsockopt(socket.SOL_SOCKET, _SO_MEMINFO, _MEMINFO.size)
+            used, limit, *_, dropped = _MEMINFO.unpack(answer)
+            highest, lost = max(highest, used / max(limit, 1)), lost + dropped
+        self.lost = lost
+        return self._decide(highest)
+
+    def _decide(self, used: float) -> Omitted:
+        before = self.omitted
+        if used >= _STATUSES_FROM:
+            self.omitted = Omitted.STATUSES
+        elif used >= _STATISTICS_FROM:
+            self.omitted = max(before, Omitted.STATISTICS)
+        elif used < _ENDS_BELOW:
+            self.omitted = Omitted.NOTHING
+        if self.omitted > before:
+            LOG.warning(
+                "%s, because more heartbeats arrive than the health manager can process: %d %% of the receive buffer "
+                "are in use; add a processor or a health manager, or increase [amp_health] interval",
+                _TEXTS[self.omitted],
+                100 * used,
+            )
+        elif self.omitted is Omitted.NOTHING and before:
+            LOG.warning("the health manager processes complete heartbeats again, because its receive buffer is empty")
+        return self.omitted
 
 
 class Receiver:
@@ -60,6 +134,9 @@ class Receiver:
             amphora. The callback has to return fast.
         is_newer: returns whether (epoch, sequence) is after all heartbeats of this amphora. The receiver asks before
             it decompresses a datagram, so that a replay costs one signature check only.
+        accept_time: called with amphora id and order of a verified heartbeat whose document is not read because of
+            overload. Returns whether the document may be left out.
+        member: this receiver's part of a group on one port; its sockets are used instead of new ones.
     """
 
     def __init__(
@@ -72,8 +149,12 @@ class Receiver:
         key_read_interval: float = 0.5,
         on_unknown: Callable[[str, str], None] = lambda _amphora_id, _address: None,
         is_newer: Callable[[str, tuple[int, int]], bool] = lambda _amphora_id, _order: True,
+        accept_time: Callable[[str, tuple[int, int]], bool] = lambda _amphora_id, _order: False,
+        member: GroupMember | None = None,
     ) -> None:
         self.accepted = 0
+        # Accepted heartbeats without their documents.
+        self.shortened = 0
         # Refused heartbeats by reason. "unknown", "busy" and "lookup" mean that no key is known; "handler" means an
         # error in `on_heartbeat`.
         self.refused: Counter[str] = Counter()
@@ -81,6 +162,7 @@ class Receiver:
         # datagram.
         self.refused_by_amphora: Counter[str] = Counter()
         self._is_newer = is_newer
+        self._accept_time = accept_time
         self._budgets = AmphoraBudgets()
         self._on_heartbeat = on_heartbeat
         self._on_unknown = on_unknown
@@ -89,8 +171,12 @@ class Receiver:
         self._stopping = False
         self._logged_at = 0.0
         self._closing = threading.Lock()
-        self._socket = _bind(bind_address, port)
+        self._member = member
+        self._socket = bind_socket(bind_address, port) if member is None else member.receiving
+        self._forwarded = None if member is None else member.forwarded
+        self._inputs = tuple(one for one in (self._socket, self._forwarded) if one is not None)
         self.port: int = self._socket.getsockname()[1]
+        self.overload = OverloadMonitor(*self._inputs)
         self._address = (_LOOPBACK.get(bind_address, bind_address), self.port)
         self._wakeup_reader, self._wakeup_writer = socket.socketpair()
         self._wakeup_reader.setblocking(False)
@@ -102,10 +188,12 @@ class Receiver:
         lookups = threading.Thread(target=self._keys.run, name="heartbeat-keys", daemon=True)
         lookups.start()
         try:
-            with selectors.DefaultSelector() as selector:
-                selector.register(self._socket, selectors.EVENT_READ)
-                selector.register(self._wakeup_reader, selectors.EVENT_READ)
-                self._receive_until_stopped(selector)
+            with selectors.DefaultSelector() as selector, selectors.DefaultSelector() as wakeups:
+                for each in self._inputs:
+                    selector.register(each, selectors.EVENT_READ)
+                for one in (selector, wakeups):
+                    one.register(self._wakeup_reader, selectors.EVENT_READ)
+                self._receive_until_stopped(selector, wakeups)
         finally:
             self._keys.stop()
             # A read of keys may hang, because the database may hang.
@@ -120,7 +208,7 @@ class Receiver:
     def close(self) -> None:
         """Close the sockets. `run` closes them at its end, too."""
         with self._closing:
-            for one in (self._socket, self._wakeup_reader, self._wakeup_writer):
+            for one in (*self._inputs, self._wakeup_reader, self._wakeup_writer):
                 one.close()
 
     def preload(self, keys: Mapping[str, Secret]) -> None:
@@ -137,7 +225,10 @@ class Receiver:
     def receives_probe(self, seconds: float = 1.0) -> bool:
         """Send a probe to the socket, and return whether `run` reads it in time. Not thread-safe."""
         self._probe_received.clear()
-        self._probe = probe = _PROBE_MAGIC + secrets.token_bytes(_PROBE_SIZE)
+        probe = _PROBE_MAGIC + secrets.token_bytes(_PROBE_SIZE)
+        while self._member is not None and not self._member.is_own_probe(probe):
+            probe = _PROBE_MAGIC + secrets.token_bytes(_PROBE_SIZE)
+        self._probe = probe
         try:
             with socket.socket(self._socket.family, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
                 sender.setblocking(False)
@@ -162,10 +253,8 @@ class Receiver:
         self._probe_received.set()
         return True
 
-    def _receive_until_stopped(self, selector: selectors.BaseSelector) -> None:
+    def _receive_until_stopped(self, selector: selectors.BaseSelector, wakeups: selectors.BaseSelector) -> None:
         buffer = bytearray(_MAX_DATAGRAM)
-        view = memoryview(buffer)
-        receive = self._socket.recvfrom_into
         while True:
             selector.select()
             # The messages are read before the flag, because `stop` sets the flag and then sends a message. In the other
@@ -173,29 +262,54 @@ class Receiver:
             self._drain_wakeups()
             if self._stopping:
                 return
+            self.overload.measure()
             while (ready := self._keys.pop_ready()) is not None:
                 datagram, address = ready
                 self._handle_datagram(memoryview(datagram), address, retried=True)
-            try:
-                for _ in range(_BURST):
-                    size, sender = receive(buffer)
-                    self._handle_datagram(view[:size], sender[0], retried=False)
-            except BlockingIOError:
-                pass
-            except OSError as error:
-                # A temporary socket error must not end the receive loop, for example an ICMP error after a probe.
-                LOG.warning(
-                    "the health manager could not read a datagram from its heartbeat socket and continues: %s", error
-                )
+            empty = [self._receive_burst(one, buffer) for one in self._inputs]
+            if all(empty):
+                wakeups.select(_BATCH_SECONDS)
 
-    def _handle_datagram(self, datagram: memoryview, sender: str, *, retried: bool) -> None:
+    def _receive_burst(self, receiving: socket.socket, buffer: bytearray) -> bool:
+        """Process up to `_BURST` datagrams, and return whether the socket is empty."""
+        view, receive, forwarded = memoryview(buffer), receiving.recvfrom_into, receiving is self._forwarded
+        try:
+            for _ in range(_BURST):
+                size, sender = receive(buffer)
+                self._handle_datagram(view[:size], sender[0], retried=False, forwarded=forwarded)
+        except BlockingIOError:
+            # The buffer is empty, and the next datagram may come much later.
+            if self.overload.omitted:
+                self.overload.measure()
+            return True
+        except OSError as error:
+            # A temporary socket error must not end the receive loop, for example an ICMP error after a probe.
+            LOG.warning(
+                "the health manager could not read a datagram from its heartbeat socket and continues: %s", error
+            )
+        return False
+
+    def _is_forwarded(self, amphora_id: str, datagram: memoryview) -> bool:
+        """Send the datagram to another receiver if that one processes the amphora, and return whether it does."""
+        member = self._member
+        if member is None or (owner := member.owner(amphora_id)) == member.index:
+            return False
+        member.forward(owner, datagram)
+        return True
+
+    def _handle_datagram(self, datagram: memoryview, sender: str, *, retried: bool, forwarded: bool = False) -> None:
         if self._accept_probe(datagram):
             return
         try:
-            key = self._keys.get(read_amphora_id(datagram), datagram, sender, retried=retried)
+            amphora_id = read_amphora_id(datagram)
+            if not forwarded and self._is_forwarded(amphora_id, datagram):
+                return
+            key = self._keys.get(amphora_id, datagram, sender, retried=retried)
             if key is None:
                 return
             heartbeat = self._decode(datagram, key)
+            if heartbeat is None:
+                return
         except HeartbeatRefused as refusal:
             self._record_refusal(refusal)
             if refusal.reason == "unknown":
@@ -212,17 +326,29 @@ class Receiver:
                 heartbeat.amphora_id,
             )
 
-    def _decode(self, datagram: memoryview, key: Secret) -> Heartbeat:
-        """Decode a datagram. The cheap checks come first: signature, order, budget, size, content."""
+    def _decode(self, datagram: memoryview, key: Secret) -> Heartbeat | None:
+        """Decode a datagram; None if only its time is used.
+
+        The cheap checks come first: signature, order, budget, size, content.
+        """
         verified = verify_signature(datagram, key)
         try:
             self._check_order_and_budget(verified)
+            if self.overload.omitted is Omitted.STATUSES and self._shorten(verified):
+                return None
             document = decompress_document(verified)
             self._budgets.charge_bytes(verified.amphora_id, len(document))
             return parse_document(verified, document)
         except HeartbeatRefused:
             self.refused_by_amphora[verified.amphora_id] += 1
             raise
+
+    def _shorten(self, verified: VerifiedDatagram) -> bool:
+        if not self._accept_time(verified.amphora_id, (verified.epoch, verified.sequence)):
+            return False
+        self.accepted += 1
+        self.shortened += 1
+        return True
 
     def _check_order_and_budget(self, verified: VerifiedDatagram) -> None:
         amphora_id = verified.amphora_id
@@ -262,7 +388,11 @@ class Receiver:
             return
 
 
-def _bind(address: str, port: int) -> socket.socket:
+def bind_socket(address: str, port: int, *, shared: bool = False) -> socket.socket:
+    """Return a socket for heartbeats, or raise ConfigurationError.
+
+    `shared` permits further sockets with this port.
+    """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     made = socket.socket(family, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
     try:
@@ -276,6 +406,8 @@ def _bind(address: str, port: int) -> socket.socket:
                 "the health manager does not have CAP_NET_ADMIN, so the kernel limits the receive buffer for "
                 "heartbeats to net.core.rmem_max; if heartbeats are lost, increase this limit"
             )
+        if shared:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         made.bind((address, port))
     except (OSError, ValueError) as error:
         made.close()

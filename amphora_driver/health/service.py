@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Set as AbstractSet
+from functools import partial
 
 import cotyledon
 import sqlalchemy as sa
@@ -25,7 +26,8 @@ from amphora_driver.database.vault import Vault
 from amphora_driver.errors import StoreError
 from amphora_driver.health.amphora_reports import AmphoraReports, Order
 from amphora_driver.health.heartbeat_codec import Heartbeat
-from amphora_driver.health.receiver import Receiver
+from amphora_driver.health.receiver import Omitted, Receiver, bind_socket
+from amphora_driver.health.receiver_group import GroupMember, ReceiverGroup
 from amphora_driver.health.self_test import ReceiverSelfTest
 from amphora_driver.health.status_writer import StatusWriter
 from amphora_driver.health.unknown_amphorae import UnknownAmphorae
@@ -45,13 +47,22 @@ _IDLE_FLUSH_INTERVAL = 1.0
 _STOP_TIMEOUT = 20.0
 # Age in seconds of the last successful write, above which `GET /healthz` returns 503.
 _MAX_FLUSH_AGE = 15.0
+# Seconds after which a receiver of a group reads again which receiver processes which load balancer.
+_DISTRIBUTION_INTERVAL = 5.0
+# A receiver of a group is not working if the self-test of another one is older than this multiple of the interval.
+_GROUP_TEST_AGE = 1.75
 
 
 class HealthManager:
-    """Receiver, reports in memory, and writer of one health manager process."""
+    """Receiver, reports in memory, and writer of one health manager process.
 
-    def __init__(self, conf: ConfigOpts) -> None:
+    `member` is the part of this process in a group of receivers on one port.
+    """
+
+    def __init__(self, conf: ConfigOpts, member: GroupMember | None = None) -> None:
         self._conf = conf
+        self._member = member
+        self._distributed_at = 0.0
         self._database = Database(conf.amp_database.connection, durable=False)
         self._vault = Vault.load(conf.amp_database.encryption_key_file)
         self._reports = AmphoraReports(expiry=_EXPIRY_INTERVALS * conf.amp_health.interval)
@@ -63,6 +74,8 @@ class HealthManager:
             self._accept,
             on_unknown=lambda amphora_id, address: self._unknown.add(amphora_id, address, time.monotonic()),
             is_newer=self._reports.is_newer,
+            accept_time=self._accept_time,
+            member=member,
         )
         self._writer = StatusWriter(
             self._database,
@@ -71,14 +84,26 @@ class HealthManager:
             lambda: notifier.notify(conf, local_socket.CONTROLLER),
             self._receiver.forget,
             conf.amp_health.near_limit,
+            conf.amp_health.statistics_interval,
+            lambda: self._receiver.overload.omitted >= Omitted.STATISTICS,
         )
         name = process_name()
         # Controllers must learn of a failed self-test long before they regard silent amphorae as dead.
         interval = min(process_registry.HEARTBEAT_INTERVAL, conf.amp_failover.silent_after / 5)
         max_flush_age = _IDLE_FLUSH_INTERVAL + 2 * conf.amp_health.flush_interval
-        self._self_test = ReceiverSelfTest(self._database, name, self._receiver.receives_probe, interval, max_flush_age)
+        if member is not None:
+            # The self-tests of all receivers have to be recent. So the tests are more frequent.
+            interval /= 2
+        self._group_test_age = _GROUP_TEST_AGE * interval
+        self._self_test = ReceiverSelfTest(self._database, name, self._receives_probe, interval, max_flush_age)
         kind = process_registry.ProcessKind.HEALTH_MANAGER
-        self._telemetry = Telemetry(conf, kind, name, lambda: time.monotonic() - self._flushed_at < _MAX_FLUSH_AGE)
+        self._telemetry = Telemetry(
+            conf,
+            kind,
+            name,
+            lambda: time.monotonic() - self._flushed_at < _MAX_FLUSH_AGE,
+            0 if member is None else member.index,
+        )
         self._flushed_at = time.monotonic()
         self._updated = threading.Event()
         self._stopping = threading.Event()
@@ -99,7 +124,7 @@ class HealthManager:
         ]
         for thread in others:
             thread.start()
-        metrics.set_heartbeat_source(lambda: (self._receiver.accepted, self._receiver.refused))
+        metrics.set_heartbeat_source(self._count_heartbeats)
         try:
             with self._telemetry:
                 self._receiver.run()
@@ -130,11 +155,49 @@ class HealthManager:
         # The epochs and sequence numbers are loaded before the keys are used. So this health manager refuses heartbeats
         # that another one has already accepted.
         self._reports.load_orders(orders)
+        self._distribute()
         return keys
+
+    def _distribute(self) -> None:
+        """Find out which load balancers this receiver of a group processes."""
+        if self._member is None:
+            return
+
+        def load_orders(amphora_ids: list[str]) -> None:
+            # Another receiver may have accepted later heartbeats of these amphorae.
+            orders = self._database.read(lambda connection: amphorae.last_heartbeats(connection, amphora_ids))
+            self._reports.load_orders(orders)
+
+        self._member.distribute(self._database.read(amphorae.load_balancer_ids_by_age), load_orders)
+        self._distributed_at = time.monotonic()
+
+    def _receives_probe(self, seconds: float) -> bool:
+        """Return whether this process receives a probe; of a group, whether all receivers do."""
+        received = self._receiver.receives_probe(seconds)
+        if self._member is None:
+            return received
+        if received:
+            self._member.record_test()
+        return self._member.all_tested(self._group_test_age)
+
+    def _count_heartbeats(self) -> metrics.HeartbeatCounts:
+        receiver = self._receiver
+        return metrics.HeartbeatCounts(
+            accepted=receiver.accepted,
+            refused=receiver.refused,
+            shortened=receiver.shortened,
+            lost=receiver.overload.lost + (0 if self._member is None else self._member.lost),
+        )
 
     def _accept(self, heartbeat: Heartbeat) -> None:
         if self._reports.accept(heartbeat, time.monotonic()):
             self._updated.set()
+
+    def _accept_time(self, amphora_id: str, order: Order) -> bool:
+        accepted = self._reports.accept_time(amphora_id, order, time.monotonic())
+        if accepted:
+            self._updated.set()
+        return accepted
 
     def _record_unknown(self) -> None:
         now = time.monotonic()
@@ -170,6 +233,8 @@ class HealthManager:
             if changed:
                 notifier.notify(self._conf, local_socket.REPORTER)
             self._record_unknown()
+            if time.monotonic() - self._distributed_at > _DISTRIBUTION_INTERVAL:
+                self._distribute()
         except StoreError as error:
             LOG.warning(
                 "the health manager could not write the reports of amphorae to the database and tries again: %s", error
@@ -187,10 +252,10 @@ class HealthManagerService(cotyledon.Service):
 
     name = "amphora-health-manager"
 
-    def __init__(self, worker_id: int, conf: ConfigOpts) -> None:
+    def __init__(self, worker_id: int, conf: ConfigOpts, group: ReceiverGroup | None = None) -> None:
         super().__init__(worker_id)
         log_context.setup(conf, self.name)
-        self._manager = HealthManager(conf)
+        self._manager = HealthManager(conf, None if group is None else group.member(worker_id))
 
     def run(self) -> None:
         self._manager.run()
@@ -211,8 +276,12 @@ def main() -> int:
     log_context.setup(conf, HealthManagerService.name)
     if not schema_check.is_usable(Database(conf.amp_database.connection)):
         return 1
+    options, group = conf.amp_health, None
+    if options.receivers > 1:
+        shared = partial(bind_socket, shared=True)
+        group = ReceiverGroup(shared, options.bind_address, options.bind_port, options.receivers)
     manager = cotyledon.ServiceManager()
-    manager.add(HealthManagerService, workers=1, args=(conf,))
+    manager.add(HealthManagerService, workers=options.receivers, args=(conf, group))
     manager.run()
     return 0
 

@@ -7,13 +7,14 @@ order and any repetition of writes, because several health managers receive the 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 
+from amphora_driver.database.bulk_update import BulkUpdate
 from amphora_driver.database.tables import listener_statistics
 from amphora_driver.health.status import ListenerReport, Report
 
@@ -48,11 +49,16 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def changed_rows(
-    reports: Mapping[str, Report], load_balancer_id: str, listener_ids: Collection[str], written: Mapping[Key, Row]
+    reports: Mapping[str, Report],
+    load_balancer_id: str,
+    listener_ids: Collection[str],
+    written: Mapping[Key, Row],
+    live: Collection[str] | None = None,
 ) -> list[Row]:
     """Return the rows of one load balancer that differ from the last written rows.
 
     The result contains no reports about other listeners and no impossible values. The reports have amphora ids as keys.
+    An amphora that is not in `live` has no open connections; None means that all are live.
     """
     rows: list[Row] = []
     for amphora_id, report in reports.items():
@@ -60,6 +66,8 @@ def changed_rows(
             if listener_id not in listener_ids or not _is_plausible(reported):
                 continue
             values: dict[str, int] = {name: getattr(reported, name) for name in _VALUES}
+            if live is not None and amphora_id not in live:
+                values["active_connections"] = 0
             before = written.get((listener_id, amphora_id))
             if before is not None:
                 values.update({name: max(values[name], getattr(before, name)) for name in _COUNTERS})
@@ -80,29 +88,31 @@ def record_written(written: dict[Key, Row], rows: Iterable[Row]) -> None:
     written.update((row.key, row) for row in rows)
 
 
-def write_rows(connection: sa.Connection, rows: Sequence[Row]) -> None:
+def write_rows(connection: sa.Connection, rows: Sequence[Row], recorded: Container[Key] = frozenset()) -> None:
     """Write at most one row for each listener and amphora, in the caller's transaction.
 
-    A counter that is higher in the table keeps the higher value. `version` grows in each row that changes.
+    A counter that is higher in the table keeps the higher value. `version` grows in each row that changes. The table
+    has rows with the keys in `recorded`.
     """
     # All writers sort the rows by primary key. Locks in different orders could cause a deadlock.
     ordered = sorted(rows, key=lambda row: row.key)
-    for begin in range(0, len(ordered), _CHUNK):
-        _write_chunk(connection, ordered[begin : begin + _CHUNK])
+    unknown = [row for row in ordered if row.key not in recorded]
+    missing: set[Key] = set()
+    for begin in range(0, len(unknown), _CHUNK):
+        missing |= _missing(connection, unknown[begin : begin + _CHUNK])
+    _UPDATE_ALL.execute(connection, [_bound(row) for row in ordered if row.key not in missing])
+    if missing:
+        _insert(connection, [row for row in ordered if row.key in missing])
 
 
-def _write_chunk(connection: sa.Connection, rows: Sequence[Row]) -> None:
+def _missing(connection: sa.Connection, rows: Sequence[Row]) -> set[Key]:
+    """Return the keys without a row in the table."""
     # Some databases use no index for pairs of columns. So the query selects by listener id, the first column of the
     # primary key.
     listener_ids = sorted({row.listener_id for row in rows})
     statement = sa.select(_TABLE.c.listener_id, _TABLE.c.amphora_id).where(_TABLE.c.listener_id.in_(listener_ids))
     known = {(one.listener_id, one.amphora_id) for one in connection.execute(statement)}
-    old = [row for row in rows if row.key in known]
-    new = [row for row in rows if row.key not in known]
-    if old:
-        connection.execute(_UPDATE, [_bound(row) for row in old])
-    if new:
-        _insert(connection, new)
+    return {row.key for row in rows if row.key not in known}
 
 
 def _insert(connection: sa.Connection, rows: Sequence[Row]) -> None:
@@ -142,6 +152,18 @@ def _update() -> sa.Update:
 
 
 _UPDATE = _update()
+_UPDATE_ALL = BulkUpdate(
+    _TABLE,
+    {"listener_id": "at_listener", "amphora_id": "at_amphora"},
+    {name: f"new_{name}" for name in _VALUES},
+    {
+        "version": "o.version + 1",
+        "active_connections": "n.active_connections",
+        **{name: f"GREATEST(o.{name}, n.{name})" for name in _COUNTERS},
+    },
+    " OR ".join(("o.active_connections <> n.active_connections", *(f"o.{name} < n.{name}" for name in _COUNTERS))),
+    _UPDATE,
+)
 
 
 def _bound(row: Row) -> dict[str, Any]:

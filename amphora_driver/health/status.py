@@ -78,6 +78,8 @@ class Report(msgspec.Struct, frozen=True):
         drift: kinds of drift that the agent could not repair.
         drifted: the last drift; None if the agent has found or reports none.
         usage: percentage in use of limited resources; agents of earlier versions send none.
+        full: of a difference, the sequence of the complete report to which it refers; None for a complete report, and
+            from agents of earlier versions.
         amphora_id: not part of the document; the receiver sets it from the verified header.
     """
 
@@ -90,6 +92,7 @@ class Report(msgspec.Struct, frozen=True):
     drifted: LastDrift | None = None
     agent_version: Version | None = None
     usage: Usage = {}
+    full: int | None = None
 
 
 class ObjectStatus(msgspec.Struct, frozen=True):

@@ -3,43 +3,57 @@
 
 Invariant: the writer writes changes only. The next flush computes a failed batch again, with or without new heartbeats,
 so no queue can overflow or get lost. A report affects only the load balancer of its amphora, and no report can block
-the writes of other load balancers. For any number of load balancers, a flush is one read and at most one write
-transaction (`write_batch`).
+the writes of other load balancers. A flush of at most `_PART` amphorae is one read and at most one write transaction
+(`write_batch`).
+
+A heartbeat that repeats the previous one causes no read. Its time is written with the times of all other amphorae, and
+its counters at the interval of the statistics. The writer reads a load balancer after a change, and every
+`_REFRESH_INTERVAL` seconds. If there is more work than time, times come first, then statuses, then statistics. A
+postponed status is computed from the newest report, and a postponed counter is absolute, so no total is lost.
 """
 
 from __future__ import annotations
 
+import heapq
 import logging
+import random
 import time
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 
 import msgspec
 import sqlalchemy as sa
 
+from amphora_driver import metrics
 from amphora_driver.database.engine import Database
 from amphora_driver.errors import UnknownObject
 from amphora_driver.health import statistics
+from amphora_driver.health.amphora_findings import AmphoraFindings
 from amphora_driver.health.amphora_reports import AmphoraReports, LastReport
-from amphora_driver.health.drift_reports import DriftReports, UnrepairedDrift
-from amphora_driver.health.lost_configs import LostConfig, LostConfigDetector
-from amphora_driver.health.near_limits import NearLimits
 from amphora_driver.health.stale_connections import StaleConnections
-from amphora_driver.health.status import Report, Statuses, operating_statuses
-from amphora_driver.health.write_batch import BatchWriter, Entry, apply_or_split
-from amphora_driver.model.amphora import AmphoraState, describe_resources
+from amphora_driver.health.status import ListenerReport, Report, Statuses, operating_statuses
+from amphora_driver.health.write_batch import BatchWriter, Entry, Written, plain
+from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.model.loadbalancer import LoadBalancer
-from amphora_driver.store import amphorae, config_drift, desired_objects, status_outbox
-from amphora_driver.store.amphorae import LastHeartbeat
-from amphora_driver.untrusted_text import printable
+from amphora_driver.store import amphorae, desired_objects, status_outbox
+from amphora_driver.store.amphorae import LastHeartbeat, ServingState
 
 LOG = logging.getLogger(__name__)
 
 # Minimum seconds between two writes of the heartbeat times, which are the only changes in an idle system.
-_HEARTBEAT_WRITE_INTERVAL = 1.0
+_HEARTBEAT_WRITE_INTERVAL = amphorae.LIVENESS_WRITE_INTERVAL
 # Seconds between two removals of deleted amphorae and load balancers from memory.
 _CLEANUP_INTERVAL = 60.0
-_MAX_REASON = 255
+# The health manager reads a load balancer again after this number of seconds without a change, because a controller may
+# have changed the rows. The time varies by a quarter, so that the reads spread.
+_REFRESH_INTERVAL = 30.0
+# A flush reads and writes at most this number of amphorae in one transaction, so that the times of heartbeats can be
+# written in between.
+_PART = 100
+# A flush starts no further part after this number of seconds. Statistics wait then, and other load balancers wait for
+# the next flush.
+_FLUSH_SECONDS = 1.0
+# A flush writes at most about this number of rows of statistics.
+_MAX_STATISTICS = 5000
 
 
 class _LoadBalancerState(msgspec.Struct):
@@ -48,6 +62,14 @@ class _LoadBalancerState(msgspec.Struct):
     Attributes:
         served: the newest generation that an amphora served when the tree was read.
         silent: amphorae that became silent while their partner sends heartbeats.
+        recorded: the load balancer and its amphorae at the last read.
+        valid_until: time of the next read; a time of `time.monotonic()`.
+        settled: whether the statuses follow from the reports.
+        live: the amphorae that were not silent at the last read.
+        counted: the amphorae whose statuses counted at the last read.
+        counters: reported counters that are not written yet, by amphora and listener.
+        counted_at: time of the last write of statistics.
+        is_queued: whether statistics are due at a known time.
     """
 
     tree: LoadBalancer | None = None
@@ -55,12 +77,21 @@ class _LoadBalancerState(msgspec.Struct):
     statuses: Statuses = {}
     rows: dict[statistics.Key, statistics.Row] = {}
     silent: frozenset[str] = frozenset()
+    recorded: ServingState = msgspec.field(default_factory=lambda: ServingState(generation=0))
+    valid_until: float = 0.0
+    settled: bool = False
+    live: list[str] = []
+    counted: tuple[str, ...] = ()
+    counters: dict[str, dict[str, ListenerReport]] = {}
+    counted_at: float | None = None
+    is_queued: bool = False
 
     def invalidate_changed_status(self, load_balancer_id: str, recorded: str | None) -> None:
         """Forget the written load balancer status if another process has changed it in the database."""
         own = self.statuses.get(load_balancer_id)
         if own is not None and own.status.value != recorded:
             self.statuses = {one: known for one, known in self.statuses.items() if one != load_balancer_id}
+            self.settled = False
 
     def retain(self, amphora_ids: Iterable[str]) -> None:
         """Drop the statistics of other amphorae and of deleted listeners from memory."""
@@ -73,27 +104,42 @@ class _CurrentReports(msgspec.Struct, frozen=True):
     """The unexpired reports of the amphorae of one load balancer.
 
     Attributes:
-        reports: the reports of all amphorae, because each amphora has counted requests.
+        reports: the reports of all amphorae.
         trusted: the amphorae whose statuses of members and listeners count.
-        drifting: the amphorae with the mark "drifting".
-        near_limit: the recorded resources near their limits, by amphora id.
     """
 
     load_balancer_id: str
     state: _LoadBalancerState
     reports: dict[str, Report]
     trusted: tuple[str, ...]
-    confirmed: dict[str, int]
-    drifting: set[str]
-    near_limit: dict[str, str] = {}
 
 
 class _PendingWrite(msgspec.Struct, frozen=True):
-    """The rows to write for one load balancer, and its statuses after that write."""
+    """The rows to write for one load balancer, and its statuses after that write.
+
+    Attributes:
+        statuses: None if they are not computed.
+        counts: whether the rows include all new counters.
+    """
 
     state: _LoadBalancerState
-    statuses: Statuses
+    statuses: Statuses | None
     entry: Entry
+    counts: bool = False
+
+    def record(self, now: float, statistics_interval: float) -> None:
+        """Record that the rows are written."""
+        state = self.state
+        if self.statuses is not None:
+            state.settled = True
+            if self.entry.observations:
+                state.statuses = self.statuses
+        if self.counts:
+            # The first interval has a random length, so that the writes of many load balancers spread.
+            passed = random.random() * statistics_interval if state.counted_at is None else 0.0  # noqa: S311 - no secret
+            state.counted_at = now - passed
+            state.counters = {}
+            statistics.record_written(state.rows, self.entry.rows)
 
 
 class StatusWriter:
@@ -104,6 +150,8 @@ class StatusWriter:
         on_due: called when a load balancer needs a push.
         on_departed: called with the ids of amphorae that have sent heartbeats and have no row any more.
         near_limit: percentage of a limited resource from which an amphora is near the limit.
+        statistics_interval: seconds between two writes of the statistics of one load balancer.
+        is_overloaded: returns whether statistics have to wait.
     """
 
     def __init__(
@@ -114,22 +162,28 @@ class StatusWriter:
         on_due: Callable[[], None] = lambda: None,
         on_departed: Callable[[set[str]], None] = lambda _amphora_ids: None,
         near_limit: int = 85,
+        statistics_interval: float = 0.0,
+        is_overloaded: Callable[[], bool] = lambda: False,
     ) -> None:
         self._database = database
         self._reports = reports
-        self._lost_configs = LostConfigDetector(interval)
         self._stale_connections = StaleConnections(reports.expiry)
-        self._drift_reports = DriftReports(interval)
-        self._near_limits = NearLimits(interval, near_limit)
-        self._on_due = on_due
+        self._findings = AmphoraFindings(database, interval, on_due, near_limit)
         self._on_departed = on_departed
+        self._statistics_interval = statistics_interval
+        self._is_overloaded = is_overloaded
         self._batches = BatchWriter(database)
         self._states: dict[str, _LoadBalancerState] = {}
+        # The load balancer of each amphora, at the last read.
+        self._owners: dict[str, str] = {}
         # Amphorae with heartbeats since the last flush to the database.
         self._updated: dict[str, LastReport] = {}
+        self._changed: set[str] = set()
         # The last heartbeat of each amphora, until its write to the database.
-        self._heartbeats: dict[str, LastHeartbeat] = {}
+        self._heartbeats: dict[str, LastReport] = {}
         self._heartbeats_written_at = 0.0
+        # A heap of load balancers with new counters, each with the time at which they are due.
+        self._statistics_due: list[tuple[float, str]] = []
         self._cleaned_up_at = time.monotonic()
 
     def flush(self, *, last: bool = False) -> bool:
@@ -138,16 +192,120 @@ class StatusWriter:
         Raise StoreError if the database does not answer; the next flush repeats the writes. The last flush postpones
         no write.
         """
-        self._updated.update(self._reports.take_updated())
-        current = self._database.read(self._collect_reports) if self._updated else []
-        now = time.monotonic()
-        changed = self._write([one for each in current if (one := self._compute_write(each)) is not None], last=last)
-        for record in (self._record_lost_configs, self._record_drift, self._record_near_limits):
-            apply_or_split(current, partial(record, now=now), self._record_refusal)
-        self._updated.clear()
+        begun = time.monotonic()
+        self._take_reports(begun)
+        unread = self._find_unread(begun)
+        parts = [unread[start : start + _PART] for start in range(0, len(unread), _PART)] or [[]]
+        changed = len(parts) > 1 and self._write([], last=last)
+        for part in parts:
+            is_late = not last and time.monotonic() - begun > _FLUSH_SECONDS
+            if is_late and part is not parts[0]:
+                metrics.count_postponed("statuses", len(self._updated))
+                break
+            waits = is_late or (not last and self._is_overloaded())
+            if waits:
+                now = time.monotonic()
+                metrics.count_postponed("statistics", sum(due <= now for due, _ in self._statistics_due))
+            changed |= self._flush_part(part, last=last, with_statistics=part is parts[-1] and not waits)
+        else:
+            self._updated.clear()
+            self._changed.clear()
         closed = self._close_stale_connections()
         self._remove_departed()
         return changed or closed
+
+    def _take_reports(self, now: float) -> None:
+        # An amphora whose report changes between these two calls is in the result of the next flush.
+        self._changed |= self._reports.take_changed()
+        updated = self._reports.take_updated()
+        for amphora_id in self._changed - updated.keys() - self._updated.keys():
+            if (report := self._reports.last_report(amphora_id)) is not None:
+                updated[amphora_id] = report
+        self._updated.update(updated)
+        self._heartbeats.update(updated)
+        for amphora_id in updated:
+            self._queue_statistics(self._owners.get(amphora_id, ""), now)
+
+    def _queue_statistics(self, load_balancer_id: str, now: float, *, failed: bool = False) -> None:
+        state = self._states.get(load_balancer_id)
+        if state is not None and not state.is_queued:
+            state.is_queued = True
+            waits = not failed and state.counted_at is not None
+            due = max(now, (state.counted_at or 0.0) + self._statistics_interval) if waits else now
+            heapq.heappush(self._statistics_due, (due, load_balancer_id))
+
+    def _find_unread(self, now: float) -> list[str]:
+        """Return the amphorae whose load balancers have to be read from the database."""
+        return [
+            one for one, report in self._updated.items() if one in self._changed or self._is_unread(one, report, now)
+        ]
+
+    def _is_unread(self, amphora_id: str, report: LastReport, now: float) -> bool:
+        state = self._states.get(self._owners.get(amphora_id, ""))
+        if state is None or not state.settled or now >= state.valid_until:
+            return True
+        recorded = state.recorded
+        if not state.live:
+            # The values had expired when the writer read the load balancer.
+            return True
+        if len(recorded.amphorae) > 1 and self._reports.live_ids(recorded.amphorae, now) != state.live:
+            return True
+        return self._findings.needs_attention(amphora_id, report, recorded)
+
+    def _flush_part(self, amphora_ids: Sequence[str], *, last: bool, with_statistics: bool) -> bool:
+        current = self._database.read(lambda c: self._collect_reports(c, amphora_ids)) if amphora_ids else []
+        pending = {one.load_balancer_id: write for one in current if (write := self._compute_write(one)) is not None}
+        due = self._take_due_statistics(last=last) if with_statistics else []
+        # If the statuses of a load balancer cannot be computed, its statistics wait for the next flush.
+        failed = {one.load_balancer_id for one in current} - pending.keys()
+        try:
+            for load_balancer_id in due:
+                if load_balancer_id not in failed:
+                    self._add_statistics(pending, load_balancer_id)
+            changed = self._write(list(pending.values()), last=last)
+        finally:
+            # The statistics of a failed or refused write are due again.
+            now = time.monotonic()
+            for load_balancer_id in due:
+                if load_balancer_id in failed or self._states[load_balancer_id].counters:
+                    self._queue_statistics(load_balancer_id, now, failed=True)
+        states = {one.load_balancer_id: one.state.recorded for one in current}
+        self._findings.record(states, self._updated, self._record_refusal)
+        for amphora_id in amphora_ids:
+            self._updated.pop(amphora_id, None)
+            self._changed.discard(amphora_id)
+        return changed
+
+    def _take_due_statistics(self, *, last: bool) -> list[str]:
+        now = time.monotonic()
+        due, rows = [], 0
+        while self._statistics_due and (last or (self._statistics_due[0][0] <= now and rows < _MAX_STATISTICS)):
+            _, load_balancer_id = heapq.heappop(self._statistics_due)
+            state = self._states.get(load_balancer_id)
+            if state is not None:
+                state.is_queued = False
+                rows += len(state.rows) + 1
+                due.append(load_balancer_id)
+        return due
+
+    def _add_statistics(self, pending: dict[str, _PendingWrite], load_balancer_id: str) -> None:
+        """Add the changed rows of a load balancer to its pending write."""
+        state = self._states[load_balancer_id]
+        for amphora_id, counters in self._reports.take_counters(state.recorded.amphorae).items():
+            state.counters = {**state.counters, amphora_id: {**state.counters.get(amphora_id, {}), **counters}}
+        if state.tree is None:
+            state.counters = {}
+            return
+        live = self._reports.live_ids(state.recorded.amphorae, time.monotonic())
+        reports = {one: Report(listeners=listeners) for one, listeners in state.counters.items()}
+        listener_ids = {listener.id for listener in state.tree.listeners}
+        changed = statistics.changed_rows(reports, load_balancer_id, listener_ids, state.rows, live)
+        # The open connections of an amphora without heartbeats become 0. Its other counters keep their values.
+        done = {row.key for row in changed}
+        closed = [row for row in statistics.closed_connections(state.rows, live) if row.key not in done]
+        before = pending.get(load_balancer_id) or _PendingWrite(state, None, Entry(load_balancer_id))
+        entry = msgspec.structs.replace(before.entry, rows=(*changed, *closed))
+        pending[load_balancer_id] = msgspec.structs.replace(before, entry=entry, counts=True)
 
     def _close_stale_connections(self) -> bool:
         """Set the connections of silent amphorae to 0, at most once per scan interval."""
@@ -164,33 +322,49 @@ class StatusWriter:
                 statistics.record_written(state.rows, [row])
         return bool(rows)
 
-    def _collect_reports(self, connection: sa.Connection) -> list[_CurrentReports]:
-        """Return the reports of each load balancer with updated amphorae, and refresh its state."""
-        recorded = amphorae.load_serving_states(connection, list(self._updated))
-        self._collect_heartbeats({amphora_id for one in recorded.values() for amphora_id in one.amphorae})
+    def _collect_reports(self, connection: sa.Connection, amphora_ids: Sequence[str]) -> list[_CurrentReports]:
+        """Return the reports of the load balancers of these amphorae, and refresh their states."""
+        recorded = amphorae.load_serving_states(connection, list(amphora_ids))
+        self._forget_unknown(set(amphora_ids) - {one for each in recorded.values() for one in each.amphorae})
         now = time.monotonic()
-        current = []
-        for load_balancer_id, one in sorted(recorded.items()):
-            trusted = [amphora_id for amphora_id, state in one.amphorae.items() if state is not AmphoraState.RETIRING]
-            reports = self._reports.live_reports(one.amphorae, now)
-            authoritative = self._reports.authoritative_amphora(trusted, now)
-            live = tuple(each for each in trusted if each in reports)
-            counted = (authoritative,) if authoritative is not None else live
-            state = self._states.setdefault(load_balancer_id, _LoadBalancerState())
-            self._log_silent(load_balancer_id, state, [each for each in trusted if each not in reports])
-            newest = max((reports[each].generation or 0 for each in live), default=0)
-            # A faulty amphora may report a generation that does not exist yet. Without this limit, all real generations
-            # below it would be ignored.
-            served = min(newest, one.generation)
-            if served > state.served:
-                # A new generation may contain objects without statuses in the database, so all statuses are computed
-                # again.
-                state.tree, state.served, state.statuses = _load_tree(connection, load_balancer_id), served, {}
-                state.retain(one.amphorae)
-            state.invalidate_changed_status(load_balancer_id, one.operating)
-            marks = (one.confirmed, one.drifting, one.near_limit)
-            current.append(_CurrentReports(load_balancer_id, state, reports, counted, *marks))
-        return current
+        return [
+            self._collect_report(connection, load_balancer_id, one, now)
+            for load_balancer_id, one in sorted(recorded.items())
+        ]
+
+    def _collect_report(
+        self, connection: sa.Connection, load_balancer_id: str, one: ServingState, now: float
+    ) -> _CurrentReports:
+        trusted = [amphora_id for amphora_id, state in one.amphorae.items() if state is not AmphoraState.RETIRING]
+        reports = self._reports.live_reports(one.amphorae, now)
+        authoritative = self._reports.authoritative_amphora(trusted, now)
+        live = tuple(each for each in trusted if each in reports)
+        counted = (authoritative,) if authoritative is not None else live
+        state = self._states.setdefault(load_balancer_id, _LoadBalancerState())
+        self._owners.update(dict.fromkeys(one.amphorae, load_balancer_id))
+        self._log_silent(load_balancer_id, state, [each for each in trusted if live and each not in reports])
+        newest = max((reports[each].generation or 0 for each in live), default=0)
+        # A faulty amphora may report a generation that does not exist yet. Without this limit, all real generations
+        # below it would be ignored.
+        served = min(newest, one.generation)
+        if served > state.served:
+            # A new generation may contain objects without statuses in the database, so all statuses are computed again.
+            state.tree, state.served, state.statuses = _load_tree(connection, load_balancer_id), served, {}
+            state.retain(one.amphorae)
+            state.settled = False
+        state.invalidate_changed_status(load_balancer_id, one.operating)
+        if counted != state.counted or not self._changed.isdisjoint(one.amphorae):
+            state.settled = False
+        state.recorded, state.counted, state.live = one, counted, list(reports)
+        state.valid_until = now + _REFRESH_INTERVAL * random.uniform(0.75, 1.25)  # noqa: S311 - no secret
+        self._queue_statistics(load_balancer_id, now)
+        return _CurrentReports(load_balancer_id, state, reports, counted)
+
+    def _forget_unknown(self, amphora_ids: set[str]) -> None:
+        self._reports.forget(amphora_ids)
+        for amphora_id in amphora_ids:
+            self._owners.pop(amphora_id, None)
+            self._heartbeats.pop(amphora_id, None)
 
     def _log_silent(self, load_balancer_id: str, state: _LoadBalancerState, silent: list[str]) -> None:
         """Log once that an amphora is silent, because no status shows its silence while the partner serves."""
@@ -203,134 +377,29 @@ class StatusWriter:
             LOG.warning(silence, amphora_id, load_balancer_id)
         state.silent = now_silent
 
-    def _record_refusal(self, current: _CurrentReports, error: Exception) -> None:
-        self._batches.record_refusal(current.load_balancer_id, error)
-
-    def _confirmed_and_updated(
-        self, current: Sequence[_CurrentReports]
-    ) -> tuple[dict[str, int], dict[str, LastReport]]:
-        """Return the confirmed generations and the new heartbeats of the amphorae of these load balancers."""
-        confirmed = {amphora_id: generation for one in current for amphora_id, generation in one.confirmed.items()}
-        return confirmed, {amphora_id: last for amphora_id, last in self._updated.items() if amphora_id in confirmed}
-
-    def _record_lost_configs(self, current: Sequence[_CurrentReports], now: float) -> None:
-        """Make load balancers due if their amphorae have lost their configuration."""
-        confirmed, updated = self._confirmed_and_updated(current)
-        suspected = self._lost_configs.find_lost(updated, confirmed, now)
-        if not suspected:
-            return
-
-        def write(connection: sa.Connection) -> list[LostConfig]:
-            config_drift.lock_work_of_amphorae(connection, [one.amphora_id for one in suspected])
-            lower = partial(amphorae.lower_confirmed, connection)
-            return [one for one in suspected if lower(one.amphora_id, one.confirmed, one.serves)]
-
-        lost = self._database.write(write)
-        for one in lost:
-            lost_config = (
-                "amphora %s confirmed generation %d of its configuration but serves generation %d; "
-                "a controller pushes the configuration again"
-            )
-            LOG.warning(lost_config, one.amphora_id, one.confirmed, one.serves)
-        self._lost_configs.clear(suspected)
-        if lost:
-            self._on_due()
-
-    def _record_drift(self, current: Sequence[_CurrentReports], now: float) -> None:
-        """Record the drift that agents report, and make load balancers with unrepaired drift due."""
-        confirmed, updated = self._confirmed_and_updated(current)
-        marked = {amphora_id for one in current for amphora_id in one.drifting}
-        marks = self._drift_reports.find_changed_marks(updated, confirmed, marked)
-        unrepaired = self._drift_reports.find_unrepaired(updated, confirmed, now)
-        notices = self._drift_reports.find_notices(updated, now)
-        if not (unrepaired or notices or marks):
-            return
-
-        def write(connection: sa.Connection) -> tuple[int, list[str]]:
-            config_drift.lock_work_of_amphorae(connection, [one.amphora_id for one in unrepaired])
-            config_drift.set_drifting(connection, marks)
-            record = partial(config_drift.record_agent_finding, connection)
-            recorded = [
-                one for one, each in sorted(notices.items()) if record(one, _plain(each.sentence), each.found_at)
-            ]
-            revoke = partial(config_drift.revoke_confirmation, connection)
-            revoked = [
-                revoke(one.amphora_id, one.confirmed, _plain(_push_reason(one)), replug=one.replug)
-                for one in unrepaired
-            ]
-            return sum(revoked), recorded
-
-        due, recorded = self._database.write(write)
-        for amphora_id in recorded:
-            LOG.warning(
-                "the agent of amphora %s reports configuration drift, which the health manager records: %s",
-                amphora_id,
-                _plain(notices[amphora_id].sentence),
-            )
-        for one in unrepaired:
-            LOG.warning(
-                "the health manager requests that a controller pushes the configuration to amphora %s again: %s",
-                one.amphora_id,
-                _plain(_push_reason(one)),
-            )
-        self._drift_reports.record_pushes(unrepaired, now)
-        self._drift_reports.record_notices(updated, now)
-        if due:
-            self._on_due()
-
-    def _record_near_limits(self, current: Sequence[_CurrentReports], now: float) -> None:
-        """Record which amphorae came near a limit, or left it."""
-        _, updated = self._confirmed_and_updated(current)
-        marked = {amphora_id: names for one in current for amphora_id, names in one.near_limit.items()}
-        changed = self._near_limits.find_changed(updated, marked, now)
-        if not changed:
-            return
-        self._database.write(lambda connection: amphorae.record_near_limit(connection, changed))
-        for amphora_id, names in sorted(changed.items()):
-            if names:
-                words = describe_resources(names.split(","))
-                LOG.warning("amphora %s is near its limit of: %s; the status page shows a warning", amphora_id, words)
-            else:
-                LOG.info("amphora %s is no longer near a limit; the warning on the status page ends", amphora_id)
-
-    def _collect_heartbeats(self, recorded: set[str]) -> None:
-        self._reports.forget(self._updated.keys() - recorded)
-        for amphora_id in self._updated.keys() & recorded:
-            last = self._updated[amphora_id]
-            epoch, sequence = last.order
-            self._heartbeats[amphora_id] = LastHeartbeat(
-                amphora_id=amphora_id,
-                at=last.wall,
-                generation=last.generation,
-                epoch=epoch,
-                sequence=sequence,
-                holds_vip=last.holds_vip,
-                agent_version=last.agent_version,
-            )
+    def _record_refusal(self, load_balancer_id: str, error: Exception) -> None:
+        self._batches.record_refusal(load_balancer_id, error)
+        if (state := self._states.get(load_balancer_id)) is not None:
+            state.settled = False
 
     def _compute_write(self, current: _CurrentReports) -> _PendingWrite | None:
         try:
             return _compute_write(current)
         except (ValueError, ArithmeticError, LookupError) as error:
             # An invalid report about one load balancer must not prevent the statuses of others.
-            self._record_refusal(current, error)
+            self._record_refusal(current.load_balancer_id, error)
             return None
 
     def _write(self, pending: list[_PendingWrite], *, last: bool) -> bool:
         entries = [one.entry for one in pending if one.entry.rows or one.entry.observations]
         now = time.monotonic()
         due = last or now - self._heartbeats_written_at >= _HEARTBEAT_WRITE_INTERVAL
-        heartbeats = list(self._heartbeats.values()) if due else []
-        if not (entries or heartbeats):
-            return False
-        written = self._batches.write(entries, heartbeats)
+        heartbeats = [_last_heartbeat(*one) for one in self._heartbeats.items()] if due else []
+        written = self._batches.write(entries, heartbeats) if entries or heartbeats else Written()
+        refused = {one.load_balancer_id for one in entries} - written.entries
         for one in pending:
-            entry = one.entry
-            if entry.load_balancer_id not in written.entries:
-                continue
-            if entry.observations:
-                one.state.statuses = one.statuses
-            statistics.record_written(one.state.rows, entry.rows)
+            if one.entry.load_balancer_id not in refused:
+                one.record(now, self._statistics_interval)
         if heartbeats:
             self._heartbeats.clear()
             self._heartbeats_written_at = now
@@ -347,9 +416,8 @@ class StatusWriter:
         self._reports.forget(known - owners.keys())
         self._on_departed(known - owners.keys())
         self._heartbeats = {amphora_id: one for amphora_id, one in self._heartbeats.items() if amphora_id in owners}
-        self._lost_configs.retain(set(owners))
-        self._drift_reports.retain(set(owners))
-        self._near_limits.retain(set(owners))
+        self._owners = {one: owners[one] for one in self._owners if one in owners}
+        self._findings.retain(owners)
         served = set(owners.values())
         self._states = {one: state for one, state in self._states.items() if one in served}
         for state in self._states.values():
@@ -367,27 +435,28 @@ def _load_tree(connection: sa.Connection, load_balancer_id: str) -> LoadBalancer
 
 def _compute_write(current: _CurrentReports) -> _PendingWrite:
     state = current.state
+    if state.settled:
+        return _PendingWrite(state, None, Entry(current.load_balancer_id))
     if state.tree is None:
         return _PendingWrite(state, {}, Entry(current.load_balancer_id))
     statuses = operating_statuses(state.tree, [current.reports[each] for each in current.trusted])
     written = state.statuses
     observations = [
-        status_outbox.Observation(object_id=object_id, kind=one.kind, operating=one.status, reason=_plain(one.reason))
+        status_outbox.Observation(object_id=object_id, kind=one.kind, operating=one.status, reason=plain(one.reason))
         for object_id, one in statuses.items()
         if object_id not in written or written[object_id].status is not one.status
     ]
-    listener_ids = {listener.id for listener in state.tree.listeners}
-    changed = statistics.changed_rows(current.reports, current.load_balancer_id, listener_ids, state.rows)
-    # The open connections of an amphora without heartbeats become 0. Its other counters keep their values.
-    closed = statistics.closed_connections(state.rows, current.reports)
-    return _PendingWrite(state, statuses, Entry(current.load_balancer_id, observations, (*changed, *closed)))
+    return _PendingWrite(state, statuses, Entry(current.load_balancer_id, observations))
 
 
-def _push_reason(one: UnrepairedDrift) -> str:
-    reason = f"its agent could not repair: {one.kinds}"
-    return f"{one.found_at}, {reason}" if one.found_at else reason
-
-
-def _plain(reason: str) -> str:
-    """Return a reason, which quotes the amphora, with the characters that every database can store."""
-    return printable(reason, _MAX_REASON)
+def _last_heartbeat(amphora_id: str, last: LastReport) -> LastHeartbeat:
+    epoch, sequence = last.order
+    return LastHeartbeat(
+        amphora_id=amphora_id,
+        at=last.wall,
+        generation=last.generation,
+        epoch=epoch,
+        sequence=sequence,
+        holds_vip=last.holds_vip,
+        agent_version=last.agent_version,
+    )

@@ -31,7 +31,9 @@ T = TypeVar("T")
 _ISOLATION_TIME = 300.0
 # Minimum seconds between two log messages about refused rows of one load balancer.
 _LOG_INTERVAL = 60.0
-_MAX_REASON = 500
+_MAX_LOGGED = 500
+# The longest reason of a status.
+_MAX_REASON = 255
 # Database libraries raise ValueError or OverflowError for an invalid value, before they send the statement.
 _REFUSALS = (ContentRefused, ValueError, OverflowError)
 
@@ -49,6 +51,11 @@ class Written(msgspec.Struct):
 
     entries: set[str] = set()
     unreported: int = 0
+
+
+def plain(reason: str) -> str:
+    """Return a reason, which quotes the amphora, with the characters that every database can store."""
+    return printable(reason, _MAX_REASON)
 
 
 def apply_or_split(
@@ -78,6 +85,10 @@ class BatchWriter:
         self._database = database
         # Refused writes, by load balancer id for statuses and statistics, and by amphora id for heartbeats.
         self.refused: Counter[str] = Counter()
+        # The tables have rows of these amphorae and statistics. The sets are emptied from time to time, because an
+        # operator may restore an older database.
+        self._recorded: set[str] = set()
+        self._recorded_rows: set[statistics.Key] = set()
         self._refused_at: dict[str, float] = {}
         self._logged_at: dict[str, float] = {}
 
@@ -106,7 +117,7 @@ class BatchWriter:
         metrics.count_refused_rows()
         if now - self._logged_at.get(owner, -_LOG_INTERVAL) >= _LOG_INTERVAL:
             self._logged_at[owner] = now
-            reason = printable(str(error), _MAX_REASON)
+            reason = printable(str(error), _MAX_LOGGED)
             refused = (
                 "the database refused the reports of %s (a load balancer or an amphora), so the health "
                 "manager tries again with the next heartbeat (refusal %d): %s"
@@ -114,7 +125,10 @@ class BatchWriter:
             LOG.warning(refused, owner, self.refused[owner], reason)
 
     def forget_old_refusals(self) -> None:
+        """Forget old refusals, and which rows the tables have."""
         now = time.monotonic()
+        self._recorded.clear()
+        self._recorded_rows.clear()
         self._refused_at = {one: at for one, at in self._refused_at.items() if now - at < _ISOLATION_TIME}
         self._logged_at = {one: at for one, at in self._logged_at.items() if one in self._refused_at}
         self.refused = Counter({one: count for one, count in self.refused.items() if one in self._refused_at})
@@ -122,18 +136,19 @@ class BatchWriter:
     def _write_parts(self, parts: Sequence[Entry | LastHeartbeat], written: Written) -> None:
         entries = [one for one in parts if isinstance(one, Entry)]
         seen = [one for one in parts if not isinstance(one, Entry)]
+        rows = [row for entry in entries for row in entry.rows]
+        seen_by_owner = {entry.load_balancer_id: entry.observations for entry in entries if entry.observations}
 
         def write(connection: sa.Connection) -> int:
-            statistics.write_rows(connection, [row for entry in entries for row in entry.rows])
+            if rows:
+                statistics.write_rows(connection, rows, self._recorded_rows)
             if seen:
-                amphorae.record_heartbeats(connection, seen)
-            return sum(
-                status_outbox.write_observations(connection, entry.load_balancer_id, entry.observations)
-                for entry in entries
-                if entry.observations
-            )
+                amphorae.record_heartbeats(connection, seen, self._recorded)
+            return status_outbox.write_all_observations(connection, seen_by_owner)
 
         written.unreported += self._database.write(write)
+        self._recorded.update(one.amphora_id for one in seen)
+        self._recorded_rows.update(row.key for row in rows)
         written.entries.update(entry.load_balancer_id for entry in entries)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -17,6 +17,7 @@ import msgspec
 import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 
+from amphora_driver.database.bulk_update import BulkUpdate
 from amphora_driver.database.rows import chunks, load_as, to_struct
 from amphora_driver.database.tables import DUE_NOW, amphora, amphora_heartbeat, job, object_status
 from amphora_driver.database.tables_fleet import adoption, failover
@@ -26,6 +27,9 @@ from amphora_driver.model.amphora import Amphora, AmphoraState
 from amphora_driver.secret import Secret
 from amphora_driver.store.generations import lock_jobs, update_job
 
+# Seconds between two writes of the last heartbeats. A recorded heartbeat is at most that much older than the received
+# one, which the failure detector takes into account.
+LIVENESS_WRITE_INTERVAL = 1.0
 _MAX_VERSION_TEXT = 64
 
 
@@ -71,7 +75,9 @@ class ReachableAmphora(msgspec.Struct, frozen=True, kw_only=True):
 _JSON_COLUMNS = ("plugged", "partners")
 _IDS: sa.BindParameter[Any] = sa.bindparam("ids", expanding=True)
 _LOAD_BALANCER_IDS = sa.select(amphora.c.id, amphora.c.load_balancer_id)
-# Columns that the query for a job and its amphorae does not read, because fewer columns are faster.
+_BY_AGE = _LOAD_BALANCER_IDS.order_by(amphora.c.created_at, amphora.c.id)
+# The query for a `job` row and its `amphora` rows does not read these columns, because the query is faster with fewer
+# columns.
 _UNREAD_COLUMNS = {
     *("project_id", "reread", "tickets_due", "owner", "writes", "leased_until", "due_at", "error"),
     *("heartbeat_key", "created_at", "ready_at", "reason", "image", "audited_at", "drift", "drifts"),
@@ -140,6 +146,14 @@ _UPDATE_SEEN = (
         ),
     )
     .values(**_VALUES)
+)
+_UPDATE_ALL_SEEN = BulkUpdate(
+    amphora_heartbeat,
+    {"amphora_id": "of"},
+    {name: f"new_{name}" for name in _VALUES},
+    {name: f"n.{name}" for name in _VALUES},
+    "o.epoch < n.epoch OR (o.epoch = n.epoch AND o.sequence < n.sequence)",
+    _UPDATE_SEEN,
 )
 
 
@@ -261,6 +275,11 @@ def load_balancer_ids(connection: sa.Connection) -> dict[str, str]:
     return {row.id: row.load_balancer_id for row in connection.execute(_LOAD_BALANCER_IDS)}
 
 
+def load_balancer_ids_by_age(connection: sa.Connection) -> list[tuple[str, str]]:
+    """Return id and load balancer id of every recorded amphora, the oldest first."""
+    return [(row.id, row.load_balancer_id) for row in connection.execute(_BY_AGE)]
+
+
 def record_near_limit(connection: sa.Connection, changed: Mapping[str, str | None]) -> None:
     """Record, by amphora id, the resources near their limits; None if there is none."""
     for amphora_id, names in sorted(changed.items()):
@@ -285,23 +304,39 @@ def last_heartbeats(connection: sa.Connection, amphora_ids: Sequence[str] | None
     return {row.amphora_id: (row.epoch, row.sequence) for one in every for row in connection.execute(one)}
 
 
-def record_heartbeats(connection: sa.Connection, heard: Sequence[LastHeartbeat]) -> None:
-    """Record heartbeats in bulk; a newer heartbeat, recorded by another health manager, stays."""
-    # All writers update rows in the order of their ids, so that no deadlock occurs.
-    for some in chunks(sorted(heard, key=lambda one: one.amphora_id)):
+def record_heartbeats(
+    connection: sa.Connection, heard: Sequence[LastHeartbeat], recorded: Container[str] = frozenset()
+) -> None:
+    """Record heartbeats in bulk; a newer heartbeat, recorded by another health manager, stays.
+
+    The amphorae in `recorded` have rows, or were deleted since.
+    """
+    if _UPDATE_ALL_SEEN.execute(connection, [_parameters(one) for one in heard]) == len(heard):
+        return
+    # All writers change rows in the order of their ids, so that no deadlock occurs.
+    unknown = sorted((one for one in heard if one.amphora_id not in recorded), key=lambda one: one.amphora_id)
+    for some in chunks(unknown):
         # A deleted amphora gets no heartbeat row, because no code would ever delete that row.
         rows = connection.execute(_WITH_HEARTBEAT, {"ids": [one.amphora_id for one in some]})
-        known = {row.id: row.amphora_id is not None for row in rows}
-        old = [_parameters(one) for one in some if known.get(one.amphora_id) is True]
-        if old:
-            connection.execute(_UPDATE_SEEN, old)
-        for new in [_parameters(one) for one in some if known.get(one.amphora_id) is False]:
-            try:
-                with connection.begin_nested():
-                    connection.execute(_INSERT_SEEN, new)
-            except IntegrityError:
-                # Another health manager has just inserted a row for the amphora, so the row is updated.
-                connection.execute(_UPDATE_SEEN, new)
+        missing = {row.id for row in rows if row.amphora_id is None}
+        _UPDATE_ALL_SEEN.execute(connection, [_parameters(one) for one in some if one.amphora_id not in missing])
+        _insert_heartbeats(connection, [_parameters(one) for one in some if one.amphora_id in missing])
+
+
+def _insert_heartbeats(connection: sa.Connection, rows: Sequence[Mapping[str, Any]]) -> None:
+    if not rows:
+        return
+    try:
+        with connection.begin_nested():
+            connection.execute(_INSERT_SEEN, rows)
+    except IntegrityError:
+        # Another health manager has just inserted a row for one of the amphorae. So the rows are inserted one by one,
+        # and an existing row is updated.
+        if len(rows) == 1:
+            connection.execute(_UPDATE_SEEN, rows[0])
+            return
+        for row in rows:
+            _insert_heartbeats(connection, [row])
 
 
 def _parameters(one: LastHeartbeat) -> dict[str, Any]:

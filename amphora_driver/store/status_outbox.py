@@ -62,7 +62,6 @@ _OF_LOAD_BALANCER = object_status.c.load_balancer_id == sa.bindparam("of")
 _RECORDED_OF = sa.select(object_status.c.object_id, object_status.c.operating, object_status.c.provisioning).where(
     _OF_LOAD_BALANCER
 )
-_RECORDED = _RECORDED_OF.where(object_status.c.object_id.in_(_IDS))
 _OBSERVE = (
     object_status.update()
     .where(object_status.c.object_id == sa.bindparam("at"))
@@ -73,7 +72,12 @@ _OBSERVE = (
         version=object_status.c.version + 1,
     )
 )
-# An operating status is changed only if the database still contains the status that the caller has read.
+_RECORDED_ALL = sa.select(
+    *(object_status.c.object_id, object_status.c.load_balancer_id),
+    *(object_status.c.operating, object_status.c.provisioning),
+).where(object_status.c.object_id.in_(_IDS))
+# The UPDATE statement changes an operating status only if the database still contains the status that the caller has
+# read before.
 _PREVIOUS = sa.bindparam("was", type_=sa.String)
 _OBSERVE_IF_UNCHANGED = _OBSERVE.where(
     sa.or_(object_status.c.operating == _PREVIOUS, sa.and_(object_status.c.operating.is_(None), _PREVIOUS.is_(None)))
@@ -194,9 +198,25 @@ def fail_generation(connection: sa.Connection, load_balancer_id: str, generation
 
 def write_observations(connection: sa.Connection, load_balancer_id: str, seen: Sequence[Observation]) -> int:
     """Write operating statuses that differ from the recorded ones; return their number."""
+    return write_all_observations(connection, {load_balancer_id: seen})
+
+
+def write_all_observations(connection: sa.Connection, seen: Mapping[str, Sequence[Observation]]) -> int:
+    """Write operating statuses, by load balancer, that differ from the recorded ones; return their number.
+
+    An object of another load balancer than the recorded one is ignored.
+    """
+    owners = {one.object_id: load_balancer_id for load_balancer_id, some in seen.items() for one in some}
+    recorded: dict[str, str | None] = {}
+    for ids in chunks(sorted(owners)):
+        rows = connection.execute(_RECORDED_ALL, {"ids": ids})
+        recorded |= _operating(row for row in rows if owners[row.object_id] == row.load_balancer_id)
     # All writers lock rows in the order of their ids, so that no deadlock occurs.
-    ordered = sorted(seen, key=lambda one: one.object_id)
-    return sum(_observe_chunk(connection, load_balancer_id, some) for some in chunks(ordered))
+    every = sorted((one for some in seen.values() for one in some), key=lambda one: one.object_id)
+    differing = _differing(recorded, every)
+    if differing:
+        connection.execute(_OBSERVE, differing)
+    return len(differing)
 
 
 def list_due_reports(connection: sa.Connection, limit: int, after: str = "") -> list[StatusReport]:
@@ -252,14 +272,6 @@ def read_operating_statuses(connection: sa.Connection, load_balancer_ids: Sequen
     query = sa.select(*columns).where(object_status.c.object_id.in_(load_balancer_ids))
     known = {row.object_id: Operating(row.operating) for row in connection.execute(query) if row.operating}
     return {one: known.get(one, Operating.OFFLINE) for one in load_balancer_ids}
-
-
-def _observe_chunk(connection: sa.Connection, load_balancer_id: str, seen: Sequence[Observation]) -> int:
-    rows = connection.execute(_RECORDED, {"ids": [one.object_id for one in seen], "of": load_balancer_id})
-    differing = _differing(_operating(rows), seen)
-    if differing:
-        connection.execute(_OBSERVE, differing)
-    return len(differing)
 
 
 def _operating(rows: Iterable[Any]) -> dict[str, str | None]:

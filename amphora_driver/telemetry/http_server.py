@@ -269,10 +269,13 @@ def _close_gracefully(connection: socket.socket) -> None:
 class Telemetry:
     """The status page of a process; a context manager around the work of the process.
 
-    `is_working` returns the result of the health check. Without a configured port, `server` is None.
+    `is_working` returns the result of the health check. Without a configured port, `server` is None. Several processes
+    of one kind on one host have an `index`, which is added to the port.
     """
 
-    def __init__(self, conf: ConfigOpts, kind: ProcessKind, name: str, is_working: Callable[[], bool]) -> None:
+    def __init__(
+        self, conf: ConfigOpts, kind: ProcessKind, name: str, is_working: Callable[[], bool], index: int = 0
+    ) -> None:
         options = conf.amp_status_page
         names = {ProcessKind.HEALTH_MANAGER: "health_bind_port", ProcessKind.PROVIDER_AGENT: "provider_agent_port"}
         port = options[names.get(kind, "bind_port")]
@@ -293,7 +296,7 @@ class Telemetry:
         )
         records = RecordReader(database, process.version, read_options(conf))
         handler = RequestHandler(self._snapshots, records, process, TokenFile(options.token_file), is_working)
-        self.server = StatusServer(options.bind_address, port, handler, options.certificate)
+        self.server = StatusServer(options.bind_address, port + index, handler, options.certificate)
 
     def __enter__(self) -> Telemetry:
         if self.server is not None:

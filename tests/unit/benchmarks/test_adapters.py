@@ -39,7 +39,7 @@ FLOWS = (
     "amp_failover_active_standby",
 )
 CALLS = ("member_create", "listener_create", "listener_create_tls", "loadbalancer_create", "pool_create")
-PROGRAMS = ("agent_footprint", "apply_latency", "cluster_polling", "failover", "latency")
+PROGRAMS = ("agent_footprint", "apply_latency", "cluster_polling", "failover", "heartbeats", "latency")
 
 
 @pytest.fixture(scope="module")

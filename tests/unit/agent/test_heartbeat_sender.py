@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sender of heartbeats over a real socket: complete reports and differences."""
+
+import socket
+import uuid
+from types import SimpleNamespace
+
+import pytest
+
+from amphora_agent.config import Target
+from amphora_agent.paths import Paths
+from amphora_agent.stats.heartbeat_sender import HeartbeatSender
+from amphora_driver.health.heartbeat_codec import decode_datagram
+from amphora_driver.secret import Secret
+
+KEY = bytes(range(32))
+MEMBERS = [str(uuid.uuid4()) for _ in range(100)]
+
+
+class Collector:
+    """One pool with many members."""
+
+    is_large = False
+
+    def __init__(self):
+        self.members = dict.fromkeys(MEMBERS, "UP")
+
+    def sample(self):
+        pass
+
+    def statuses(self):
+        return {"pool:listener": dict(self.members)}
+
+    def document(self, generation):
+        pools = {"pool:listener": {"status": "UP", "members": dict(self.members)}}
+        return {"generation": generation, "listeners": {"listener": {"status": "OPEN"}}, "pools": pools}
+
+    def write(self):
+        pass
+
+
+@pytest.fixture
+def receiving():
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as made:
+        made.bind(("127.0.0.1", 0))
+        made.settimeout(10)
+        yield made
+
+
+@pytest.fixture
+def collector():
+    return Collector()
+
+
+@pytest.fixture
+def sender(tmp_path, receiving, collector):
+    paths = Paths(tmp_path)
+    paths.var.mkdir(parents=True)
+    settings = SimpleNamespace(
+        amphora_id=uuid.uuid4(), heartbeat_key=KEY, interval=0.05, targets=(Target(*receiving.getsockname()),)
+    )
+    made = HeartbeatSender(settings, paths, collector, lambda: 1, lambda: None, dict)
+    made.start()
+    yield made
+    made.close()
+
+
+def read(receiving):
+    return decode_datagram(receiving.recv(65536), Secret(KEY))
+
+
+def test_every_fourth_heartbeat_is_complete(sender, receiving):
+    found = [read(receiving) for _ in range(9)]
+    assert [one.report.full for one in found] == [None, 1, 1, 1, None, 5, 5, 5, None]
+    assert [len(one.report.pools) for one in found] == [1, 0, 0, 0, 1, 0, 0, 0, 1]
+
+
+def test_a_difference_names_the_changed_member_until_the_next_complete_report(sender, receiving, collector):
+    read(receiving)
+    collector.members[MEMBERS[7]] = "DOWN"
+    found = [read(receiving) for _ in range(8)]
+    changed = [one.report.pools["pool:listener"].members for one in found if one.report.full and one.report.pools]
+    assert changed
+    assert all(one == {MEMBERS[7]: "DOWN"} for one in changed)
+    complete = [one for one in found if one.report.full is None][-1]
+    assert complete.report.pools["pool:listener"].members == collector.members
+
+
+def test_a_requested_heartbeat_is_complete(sender, receiving):
+    for _ in range(2):
+        read(receiving)
+    sender.send_now()
+    found = [read(receiving).report.full for _ in range(3)]
+    assert None in found
