@@ -49,8 +49,8 @@ from amphora_agent.tls_identity import Identity
 
 _log = logging.getLogger(__name__)
 LARGEST_BODY = 32 * 1024 * 1024
-# Seconds to wait for the responder daemon before HAProxy starts. Without it, HAProxy would report members with PING
-# monitors as down.
+# Seconds to wait for the responder daemon before HAProxy starts. Without the responder daemon, HAProxy would report
+# members with PING monitors as down.
 RESPONDER_SECONDS = 3.0
 
 
@@ -67,7 +67,7 @@ def create(settings: Settings, paths: Paths, identity: Identity, inheritance: In
 
     def sender_for(wanted: Settings) -> Sender:
         if wanted.heartbeat_format == "octavia":
-            # The lambda is called later, when the variable `octavia` below is assigned.
+            # The lambda runs later, after `octavia` below has been assigned.
             return OctaviaSender(wanted, paths, collector, lambda: octavia.draining())  # noqa: PLW0108
         return HeartbeatSender(
             wanted,

@@ -20,7 +20,8 @@ Address = ipaddress.IPv4Interface | ipaddress.IPv6Interface
 _MAC = re.compile(r"[0-9a-f]{2}(:[0-9a-f]{2}){5}")
 _LEAST_MTU, _LARGEST_MTU = 576, 65535
 _MOST = 64
-# Types of networks for which network_data.json has no addresses. DHCP, router advertisements or both assign them.
+# Network types without addresses in network_data.json, because DHCP, router advertisements or both assign the
+# addresses.
 _DYNAMIC = {
     "ipv4_dhcp": ("ipv4", False),
     "ipv6_dhcp": ("ipv6", True),
@@ -96,7 +97,8 @@ def rendered(interface: Interface) -> str:
         *("[Match]", f"MACAddress={interface.mac}", "", *mtu),
         *("[Network]", *(f"Address={address.with_prefixlen}" for address in interface.addresses)),
         *(f"DHCP={dhcp}", f"IPv6AcceptRA={'yes' if interface.routers else 'no'}"),
-        # The amphora resolves no host names. The agent listens on the address, so it stays without a carrier.
+        # The amphora resolves no host names. Each interface keeps its address without a carrier, because the agent
+        # listens on the address.
         *("LLMNR=no", "MulticastDNS=no", "IgnoreCarrierLoss=yes", "ConfigureWithoutCarrier=yes", ""),
         *("[DHCPv4]", "UseDNS=no", "UseHostname=no", "", "[DHCPv6]", "UseDNS=no", ""),
     ]
@@ -156,7 +158,7 @@ def _routes(network: Mapping[str, Any]) -> list[Route]:
     found = []
     listed = _listed(network, "routes")
     if network.get("gateway"):
-        # Nova before 2016 and some other clouds store the default route under this key.
+        # Nova before 2016 and some other clouds store the default route under the key `gateway`.
         everything = "::" if network["type"] == "ipv6" else "0.0.0.0"
         listed = [{"network": everything, "netmask": everything, "gateway": network["gateway"]}, *listed]
     for route in listed:

@@ -20,7 +20,7 @@ from amphora_agent.paths import Paths
 
 HEARTBEAT_KEY_BYTES = 32
 AUDIT_SECONDS = 30.0
-# Longest interval in seconds in the settings. Timers of the kernel and of Python do not accept much longer ones.
+# Longest interval in seconds in the settings. Timers of the kernel and of Python refuse much longer intervals.
 LONGEST_INTERVAL = 1e9
 _LAST_PORT = 65535
 _FORMATS = ("native", "octavia")

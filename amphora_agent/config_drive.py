@@ -30,7 +30,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Python's option -I removes the directory of the agent's package from the search path, so it is added again.
+# Python's option -I removes the directory of the agent's package from the search path, so the next line adds the
+# directory again.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from amphora_agent import cloud_network
@@ -49,9 +50,10 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _HOSTNAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?)*")
 _PUBLIC_KEY = re.compile(r"(ssh|ecdsa|sk-ssh|sk-ecdsa)-[ -~]{16,8192}")
 _KEYS = "authorized_keys"
-# Key of the agent's files in the user data, a JSON document of `amphora_driver/compute/config_drive.py`.
+# Key under which the user data contain the agent's files. `amphora_driver/compute/config_drive.py` writes the user data
+# as a JSON document.
 USER_DATA_KEY = "amphora_files"
-# Flags of mount(2): read-only, and no set-user-id programs, device files, running programs and symbolic links.
+# Flags of mount(2): MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC and MS_NOSYMFOLLOW.
 _MOUNT_FLAGS = 1 | 2 | 4 | 8 | 256
 _KOBJECT_UEVENT = 15
 
@@ -89,7 +91,8 @@ def label(header: bytes) -> tuple[str, str] | None:
     if descriptor[:6] == b"\x01CD001":
         return "iso9660", descriptor[40:72].decode("ascii", "replace").strip()
     if header[510:512] == b"\x55\xaa":
-        # FAT32 has its type and label at other offsets than FAT12 and FAT16, so both are tried.
+        # FAT32 stores the type and the label at other offsets than FAT12 and FAT16, so the loop tries both pairs of
+        # offsets.
         for kind, name in ((82, 71), (54, 43)):
             if header[kind : kind + 3] == b"FAT":
                 return "vfat", header[name : name + 11].decode("ascii", "replace").strip()
@@ -100,7 +103,8 @@ def find(places: Places, seconds: float) -> tuple[Path, str]:
     """Wait up to `seconds` for the drive; return its device and file system. Raises SettingsError."""
     deadline = time.monotonic() + seconds
     with socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM, _KOBJECT_UEVENT) as events:
-        # The subscription precedes the search. Otherwise, a drive that appears between them would be missed.
+        # The program subscribes to events before the first search. Otherwise, the program would miss a drive that
+        # appears between the search and the subscription.
         events.bind((0, 1))
         first = True
         while True:
@@ -164,7 +168,8 @@ def read(root: int) -> DriveContent:
         if _agent_file(f"{_FOLDER}/{name}") is None:
             skipped.append(f"user_data: {name[:200]}")
         elif name in files:
-            # A file with two different contents is refused, because the right one is unknown.
+            # If both documents contain a file, the contents may differ, and the right content is unknown. So the
+            # program refuses the drive.
             raise SettingsError("read the files of the config drive", f"{name} is in meta_data.json and in user_data")
         else:
             files[name] = data

@@ -12,7 +12,7 @@ import re
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-# UDP port of the loopback address to which HAProxy and the L4 daemon send log lines.
+# Loopback address and UDP port to which HAProxy and the L4 daemon send log lines.
 LOG_ADDRESS, LOG_PORT = "127.0.0.1", 9102
 SCHEMES = ("udp", "tcp", "tls", "https")
 ENCRYPTED = ("tls", "https")

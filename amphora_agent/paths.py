@@ -17,10 +17,10 @@ class Paths:
         self.var = var = root / "var/lib/amphora-agent"
         self.run = run = root / "run/amphora-agent"
         self.inner_namespace = root / "run/netns/amphora-haproxy"
-        # Files of an amphora in a network namespace, below which the supervisor keeps them.
+        # The supervisor of an amphora in a network namespace keeps the amphora's own files below this directory.
         self.private = root / "run/private"
         self.supervisor_socket = run / "supervisor.sock"
-        # State files and unit files of the daemons that systemd runs, one directory or file each.
+        # Each daemon that systemd runs has a directory with state files in `services`, and a unit file in `units`.
         self.services = run / "services"
         self.units = root / "run/systemd/system"
 
@@ -30,7 +30,7 @@ class Paths:
         self.unfinished = var / "unfinished"
         # The CA of the controllers, and the digests of replaced CAs.
         self.callers = var / "callers.json"
-        # In memory, with a subdirectory for each set of TLS files.
+        # This directory is in memory and has a subdirectory for each set of TLS files.
         self.files = run / "files"
 
         # HAProxy reads `machine.cfg` for the amphora itself and `haproxy.cfg` for the load balancer.
@@ -41,7 +41,7 @@ class Paths:
         # A shorter file that HAProxy checks in place of a long configuration, without servers that HAProxy has accepted
         # before.
         self.abridged = run / "haproxy.cfg.abridged"
-        # Results of the old worker's health checks, for HAProxy's new worker.
+        # HAProxy's new worker reads the results of the old worker's health checks from this file.
         self.server_state = run / "server-state"
         self.stats_socket = run / "haproxy.sock"
         self.master_socket = run / "haproxy-master.sock"
@@ -56,11 +56,11 @@ class Paths:
         self.earlier = run / "earlier"
         self.totals = var / "totals.json"
         self.epoch = var / "epoch"
-        # The last settings of a controller, which replace values of agent.conf.
+        # These settings, which a controller sent last, replace values of agent.conf.
         self.settings = var / "settings.json"
-        # In memory, because the authorization for a log target is a secret.
+        # This file is in memory, because the authorization for a log target is a secret.
         self.log_settings = run / "log-settings.json"
-        # Sockets of the log forwarder.
+        # The log forwarder has its sockets in this directory.
         self.log_forwarder = run / "log-forwarder"
         self.admin_log_socket = self.log_forwarder / "admin.sock"
         self.pings = run / "pings"
@@ -75,13 +75,13 @@ class Paths:
         # The process ids of keepalived's parent process and of its child process for VRRP.
         self.keepalived_pid_files = run / "keepalived.pid", run / "keepalived-vrrp.pid"
 
-        # The only directory into which the L4 daemon (for UDP and SCTP) can write in a virtual machine.
+        # In a virtual machine, the L4 daemon (for UDP and SCTP) can write into this directory only.
         self.checker = run / "checker"
         self.checker_socket = self.checker / "checker.sock"
         # The virtual servers and the states of their members, which the L4 daemon reads after a restart.
         self.virtual_servers = self.checker / "virtual-servers.json"
         self.virtual_states = self.checker / "virtual-states.json"
-        # Counters of virtual servers since their creation, also before the last boot.
+        # Counters of virtual servers since their creation. A reboot does not reset the counters.
         self.virtual_totals = var / "virtual-totals.json"
 
 

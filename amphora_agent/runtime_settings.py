@@ -22,7 +22,7 @@ from amphora_agent.log_settings import NO_LOGS, LogSettings
 from amphora_agent.paths import Paths, write_atomically
 
 _log = logging.getLogger(__name__)
-# Maximum size of a settings document in bytes: above that of a document with the largest valid value of each key.
+# Maximum size of a settings document in bytes. The largest valid document is smaller.
 LARGEST = 512 * 1024
 _ACTION = "read the settings"
 HIDDEN = "***"

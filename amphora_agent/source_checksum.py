@@ -19,7 +19,8 @@ def source_checksum(packages: Iterable[str], elsewhere: Iterable[str]) -> str:
     Raises:
         OSError: a source cannot be read.
     """
-    # Each daemon imports this module. pathlib, or another digest than crc32, would need a megabyte of memory in each.
+    # Each daemon imports this module. pathlib or a digest other than crc32 would cost each daemon a megabyte of memory,
+    # so the module uses neither.
     agent = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
     own = sorted(
         entry.path

@@ -35,8 +35,8 @@ EXCHANGE_SECONDS = 30.0
 # Maximum number of connections in a TLS handshake, and of authenticated connections that wait for their next request.
 MOST = 128
 _MOST_REASONS = 64
-# Limits of TLS handshakes per second and in a burst. Within the time-out of a handshake (10 s), unknown addresses
-# together cannot use all 128 places for handshakes.
+# Rates in TLS handshakes per second, and bursts, of one unknown address and of all unknown addresses together. Within
+# the time-out of 10 s, unknown addresses begin at most 40 + 8 * 10 = 120 handshakes, which is less than MOST.
 ADDRESS_RATE, ADDRESS_BURST = 1.0, 10.0
 UNKNOWN_RATE, UNKNOWN_BURST = 8.0, 40.0
 # Seconds after a controller's handshake for which its address has no limit.

@@ -168,7 +168,7 @@ class Identity:
             finally:
                 with suppress(OSError):
                     candidate.unlink(missing_ok=True)
-            # A certificate is of no use without its CA, so the CAs are written first.
+            # A crash must not leave the new certificate without its CA. So the agent writes the CAs first.
             contents = {self._issuers: server_ca, self._callers: client_ca, self._own: pem}
             changed = {file: content for file, content in contents.items() if content is not None}
             self._exchange(changed, found, lambda: prove(anchor))
@@ -263,8 +263,8 @@ def shown_by(host: str, port: int, name: str, authorities: str) -> str:
 def _server(own: Path, callers: Path | None) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    # With an empty password, OpenSSL refuses an encrypted key. Without this argument, OpenSSL would ask for a password
-    # on the terminal.
+    # With an empty password, OpenSSL refuses an encrypted key. Without the argument `password`, OpenSSL would ask for a
+    # password on the terminal.
     context.load_cert_chain(own, password=b"")
     if callers is not None:
         context.verify_mode = ssl.CERT_REQUIRED
@@ -303,8 +303,8 @@ def _shake(server: ssl.SSLContext, client: ssl.SSLContext, name: str | None) -> 
 
 
 def _describe(server: ssl.SSLContext, pem: str) -> Certificate:
-    # Python's ssl module shows the fields of verified certificates only. So a test client trusts the agent's own
-    # certificate.
+    # Python's ssl module shows the fields of verified certificates only. So the agent makes a handshake with a test
+    # client that trusts the agent's own certificate.
     client = _client(_leaf(pem), timeless=True)
     client.check_hostname = False
     end = _shake(server, client, None)

@@ -186,7 +186,7 @@ def _adjusted(current: int, kind: Adjustment, number: int, min_step: int | None)
     if kind is Adjustment.CHANGE_IN_CAPACITY:
         return current + number
     share = number * current / 100.0
-    # Less than one node counts as one node. A larger share is rounded towards zero.
+    # A share between 0 and 1 node counts as one node. A larger share is rounded towards zero.
     size = math.ceil(abs(share)) if abs(share) < 1.0 else math.floor(abs(share))
     if min_step is not None:
         size = max(size, min_step)

@@ -62,7 +62,8 @@ def weight_of(server: Server, weight: Weight) -> int:
         value = server.vcpus
     elif weight.kind is WeightKind.METADATA:
         text = server.metadata.get(weight.key, "").strip()
-        # isdecimal() accepts digits of all scripts, which int() can read, and no minus sign.
+        # isdecimal() accepts the digits of all scripts, which int() can also read. isdecimal() does not accept a minus
+        # sign.
         value = int(text) if text.isdecimal() and len(text) < 10 else None
     return max(0, min(MOST_WEIGHT, weight.number if value is None else value))
 
@@ -170,8 +171,8 @@ def _related(
             conflict = f"Server {holders[endpoint]} has the same address {change.address} and port {change.port}."
         elif endpoint in own:
             member = own[endpoint]
-            # Octavia ignores a changed subnet and treats another spelling of an address as another address. So the
-            # existing values stay.
+            # Octavia ignores a changed subnet, and treats another spelling of an address as another address. So the
+            # plan keeps the member's subnet and spelling.
             known = {"member_id": member.id, "address": member.address, "subnet_id": member.subnet_id}
             current.append((member, msgspec.structs.replace(change, **known)))
         elif endpoint in foreign:

@@ -105,8 +105,8 @@ def plan(group: Group, servers: tuple[Server, ...], pool: Pool, nodes: tuple[Nod
     """
     related = relate(group, servers, pool)
     recorded = {node.server_id: _not_after(node, at.now) for node in nodes}
-    # First the servers in the order of the source, then the recorded servers that the source does not show. A recorded
-    # server without members may not exist yet.
+    # The plan contains all servers in the order of the source, and then the recorded servers that the source does not
+    # show. Such a recorded server without members may not exist yet.
     ids = list(dict.fromkeys([*related, *recorded]))
     outcomes = [
         _one(group, pool, related.get(one) or ServerMembers(server_id=one, server=None), recorded.get(one), at)
@@ -234,7 +234,7 @@ def _overdue(group: Group, node: Node, own: tuple[Member, ...], at: Moment) -> N
 
 def _wanted(group: Group, pool: Pool, server: ServerMembers, node: Node | None, at: Moment) -> _Outcome:
     before = node or Node(server_id=server.server_id, state=NodeState.WAITING, since=at.now)
-    # The server may have been draining before. The drain is interrupted, so its start time is removed.
+    # The server should serve again. So the plan cancels an earlier drain and removes the start time of the drain.
     before = msgspec.structs.replace(before, drain_began_at=None)
     outcome = _judged(group, pool, server, before, at)
     return msgspec.structs.replace(outcome, steps=_steps(pool, server))
@@ -279,7 +279,7 @@ def _without_members(group: Group, pool: Pool, server: ServerMembers, node: Node
         return _timed(group, node, NodeState.WAITING, server.obstacle, at)
     if pool.changeable or node.state is NodeState.JOINING:
         # Octavia may refuse a batch of new members for a short time. The time-out counts from the first attempt, so a
-        # repetition does not extend it.
+        # repeated batch does not extend the time-out.
         return _timed(group, node, NodeState.JOINING, "Octavia has not created the members yet.", at)
     return _timed(group, node, NodeState.WAITING, "The load balancer accepts no changes now.", at)
 

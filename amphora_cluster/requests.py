@@ -34,7 +34,7 @@ from amphora_cluster.members import GONE
 from amphora_cluster.model import Criterion, Group, Node, NodeState, Request, RequestKind, Server
 from amphora_cluster.plan import NOT_SHOWN
 
-# Nova's ids are UUIDs, and a stub of Nova may use others.
+# Nova's server ids are UUIDs. The pattern also permits the ids of a stub of Nova.
 SERVER_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", re.ASCII)
 _OPEN = frozenset({NodeState.WAITING, NodeState.JOINING, NodeState.DRAINING})
 _FAULTY = (NodeState.FAILED, NodeState.UNHEALTHY)

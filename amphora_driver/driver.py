@@ -221,8 +221,8 @@ class AmphoraProviderDriver(provider_base.ProviderDriver):
             availability_zones.check_zone_vips(zone, tree.vips)
             shared.recorder.create_load_balancer(tree, read_back=bool(tree.listeners or tree.pools))
         except StoreError:
-            # After a StoreError, the database may contain the load balancer. Its VIP addresses must stay reserved. If
-            # the database does not contain it, housekeeping releases the addresses.
+            # After a StoreError, the database may contain the load balancer, so its VIP addresses stay reserved.
+            # Housekeeping releases the addresses if the load balancer is not in the database.
             raise
         except AmphoraDriverError:
             # After any other error, the database does not contain the load balancer, and Octavia gives up the creation.
@@ -351,8 +351,8 @@ class AmphoraProviderDriver(provider_base.ProviderDriver):
         )
 
     def _create(self, kind: Kind, source: object, *, for_listener: str | None = None) -> None:
-        # octavia-lib returns SNI certificates in the order of Octavia's database. So the position of a certificate does
-        # not tell to which reference it belongs.
+        # octavia-lib returns SNI certificates in the order of Octavia's database. So the driver cannot match
+        # certificates and references by their positions.
         contents = _validate_and_seal(from_octavia.read_secrets(kind, source, paired=False))
         node = from_octavia.node(kind, source)
         _notify(_shared().recorder.create_object(kind, node, for_listener=for_listener, contents=contents))

@@ -56,7 +56,8 @@ def _driver_options(settings: Settings) -> _Sections:
             "socket_dir": str(settings.run / "sockets"),
             **({"engine": "celery", "broker_url": settings.broker_url} if settings.broker_url else {}),
         },
-        # All controllers of a sandbox run on one host, so a controller without a renewal for 3 s has ended.
+        # All controllers of a sandbox run on one host. So a controller that has not renewed its lease for 3 s has
+        # ended.
         "amp_controller": {"lease": "3"},
         "amp_agent": {"services": "supervisor"},
         "amp_octavia": {f"{name}_socket": str(settings.run / f"{name}.sock") for name in ("status", "stats", "get")},
@@ -133,8 +134,8 @@ def _octavia_options(settings: Settings) -> _Sections:
             "default_provider_driver": "haproxy",
         },
         "controller_worker": {"network_driver": "amphora_sandbox_network"},
-        # Octavia copies its default time-outs into each listener unless they are 0. The time-outs of a flavor would
-        # have no effect.
+        # Octavia copies each default time-out other than 0 into each listener. Copied time-outs would override the
+        # time-outs of a flavor.
         "haproxy_amphora": {f"timeout_{one}": "0" for one in ("client_data", "member_connect", "member_data")},
         "certificates": {"cert_manager": "local_cert_manager", "storage_path": str(settings.tls)},
         "driver_agent": {

@@ -28,8 +28,8 @@ class _Server(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    # Without a buffer, the kernel holds a small body back until the client acknowledges the headers (Nagle's
-    # algorithm).
+    # With this buffer, Python sends the headers and a small body together. Without the buffer, the kernel delays the
+    # body until the client acknowledges the headers (Nagle's algorithm).
     wbufsize = -1
     disable_nagle_algorithm = True
 

@@ -43,8 +43,8 @@ def _is_octavia_database(connection: Any) -> bool:
 
 
 def _begin(connection: Any) -> None:
-    # The write lock must be taken before BEGIN, so the sandbox sends BEGIN itself. The mark `in_transaction` tells
-    # oslo.db not to send another one.
+    # The sandbox must take the write lock before BEGIN, so the sandbox sends BEGIN itself. The mark `in_transaction`
+    # prevents a second BEGIN by oslo.db.
     if not _is_octavia_database(connection) or "in_transaction" in connection.info:
         return
     connection.info["in_transaction"] = True
@@ -97,7 +97,8 @@ def api() -> Application:
     octavia_schema.ensure_schema()
 
     def with_project(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
-        # Octavia requires a project id. Clients with the auth type "none" send none, so a fixed one is added.
+        # Octavia requires a project id, but clients with the auth type "none" send no project id. So the sandbox adds a
+        # fixed project id.
         environ.setdefault("HTTP_X_PROJECT_ID", _PROJECT)
         environ.setdefault("HTTP_X_USER_ID", _PROJECT)
         return application(environ, start_response)  # type: ignore[no-any-return]
@@ -123,8 +124,8 @@ def driver_agent() -> int:
         read_options(arguments)
         _compile_statements()
 
-    # The SQL statements are compiled before the first fork of octavia-driver-agent, which has no other hook there than
-    # the function that reads the options.
+    # The sandbox compiles the SQL statements before octavia-driver-agent forks. Before the first fork, only the
+    # function that reads the options can be replaced.
     service.prepare_service = read_options_and_compile
     return int(agent.main() or 0)
 

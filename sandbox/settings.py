@@ -194,8 +194,8 @@ def load_or_create_settings(
         octavia_port=_free_port(OCTAVIA_PORT),
         network_port=_free_port(NETWORK_PORT),
         status_port=_free_port(STATUS_PORT),
-        # Agents start in another directory. Symbolic links stay, because Python finds its virtual environment by the
-        # link.
+        # Agents start in another directory, so the path must be absolute. The path keeps symbolic links, because Python
+        # finds its virtual environment by the link.
         agent_python=str(Path(agent_python or sys.executable).absolute()),
         store_url=store_url,
         octavia_url=octavia_url,

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 Report = Callable[[str], None]
 _READY_SECONDS = 60.0
 _KILL_SECONDS = 5.0
-# The flag __SO_ACCEPTCON in /proc/net/unix: a listening socket.
+# Flags of a listening socket in /proc/net/unix (__SO_ACCEPTCON).
 _LISTENING = "00010000"
 _NEEDED = {
     "haproxy": "haproxy",
@@ -70,7 +70,7 @@ class Stack:
                 self._power_on(network)
             (self.settings.run / "sockets").mkdir(exist_ok=True, mode=0o700)
             programs = self.programs()
-            # The programs start in parallel, because they spend most of this time on imports.
+            # The programs start in parallel, because imports take most of the time of each start.
             started = [program for program in programs if self.supervision.start(program)]
             for program in started:
                 self.supervision.wait_ready(program, _READY_SECONDS)
@@ -99,8 +99,8 @@ class Stack:
         settings, control = self.settings, self.settings.control
         gunicorn = _python(
             *("gunicorn", "--bind", "fd://3", "--workers", "1", "--threads", "8", "--timeout", "120"),
-            # gunicorn closes idle connections after two seconds by default. A client could send a request at this
-            # moment and lose it.
+            # By default, gunicorn closes a connection that is idle for two seconds. A request that the client sends
+            # during the close would be lost.
             *("--keep-alive", "300"),
             *("--no-control-socket", "--log-level", "warning", "sandbox.octavia_start:api()"),
         )

@@ -36,9 +36,9 @@ from amphora_agent.tls_identity import Identity
 from amphora_agent.version import agent_version
 
 VIRTUAL_TABLE = "amphora_virtual"
-# Maximum number of bytes of one answer of HAProxy in the diagnostics.
+# Maximum size in bytes of one HAProxy answer in the diagnostics.
 _MOST = 8 << 20
-# Commands whose answers contain no keys and no entries of stick tables, so that operators can share them.
+# These HAProxy commands return no keys and no entries of stick tables, so operators can share the answers.
 _QUESTIONS = {
     "show info": "show info",
     "show stat": "show stat -1 7 -1",

@@ -160,7 +160,8 @@ class Applier:
         with self._lock:
             reach(Point.TAKEN)
             bundle_check.refuse_stale(bundle, self._last, lost=self._lost is not None)
-            # A repeated push of the confirmed bundle does not change the time of its confirmation.
+            # A repeated push of the confirmed bundle keeps the time of the first confirmation, so the agent writes no
+            # new record.
             same = self._confirmed is not None and self._confirmed.digest == received
             record = None if same else confirmed_bundle.confirmed_now(bundle, received)
             draft = None if record is None else Draft(self._paths.confirmed, record)
@@ -198,8 +199,8 @@ class Applier:
         Returns False if another attempt is necessary.
         """
         with self._lock:
-            # A controller may have pushed a bundle since the start of the agent. The older bundle from the disk must
-            # not replace it.
+            # No bundle has to be applied if none is confirmed, or if a push since the agent's start has already applied
+            # the confirmed bundle.
             if self._confirmed is None or (self._has_applied and not self._parts.swap.is_interrupted):
                 return True
             try:
@@ -244,7 +245,7 @@ class Applier:
     def _verifiable(self) -> Bundle | None:
         """The confirmed bundle, if drift from that bundle has to be repaired."""
         bundle = self._served
-        # Octavia's own worker, if it controls the amphora, repairs drift itself. So the agent then repairs none.
+        # If Octavia's own worker controls the amphora, that worker repairs drift. So the agent does not repair drift.
         ours = bundle is not None and bundle.load_balancer_id != OCTAVIA_API_V1_ID
         return bundle if ours and self._has_applied and not self._parts.swap.is_interrupted else None
 
@@ -302,8 +303,8 @@ class Applier:
         for listener in self._change_listeners:
             listener()
         if self._confirmed is not None and bundle == self._confirmed.bundle:
-            # A repeated push of the confirmed bundle compares the whole amphora with it, so the caches are emptied
-            # first.
+            # For a repeated push of the confirmed bundle, the agent compares the whole amphora with the bundle. So the
+            # agent empties its caches first.
             self._parts.plumbing.invalidate()
             self._parts.files.invalidate()
             self._parts.swap.invalidate()

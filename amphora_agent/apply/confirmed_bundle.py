@@ -94,7 +94,7 @@ class Draft:
         try:
             self._new_path.unlink()
         except FileNotFoundError:
-            # Without a new record, this text may belong to the confirmed bundle and must stay.
+            # If no new record exists, this text file may belong to the confirmed bundle, so the agent keeps the file.
             return
         self._text_path.unlink(missing_ok=True)
 

@@ -40,8 +40,8 @@ class RecoveryLoop:
             links.bind((0, _GROUP_LINK))
             while not self._try():
                 select.select([links], [], [], RETRY_SECONDS)
-                # One attempt suffices for all waiting netlink events, so they are discarded. recv() raises
-                # BlockingIOError after the last one, and ENOBUFS if the kernel has lost events.
+                # The next attempt covers all waiting netlink events, so this loop discards the events. recv() raises
+                # BlockingIOError after the last event, and ENOBUFS if the kernel has lost events.
                 with suppress(OSError):
                     while True:
                         links.recv(65536)

@@ -27,7 +27,7 @@ class UdpUpdate:
 
     def __init__(self, service: CheckerClient) -> None:
         self._service = service
-        # UDP and SCTP listeners that the L4 daemon has confirmed; None if its state is unknown.
+        # UDP and SCTP listeners that the L4 daemon has confirmed; None if the daemon's state is unknown.
         self._served: _Wanted | None = None
         self._validated: _Wanted | None = None
 
@@ -51,8 +51,8 @@ class UdpUpdate:
             return
         known, self._served = self._served, None
         if known is None:
-            # The agent does not know the rules in the kernel. In a drift check, the L4 daemon reads them before it
-            # writes new ones.
+            # The agent does not know which rules the kernel has. The drift check makes the L4 daemon read the kernel's
+            # rules before the daemon writes new rules.
             self._service.find_drift(wanted[0], paired=wanted[1])
         self._serve(bundle)
 
@@ -65,8 +65,8 @@ class UdpUpdate:
         """Restore the virtual servers of the previous bundle, unless they are still served."""
         before = replace(failed, virtual_servers=(), vrrp=None) if served is None else served
         wanted = _wanted(before)
-        # The failed change may have started the L4 daemon. If the configuration before the change needs none, it is
-        # stopped again.
+        # The failed change may have started the L4 daemon. If the previous configuration needs no L4 daemon, the agent
+        # stops the daemon again.
         is_idle = bool(failed.virtual_servers) and not wanted[0]
         if not is_idle and (wanted == self._served or (self._served is None and not wanted[0])):
             return

@@ -17,10 +17,10 @@ from amphora_agent.directives.expressions import CONDITION, EXPRESSION, IDENTIFI
 
 _NUMBER = r"[0-9]{1,10}"
 _TIME = rf"{_NUMBER}(?:us|ms|s|m|h|d)?"
-# HAProxy looks an IPv4 address with leading zeros up as a host name.
+# HAProxy would resolve an IPv4 address with leading zeros as a host name, so the pattern accepts no leading zeros.
 _OCTET = r"(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _IPV4 = rf"(?:{_OCTET}\.){{3}}{_OCTET}"
-# HAProxy looks a text with fewer than two colons up as a host name.
+# HAProxy would resolve a text with fewer than two colons as a host name, so the pattern requires two colons.
 _IPV6 = r"[0-9A-Fa-f]*:[0-9A-Fa-f]*:[0-9A-Fa-f:.]*"
 _ADDRESS = rf"(?:{_IPV4}|{_IPV6}|\[{_IPV6}\])"
 _PORT = r"[1-9][0-9]{0,4}"

@@ -7,7 +7,8 @@ separated by line ends, which no word contains.
 
 from __future__ import annotations
 
-# HAProxy reads a value with a leading dash as a flag, except after `--`. The flag `-f` would make it open a file.
+# HAProxy reads an ACL value with a leading dash as a flag, and the flag `-f` opens a file. So `_PATTERN` accepts no
+# leading dash; after `--`, any WORD is safe.
 WORD = r"[^\n]+"
 _PATTERN = r"[^\n-][^\n]*"
 IDENTIFIER = r"[A-Za-z0-9][A-Za-z0-9_.:-]*"
@@ -35,7 +36,7 @@ MATCH = (
     rf"{EXPRESSION}(?: -i)?(?: -m (?:str|beg|end|sub|dir|dom|reg|len|int|bool|found))?"
     rf"(?: --(?: {WORD})+|(?: {_PATTERN})*)"
 )
-# HAProxy ends an ACL in braces at the first closing brace, so no value may be one.
+# HAProxy ends an ACL in braces at the first closing brace, so no value may be a closing brace.
 _INLINE = (
     rf"{EXPRESSION}(?: -i)?(?: -m (?:str|beg|end|sub|dir|dom|reg|len|int|bool|found))?"
     r"(?: --)?(?: (?!\}\n|\}$)[^\n-][^\n]*)*"

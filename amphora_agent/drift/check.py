@@ -93,8 +93,8 @@ class DriftChecker:
             if identity is None or self._file.read_bytes() != wanted.content.encode():
                 yield Difference("haproxy.cfg", "haproxy.cfg was modified")
                 return
-            # The file is correct now, but may have been different before. So a HAProxy worker that started since the
-            # last check may have read other content.
+            # haproxy.cfg is correct now, but may have been modified since the last check. So a worker that started
+            # since the last check may have read modified content.
             earlier = None if self._intact is None else self._intact[1]
             self._misread = self._misread or (None not in (earlier, worker) and earlier != worker)
         self._intact = identity, worker

@@ -19,11 +19,12 @@ from amphora_agent.errors import AgentError
 
 _log = logging.getLogger(__name__)
 DUTY_DIVISOR = 200
-# Seconds until a second check. Only drift that both checks find is repaired.
+# Seconds between the first and the second check. The agent repairs only drift that both checks find.
 _CONFIRM_SECONDS = 1.0
-# Drift that returns after each repair is repaired at every second check, then every fourth, up to this number.
+# Maximum back-off in checks. If drift returns after each repair, the agent repairs at every second check, then at every
+# fourth, and so on.
 _MAX_BACKOFF = 16
-# Number of checks after a repair within which new drift of the same kind slows the repairs down.
+# If a kind of drift returns within this number of checks after a repair, the agent repairs less often.
 _RECENT_CHECKS = 10
 
 

@@ -29,11 +29,11 @@ _NAMES = re.compile(r"'(?:server |backend |frontend )?([^' ]+)'")
 _ACTION = "load the configuration into HAProxy"
 _REMEDY = "The configuration served before is still served."
 _KEY = "PRIVATE KEY-----"
-# HAProxy's error message may repeat a part of a private key. A message with this number of characters of the key is
-# hidden.
+# Number of first characters in a line of a private key. The agent hides an error message of HAProxy that contains these
+# characters.
 _KEY_MATCH_LENGTH = 12
-# Minimum number of servers for a check of a text without the unchanged servers. With fewer servers, a full check is
-# faster.
+# Minimum number of servers for which the agent omits unchanged servers from the checked text. With fewer servers, a
+# check of the whole text is faster.
 MIN_SERVERS = 50
 # Keywords of a new server that need a full check: `guid` is unique in all backends, and `track` may name a server of
 # another backend.

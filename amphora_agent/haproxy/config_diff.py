@@ -25,10 +25,11 @@ _NOT_AT_RUNTIME = {
     "no-check-ssl", "no-ssl", "non-stick", "redir", "resolve-net", "resolve-opts", "resolve-prefer", "resolvers",
     "socks4", "stick", "tcp-ut", "track",
 }  # fmt: skip
-# Maximum number of servers of a backend for a change of its dynamic cookies at run time. HAProxy 2.6 stops for 22 ms
-# with 1,000 servers.
+# Maximum number of servers in a backend whose dynamic cookies are computed without a reload. The computation stops
+# HAProxy 2.6 for 22 ms with 1,000 servers.
 MAX_COOKIE_SERVERS = 1500
-# Balancing methods that accept new servers at run time. Other methods need a consistent hash.
+# Balancing methods that always accept new servers at run time. A hash method accepts new servers only with `hash-type
+# consistent`.
 _DYNAMIC_METHODS = {"roundrobin", "leastconn", "first", "random"}
 # Maximum number of servers that are replaced at run time. For more servers, a reload is faster.
 MAX_REPLACED = 20
@@ -76,7 +77,7 @@ def compare_configurations(
     order_only = False
     for before, after in zip(old.sections, new.sections, strict=True):
         if before.servers is after.servers and before.lines is after.lines:
-            # The parser reuses the objects of unchanged lines, so equal objects mean an unchanged section.
+            # The parser reuses the objects of unchanged lines, so identical objects mean an unchanged section.
             continue
         was, now = _changed_range(before.servers, after.servers)
         change = _section_actions(before, after, {server.name: server for server in was}, now, new, features)
@@ -286,8 +287,8 @@ def _fixed_keywords(server: Server, other: Server) -> tuple[str, ...]:
     """Return the keywords whose values no command can change to the values of the other server."""
     words = list(server.keywords)
     for keyword in _SETTABLE:
-        # A runtime command can change the address and port of a health check, but cannot remove them. So their removal
-        # needs a reload.
+        # No runtime command can remove the address or port of a health check. So a removed address or port counts as a
+        # fixed keyword.
         is_check = keyword in ("addr", "port")
         if is_check and not (keyword in other.keywords and server.checked and "agent-check" not in words):
             continue

@@ -49,14 +49,15 @@ STOP_SECONDS, OLD_WORKER_END_SECONDS = 1.0, 2.0
 PROBE_SECONDS, FROZEN_SECONDS = 0.15, 0.6
 _POLL_SECONDS = 0.002
 _SLOW_POLL_SECONDS = 0.05
-# Seconds after which a reload command without a counted reload is sent again. HAProxy 2.6 may lose a command while its
-# master executes itself again.
+# The agent repeats a reload command if HAProxy's count of reloads stays unchanged for this number of seconds. HAProxy
+# 2.6 may lose a command while its master executes itself again.
 _LOST_COMMAND_SECONDS = 2.0
 # Seconds after a reload within which HAProxy's old worker must stop accepting connections.
 _STOPPING_SECONDS = 2.0
 # Seconds after a failed reload within which HAProxy's old worker must accept connections again.
 _OPENING_SECONDS = 10.0
-# Alerts of HAProxy without a reason. An error message quotes an earlier alert in place of them.
+# HAProxy's alerts without a reason. If an earlier alert contains a reason, the error message quotes the earlier alert
+# instead.
 _EMPTY_PHRASES = ("Fatal errors", "Error(s) found", "exited with code", "failed to start their listeners")
 
 
@@ -167,8 +168,8 @@ class Haproxy:
         if serving == wanted:
             return self._paths.configuration
         if read_if_exists(self._paths.previous) == wanted.content:
-            # An interrupted change left a file with the wanted content. It is renamed, because a full disk may prevent
-            # writing a new one.
+            # An interrupted change left a file with the wanted content. The agent renames this file, because a full
+            # disk may prevent a new file.
             self._paths.previous.replace(self._paths.candidate)
         else:
             # The old candidate file may be a hard link to the stored text of the confirmed bundle, which must not
@@ -197,9 +198,9 @@ class Haproxy:
                 why = self._last_alert() or f"no answer within {self._read_seconds:.0f} s"
                 self._services.stop(SERVICE, missed=True)
                 raise HaproxyError("start HAProxy", why)
-            # HAProxy 2.6 reports a completed start to systemd only, so it is polled.
+            # HAProxy 2.6 reports a completed start to systemd only, so the agent polls HAProxy.
             time.sleep(_POLL_SECONDS)
-        # The counters are read at once, because the responder serves no metrics before the first reading.
+        # The agent reads the counters immediately, because the responder serves no metrics before the first reading.
         self.counters.sample()
 
     def ensure_wanted(self) -> None:
@@ -257,22 +258,22 @@ class Haproxy:
         except HaproxyError:
             self._await_open_listeners()
             with suppress(HaproxyError):
-                # The reload has failed, so the servers must accept requests again. A crashed worker does not answer,
-                # and its successor drains no server.
+                # The reload has failed, so the drained servers must get requests again. If the worker has crashed, the
+                # commands fail, but the new worker has no drained servers.
                 for command in drained:
                     self.worker.ask(worker_replacement.ready_command(command))
             raise
         finally:
-            # After a crash, HAProxy must not read this file of server states, which are outdated soon. So the file is
-            # emptied.
+            # The agent empties the file of server states, because the states are soon outdated, and HAProxy would read
+            # the file after a crash.
             self._write_server_state(worker_replacement.NO_STATES)
             self.counters.sample()
 
     def _drain_removed_servers(self, states: str, wanted: Configuration) -> list[str]:
         """Stop requests of the old worker to removed members; return the commands."""
         sent: list[str] = []
-        # Each unanswered command takes a full time-out, so the first error ends the commands. This is accepted: the
-        # old worker may then still send requests to a removed server.
+        # The first error ends the loop, because each unanswered command takes a full time-out. As a result, the old
+        # worker may still send requests to a removed server.
         with suppress(HaproxyError):
             for command in worker_replacement.drain_commands(wanted, runtime_state.parse_servers(states)):
                 # HAProxy may carry out a command without answering, so each command is recorded before it is sent.
@@ -311,7 +312,8 @@ class Haproxy:
             deadline = time.monotonic() + OLD_WORKER_END_SECONDS
             while pid in self._workers().replaced:
                 if time.monotonic() > deadline:
-                    # An old worker ends only after all clients and other processes have disconnected, so it is killed.
+                    # The old worker waits until all clients and other processes have disconnected, so the agent kills
+                    # the worker.
                     _log.warning(
                         "The agent kills HAProxy's old worker with process id %d, because HAProxy has too many old "
                         "workers and this worker does not end",
@@ -360,7 +362,7 @@ class Haproxy:
             if worker not in (None, old) and self.worker_pid() == worker:
                 self._await_stopping(old)
                 return
-            # HAProxy 2.6 answers the command `reload` before the new worker serves, so it is polled.
+            # HAProxy 2.6 answers the command `reload` before the new worker serves, so the agent polls HAProxy.
             time.sleep(_POLL_SECONDS)
         raise HaproxyError("reload HAProxy", f"no new worker within {self._read_seconds:.0f} s")
 
@@ -372,7 +374,8 @@ class Haproxy:
         """
         deadline = time.monotonic() + _OPENING_SECONDS
         while time.monotonic() < deadline:
-            # The pause includes the statistics socket, so the old worker may refuse the connection of the agent.
+            # A paused worker also pauses its statistics socket, and may refuse the agent's connection. So the loop
+            # ignores the error and asks again.
             with suppress(HaproxyError):
                 if not runtime_state.closed_listeners(self.worker.ask(runtime_state.PROXIES)):
                     return
@@ -409,8 +412,8 @@ class Haproxy:
         For about 50 ms after a start (2.6, 2.8 and 3.0) the master executes itself again and refuses connections.
         """
         with suppress(HaproxyError):
-            # After a failed reload, the master reports no worker. So the worker itself is asked, and any answer of the
-            # master suffices.
+            # After a failed reload, HAProxy's master reports no worker. So any answer of the master suffices, and the
+            # agent asks the worker for its process id.
             self._workers()
             return self.worker_pid() is not None
         return False

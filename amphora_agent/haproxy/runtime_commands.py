@@ -195,8 +195,8 @@ class ActionRunner:
         head = lines[0].split() if lines else []
         if "used_cur" not in head:
             return {}
-        # In HAProxy's answer, the line of column names begins with the additional word "#", so the index of a value is
-        # one less.
+        # In HAProxy's answer, the line of column names begins with "#", but the lines of values do not. So the index of
+        # a value is one less.
         column = head.index("used_cur") - 1
         found = {}
         for line in lines[1:]:

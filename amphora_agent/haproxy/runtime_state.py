@@ -24,7 +24,7 @@ _FORCED_MAINTENANCE, _FORCED_DRAIN = 0x01, 0x08
 _UP = "2"
 _PROXY, _KIND, _LIMIT, _STATUS = 0, 1, 6, 17
 _LISTENS = ("OPEN", "FULL")
-# Number of the first line with a server, after the version of the format and the column names.
+# Number of lines up to the first server: the version of the format, the column names, and the first server's line.
 _HEAD_LINES = 3
 # Maximum number of servers that are searched one by one in HAProxy's answer. For more servers, parsing all lines is
 # faster.
@@ -204,8 +204,8 @@ def _server_difference(server: Server, state: ServerState) -> str:
         if port.isdecimal() and int(port) != state.check_port:
             return f"is monitored on port {state.check_port}, not {port}"
     if "agent-check" in server.keywords:
-        # With `agent-check`, a server itself sets its weight and its maintenance. They may differ from the
-        # configuration, so they are not compared.
+        # With `agent-check`, the member itself sets its weight and its maintenance. Both may differ from the
+        # configuration, so the agent does not compare them.
         return ""
     if (state.weight, state.maintenance) != (server.weight, server.disabled):
         wanted = (server.weight, server.disabled)

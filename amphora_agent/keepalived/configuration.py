@@ -13,10 +13,10 @@ from amphora_agent.bundle import VrrpInstance
 from amphora_agent.services.template_files import load_template
 
 # Seconds between two repetitions of gratuitous ARP for the VIPs. If both amphorae had the VIPs for a moment, neighbours
-# correct their entries within this time, not within eight seconds (arp(7)).
+# correct their entries within this time. Without repetitions, the correction could take eight seconds (arp(7)).
 REFRESH_SECONDS = 1
-# Target of advertisements without a partner. With an empty "unicast_peer", keepalived would use multicast and disturb
-# other load balancers with the same router id.
+# Without a partner, keepalived sends its advertisements to the loopback address. With an empty "unicast_peer",
+# keepalived would use multicast and disturb load balancers with an equal router id.
 _LOOPBACK = {4: "127.0.0.1", 6: "::1"}
 _CENTISECONDS = 100
 

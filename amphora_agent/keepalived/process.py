@@ -84,8 +84,8 @@ class Keepalived:
         changed = text != self._current_text()
         if changed:
             write_atomically(self._paths.keepalived_configuration, text, durable=False)
-        # Missing health files begin with ALIVE, so that keepalived can add the VIPs before HAProxy listens for the
-        # first time.
+        # The agent creates missing health files with the content ALIVE, so that keepalived can add the VIPs before
+        # HAProxy listens for the first time.
         for watched in (self._paths.haproxy_health, self._paths.released):
             with suppress(FileExistsError), watched.open("x", encoding="ascii") as file:
                 file.write(ALIVE)
@@ -110,8 +110,8 @@ class Keepalived:
 
     def _start(self, wanted: VrrpInstance) -> None:
         files = self._paths.keepalived_pid_files
-        # -P disables keepalived's own health checks, and -R the restart of its failed processes. The service manager
-        # restarts keepalived after the partner has taken over.
+        # -P disables keepalived's own health checks, and -R disables keepalived's restart of its failed processes. The
+        # service manager restarts keepalived after the partner has taken over.
         argv = ["keepalived", "-n", "-l", "-P", "-R", "-f", str(self._paths.keepalived_configuration)]
         argv += ["-p", str(files[0]), "-r", str(files[1])]
         delay = wanted.vrrp.advert_interval * _ADVERTS_TO_WAIT + _SPARE_SECONDS

@@ -12,8 +12,8 @@ from typing import Any
 from amphora_agent.l4.model import Host
 
 SUMMED = ("total_connections", "bytes_in", "bytes_out", "request_errors")
-# Maximum number of removed virtual servers whose counters are kept. A removed one may return, and its counters must
-# never decrease.
+# Maximum number of removed virtual servers whose counters are kept. If a removed virtual server returns, its counters
+# must not have decreased.
 MAX_FORMER = 500
 _Sums = tuple[int, ...]
 _ZERO: _Sums = (0,) * len(SUMMED)

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-# Descriptors that stay free for libnftables, which uses select(2) and therefore descriptors below 1024.
+# Range of file descriptors that sockets leave free for libnftables, which calls select(2) and therefore needs
+# descriptors below 1024.
 _RESERVED_FROM, _RESERVED_BELOW = 512, 1024
 # Longest wait in seconds, because epoll_wait(2) accepts at most 2^31 milliseconds.
 _MAX_WAIT_SECONDS = 3600.0

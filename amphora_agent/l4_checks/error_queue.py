@@ -34,7 +34,8 @@ def enable(one: socket.socket) -> None:
 
 def read_errors(one: socket.socket) -> Iterator[tuple[str, str, bytes]]:
     """Yield each error: its text, the address it is about, and the packet without the IP header."""
-    # Reading SO_ERROR clears a pending error, which recvmsg() would raise before it reads the error queue.
+    # A pending error would make recvmsg() fail instead of reading the error queue. Reading SO_ERROR clears the pending
+    # error.
     one.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
     while True:
         try:

@@ -125,7 +125,7 @@ def _open_icmp_socket(family: socket.AddressFamily) -> socket.socket:
     link = socket.htons(_ETH_P_IP if family == socket.AF_INET else _ETH_P_IPV6)
     address = struct.pack("=HHiHBB8s", socket.AF_PACKET, link, 0, 0, 0, 0, b"")
     libc = ctypes.CDLL(None, use_errno=True)
-    # With protocol 0, no packet arrives before bind(2), and thus none before the filter is attached.
+    # With protocol 0, the socket receives no packet before bind(2). So the filter is attached before the first packet.
     one = socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, 0)
     netlink.attach_filter(one, _ONLY_UNREACHABLE[family])
     if libc.bind(one.fileno(), address, len(address)) != 0:

@@ -17,7 +17,8 @@ import socket
 import sys
 from functools import partial
 
-# Python's options -I and -S save a megabyte, but remove the package from the search path. So it is added again.
+# Python's options -I and -S save a megabyte, but remove the package's directory from the search path. So the next line
+# adds the directory again.
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))  # noqa: PTH100, PTH118, PTH120
 
 from amphora_agent.l4.event_loop import EventLoop
@@ -52,8 +53,8 @@ def serve(engine: NftablesEngine, directory: str, path: str) -> int:
     version = source_checksum(PACKAGES, ELSEWHERE)
     checker = Checker(loop, engine, StateFiles(directory), KINDS, version)
     control = ControlSocket(loop, path, checker.handle_request)
-    # The responder, which runs as another user, must not change anything. So it gets its own socket, which only returns
-    # statistics.
+    # The responder runs as another user and must not change anything. So the responder gets a separate socket, which
+    # only returns statistics.
     rows_path = f"{directory}/{ROWS_SOCKET}"
     rows = ControlSocket(loop, rows_path, lambda _: checker.handle_request({"op": "rows"}), mode=0o666)
     while not received:

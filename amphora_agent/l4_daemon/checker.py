@@ -31,7 +31,8 @@ from amphora_agent.l4_nftables.engine import NftablesEngine
 FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 0.5, 30.0
 # Seconds between two counts of flows for the algorithm LEAST_CONNECTIONS.
 _REBALANCE_SECONDS = 1.0
-# Seconds until a change without a new member status is saved. A kill before then loses the change.
+# Seconds until the L4 daemon saves changed check results and counters without a new member status. A kill before the
+# save loses the changes.
 _SAVE_SECONDS = 1.0
 
 
@@ -52,9 +53,11 @@ class Checker:
         self._counters = loaded.counters
         self._states = member_state.carry_over(loaded.states, (), loaded.desired.servers, time.time())
         self._monitors: dict[MemberKey, model.Monitor] = {}
-        # Member health in the kernel's rules. At the start, the record of the previous process is assumed to be right.
+        # Member health in the kernel's rules. At its start, the L4 daemon assumes the health that the previous process
+        # recorded.
         self._applied_health = member_state.member_health(loaded.desired.servers, self._states)
-        # The previous process may have applied other states than it recorded, so the states are applied at once.
+        # The previous process may have applied other states than it recorded, so the L4 daemon applies the recorded
+        # states immediately.
         self._must_apply = bool(loaded.desired.servers)
         self._is_saved = True
         self._last_error: str | None = None
@@ -168,7 +171,7 @@ class Checker:
             try:
                 self._engine.rebalance(self._desired.servers, self._applied_health, paired=self._desired.paired)
             except AgentError:
-                # The error is not logged here, because the next attempt logs it if it stays.
+                # The L4 daemon does not log this error, because the next attempt logs an error that persists.
                 self._must_apply = True
         self._schedule_rebalance()
 

@@ -33,8 +33,8 @@ from amphora_agent.source_checksum import source_checksum
 
 _log = logging.getLogger(__name__)
 SERVICE = "amphora-checker"
-# Seconds that a heartbeat waits for the L4 daemon's state. Afterwards, it contains the previous state
-# (`stats.udp_stats`).
+# A heartbeat waits at most this number of seconds for the L4 daemon's state. After a time-out, the heartbeat contains
+# the previous state (`stats.udp_stats`).
 STATE_TIMEOUT_SECONDS = 0.3
 ANSWER_TIMEOUT_SECONDS = 1.0
 # Seconds to wait until the L4 daemon has changed the kernel's nftables table, which takes milliseconds on an idle
@@ -100,8 +100,8 @@ class CheckerClient:
         self._services = services
         self._lock = threading.Lock()
         self._version = source_checksum(PACKAGES, ELSEWHERE)
-        # Last state of an ended L4 daemon. Its own lock lets readers avoid the wait for `_lock`, which a request to the
-        # daemon holds.
+        # Last state of an ended L4 daemon. A separate lock protects this state, because a request to the daemon holds
+        # `_lock`, and readers must not wait for the request.
         self._final_state_lock = threading.Lock()
         self._final_state: CheckerState | None = None
 
@@ -124,8 +124,8 @@ class CheckerClient:
                 return
             document = _desired_document("serve", servers, paired=paired)
             if not servers and not self._may_be_forwarding():
-                # The time-out is long, because the L4 daemon may answer late after a failed change. If it never
-                # started, the request fails at once.
+                # The L4 daemon may answer late after a failed change, so the time-out is long. If no L4 daemon has
+                # started, the request fails immediately.
                 with suppress(VirtualServersError, ConfigurationRefused):
                     if (state := _parse_state(self._request(document, SERVE_TIMEOUT_SECONDS))).sums:
                         self._keep_final_state(state)
@@ -205,7 +205,8 @@ class CheckerClient:
         try:
             self._services.start(SERVICE, argv, inner=True, policy=policy)
         except ServiceError:
-            # The service manager refuses to start a daemon that runs with another command line, so it is stopped first.
+            # The service manager refuses to start a running daemon with another command line, so the agent stops the
+            # daemon first.
             self._services.stop(SERVICE)
             self._services.start(SERVICE, argv, inner=True, policy=policy)
 

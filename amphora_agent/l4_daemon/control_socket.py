@@ -121,7 +121,7 @@ class _Connection:
             self.end()
         elif data.endswith(b"\n"):
             self._loop.remove(self._socket)
-            # The request has arrived. Its timer ends, and the answer has a timer of its own.
+            # The request is complete, so its timer ends. A new timer limits the time for the answer.
             self._timer.cancel()
             self._unsent = memoryview(self._server.reply(bytes(self._received)))
             self._timer = self._loop.call_at(time.monotonic() + TIMEOUT_SECONDS, self.end)

@@ -38,7 +38,7 @@ class FlowAttribution:
     def __init__(self) -> None:
         self._listeners: dict[_Destination, _Listener] = {}
         self._formats: dict[str, LogFormat] = {}
-        # Members without new flows whose existing flows the kernel still forwards.
+        # Members whose flows the kernel still forwards after the last change, even if these members get no new flows.
         self._retained: set[tuple[_Destination, _MemberAddress]] = set()
         # Members whose flows the kernel has ended, with the earliest and the latest possible time of the end in
         # nanoseconds since 1970.
@@ -77,7 +77,8 @@ class FlowAttribution:
         }
         now = time.time_ns()
         for gone in self._retained - retained:
-            # `_cut` is ordered by time. The member moves to the end, so that the loop below deletes the oldest entries.
+            # `_cut` is ordered by time, so that the loop below deletes the oldest entries. So a known member's entry
+            # moves to the end.
             self._cut.pop(gone, None)
             self._cut[gone] = begun, now
         for old in list(self._cut)[:-_MAX_FORMER]:

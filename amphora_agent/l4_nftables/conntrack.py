@@ -27,12 +27,13 @@ _TUPLE_IP, _TUPLE_PROTO, _PROTO_NUMBER, _PROTO_DESTINATION = 1, 2, 1, 3
 _DESTINATION_OF = {socket.AF_INET: 2, socket.AF_INET6: 4}
 _TIMEOUT_SECONDS = 30.0
 _BUFFER = 1 << 20
-# The mark attribute in a dump of flows. Attributes are aligned to four bytes, so other matches do not count.
+# Pattern of the mark attribute in a dump of flows. Attributes begin at multiples of four bytes, so matches at other
+# offsets are ignored.
 _MARKED = re.compile(rb"\x08\x00\x08\x00(.{4})" if sys.byteorder == "little" else rb"\x00\x08\x00\x08(.{4})", re.DOTALL)
 # Maximum number of marks whose flows are ended one by one. For each mark, the kernel searches all flows, so one dump is
 # faster for more marks.
 _MAX_DUMPS = 8
-# Number of requests before their answers are read. The answers to this number of requests fit into the receive buffer.
+# The L4 daemon sends this number of requests before it reads the answers. The answers then fit into the receive buffer.
 _BATCH = 200
 
 

@@ -53,8 +53,8 @@ class NftablesEngine:
     def __init__(self) -> None:
         self._table: Table | None = None
         self._marks = conntrack_marks.NO_MARKS
-        # The kernel's listing of the table and the generation of its ruleset after the last change. A difference means
-        # that another program has changed the table.
+        # The kernel's listing of the table and the generation of its ruleset after the last change. If the listing
+        # later differs, another program has changed the table.
         self._listed = ""
         self._generation: int | None = None
         # Marks of flows that are to be ended, and places whose flows without a mark are to be ended.
@@ -122,8 +122,8 @@ class NftablesEngine:
         """Rebuild the table, whatever a previous process or an operator left."""
         listed = self._list_table()
         before = {*self._marks.members.values()}
-        # The kernel may have no rules although flows with the assigned marks exist. In this case, the assignment in
-        # memory stays.
+        # If the kernel's table is missing, flows with the assigned marks may still exist. So the L4 daemon keeps the
+        # assignment in memory.
         self._marks = _parse_marks(listed) if _BASE.search(listed) else self._marks
         before |= {*self._marks.members.values()}
         marks = conntrack_marks.assign_marks(self._marks, servers)
@@ -215,8 +215,8 @@ class NftablesEngine:
             return False
         found = {mark: count for mark, count in self._count_flows().items() if mark}
         rest = LEAST_SHARE * (time.monotonic() - now)
-        # New flows until the next count are predicted from the rate since the last one. `ahead` is the predicted time
-        # as a fraction of the measured time.
+        # The number of new flows until the next count is predicted from the rate since the last count. `ahead` is the
+        # predicted period divided by the measured period.
         ahead = max(PERIOD_SECONDS, rest) / max(now - self._loads_read_at, MIN_PERIOD_SECONDS)
         former, self._loads_due = self._loads, time.monotonic() + rest
         self._loads_read_at = self._counted_at = now
@@ -287,8 +287,8 @@ class NftablesEngine:
         if listed:
             self._run(ruleset.DELETE_COMMANDS)
         for one in (_parse_marks(listed), self._marks):
-            # The marks in the kernel and in memory may differ. The flows of both are ended, because another virtual
-            # server may get the same marks later.
+            # The marks in the kernel and in memory may differ. The L4 daemon ends the flows of all these marks, because
+            # another virtual server may get a mark later.
             self._marks_to_end |= {*one.servers.values(), *one.members.values()}
         self._table, self._marks, self._listed, self._generation = None, conntrack_marks.NO_MARKS, "", None
         self._loads = NO_LOADS

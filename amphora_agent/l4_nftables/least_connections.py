@@ -41,8 +41,8 @@ def plan_turns(members: Sequence[tuple[int, int, int]], expected: int) -> list[i
         return []
     if 2 * expected > MAX_TURNS:
         return _proportional_turns(members, expected)
-    # A length of MIN_TURNS times a power of two rarely changes. The list contains the members in the order in which
-    # they get new flows.
+    # The list contains the members in the order in which they get new flows. The list's length is MIN_TURNS times a
+    # power of two, so that the length rarely changes.
     length = MIN_TURNS
     while length < 2 * expected:
         length *= 2

@@ -223,7 +223,7 @@ def _slot_expression(server: VirtualServer, version: int, slots: int, *, paired:
     if server.persistence is not None:
         prefix = server.persistence.prefix_v4 if version == 4 else server.persistence.prefix_v6
         if prefix == 0:
-            # A prefix of 0 makes all clients one client, so all get the same hash.
+            # With a prefix of 0 bits, all clients count as one client, so all clients get an equal hash.
             return f"jhash {source} mod 1 seed 0x1"
         mask = ipaddress.ip_network(f"{'0.0.0.0' if version == 4 else '::'}/{prefix}").netmask
         return f"jhash {source} & {mask} {end}"

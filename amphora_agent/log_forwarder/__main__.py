@@ -12,7 +12,8 @@ from __future__ import annotations
 import os
 import sys
 
-# Python's options -I and -S save memory, but remove the package from the search path. So it is added again.
+# Python's options -I and -S save memory, but remove the package's directory from the search path. So the next line adds
+# the directory again.
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))  # noqa: PTH100, PTH118, PTH120
 
 from amphora_agent.log_forwarder import ELSEWHERE, PACKAGES

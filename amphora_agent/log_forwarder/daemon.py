@@ -58,8 +58,8 @@ class LogForwarding:
     def start(self, settings: LogSettings) -> None:
         self._wanted = settings
         if settings:
-            # The status is read at once. Otherwise, a controller would count all former lines again after a restart of
-            # the agent.
+            # The agent reads the status immediately. Otherwise, a controller would count all earlier lines again after
+            # a restart of the agent.
             with suppress(AgentError, OSError, ValueError):
                 found = self._ask_once({"op": "status"}, None)
                 # A log forwarder of another version is replaced, and its counters are not used.
@@ -155,8 +155,8 @@ class LogForwarding:
         try:
             self._services.start(SERVICE, argv, inner=False)
         except ServiceError:
-            # A changed search path of Python changes the arguments. The service manager refuses them for a running
-            # process, so it is stopped first.
+            # A change of Python's search path changes the arguments. The service manager refuses other arguments for a
+            # running process, so the agent stops the process first.
             self._services.stop(SERVICE)
             self._services.start(SERVICE, argv, inner=False)
 

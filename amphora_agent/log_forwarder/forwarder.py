@@ -22,7 +22,7 @@ from amphora_agent.log_forwarder.records import LONGEST_LINE, Record, Renderer, 
 from amphora_agent.log_forwarder.target import Target
 from amphora_agent.log_settings import NO_LOGS, LogSettings, LogTarget
 
-# Maximum number of datagrams that are read at a time, for one acquisition of the queues' locks.
+# Maximum number of datagrams in one batch. For each batch, the log forwarder locks each queue only once.
 _BATCH = 256
 _REQUEST_SECONDS = 2.0
 _REQUEST_BYTES, _CHUNK_BYTES = 1 << 20, 1 << 16
@@ -45,7 +45,7 @@ class Forwarder:
         self._admin: dict[LogTarget, Target] = {}
         self._tenant: dict[LogTarget, Target] = {}
         self._received = self._lost_before = 0
-        # Lines of targets that are not in use any more, so that the sums never decrease.
+        # Sent and lost lines of removed targets. The totals include these lines, so that the totals never decrease.
         self._former = {"sent": 0, "lost": 0}
         self._input: socket.socket | None = None
         self._selector = selectors.DefaultSelector()

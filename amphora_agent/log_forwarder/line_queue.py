@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 
-# Bytes of memory for a line beside its text.
+# Bytes of memory that a queued line needs in addition to its text.
 _OVERHEAD = 64
 
 

@@ -35,7 +35,8 @@ ANSWER_SECONDS = 15.0
 ACCEPT_SECONDS = 1.0
 _CHECK_SECONDS = 0.5
 _SIOCOUTQ = 0x5411
-# Size of the send buffer in bytes. Lines in it are uncertain after the loss of a connection, so it is small.
+# Size of the send buffer in bytes. After the loss of a connection, the fate of lines in the buffer is unknown, so the
+# buffer is small.
 _SEND_BUFFER = 256 << 10
 _MOST_ANSWER = 64 << 10
 # HTTP statuses with which a target refuses lines for ever (RFC 9110, 15.5).
@@ -85,7 +86,8 @@ class Datagrams:
             for line in lines:
                 self._send(self._socket, line)
         except OSError:
-            # After an error, the socket is closed, because a new one uses the present address of the amphora.
+            # After an error, the log forwarder closes the socket, because a new socket uses the amphora's present
+            # address.
             self.close()
             raise
 
@@ -113,8 +115,8 @@ class Stream:
         self._stopping = stopping
         self._socket: socket.socket | None = None
         self._sent_bytes = 0
-        # Batches of lines that the target may not have: the position of the batch's end in the stream, and the number
-        # of lines.
+        # Batches of lines that the target may not have received. Each entry is the position of the batch's end in the
+        # stream, and the number of lines.
         self._unacknowledged: deque[tuple[int, int]] = deque()
         self.uncertain = self.lost = 0
 
@@ -162,8 +164,8 @@ class Stream:
             try:
                 sent = opened.send(left)
             except TimeoutError as error:
-                # The kernel's error ETIMEDOUT ends the connection. A time-out of Python's socket has no error number
-                # and is no end.
+                # The kernel's error ETIMEDOUT ends the connection. A time-out of Python's socket has no error number,
+                # so the log forwarder continues.
                 if error.errno is not None:
                     raise
                 continue

@@ -36,8 +36,8 @@ def reset_connections(instance: VrrpInstance) -> int:
     if not connections:
         return 0
     with IPRoute() as route:
-        # To send a reset from a VIP, the kernel needs the VIP as a local address. On the loopback interface, it causes
-        # no conflict, because the kernel answers no ARP request for it.
+        # To send a reset from a VIP, the kernel needs the VIP as a local address. A VIP on the loopback interface
+        # causes no conflict, because the kernel answers no ARP request for the VIP.
         index = route.link_lookup(ifname="lo")[0]
         wanted = [{"index": index, "address": str(vip.ip), "prefixlen": vip.max_prefixlen} for vip in instance.vips]
         try:

@@ -33,14 +33,15 @@ from amphora_agent.services.template_files import load_template
 
 NAME = "handover0"
 PORT = 4789
-# Locally administered MAC address of both ends of the hand-over tunnel, so that no end has to learn the other one's.
+# Both ends of the hand-over tunnel use this locally administered MAC address, so that no end has to learn the address
+# of the other end.
 _MAC = "0a:00:00:00:00:01"
 # Source MAC address of packets that the new VIP holder redirects through the tunnel. The former holder sends their
 # answers through the tunnel, too (tunnel_answers).
 RETURNS = "0a:00:00:00:00:02"
 _TABLE = "amphora_handover"
-# Limits of established connections and of those with a SYN only. A flood of SYNs cannot displace established
-# connections.
+# Maximum numbers of established connections, and of connections with a SYN only. Separate limits prevent a flood of
+# SYNs from displacing established connections.
 MOST_CONNECTIONS = 1_000_000
 _MOST_BEGUN, _BEGUN_SECONDS = 262_144, 10
 _NODAD, _TENTATIVE = 0x02, 0x40

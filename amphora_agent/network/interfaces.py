@@ -194,8 +194,8 @@ def _add_addresses(
         if address.version == 6:
             more["flags"] = _NODAD
             if address in interface.vips:
-                # A deprecated IPv6 address (RFC 4862, section 5.5.4) accepts connections, but is no source of the
-                # amphora's own ones.
+                # A deprecated IPv6 address (RFC 4862, section 5.5.4) accepts connections, but is not the source of the
+                # amphora's own connections.
                 more.update(preferred_lft=0, valid_lft=_FOREVER)
         state.route.addr("replace", index=index, address=str(address.ip), prefixlen=address.network.prefixlen, **more)
     return missing

@@ -45,8 +45,8 @@ class Plumbing:
         self._network: WantedNetwork | None = None
         self._restrictions: Restrictions | None = None
         self._is_changing = False
-        # New VIPs in their order, which `commit` announces after HAProxy has begun to listen. The values have no
-        # meaning.
+        # `commit` announces these new VIPs in their order after HAProxy has begun to listen. The values of the
+        # dictionary have no meaning.
         self._unannounced: dict[AddedVip, None] = {}
 
     def matches(self, bundle: Bundle) -> bool:

@@ -25,19 +25,21 @@ _SETTINGS = {
     # 1: only the interface with the address answers an ARP request. Otherwise, two interfaces on one switch would both
     # answer.
     "ipv4/conf/all/arp_ignore": "1",
-    # 2: ARP requests have the fixed address of the interface as their sender. With a VIP that has moved away, they
-    # would direct clients back to this amphora.
+    # 2: ARP requests have the interface's fixed address as their sender. A VIP as the sender would direct clients back
+    # to this amphora after the VIP has moved away.
     "ipv4/conf/all/arp_announce": "2",
-    # 2: a client's packets may arrive at another interface than the route to the client uses (policy_routing.py). The
-    # larger value of "all" and of the interface applies.
+    # 2: the kernel accepts a client's packets at any interface, because the route to the client may use another
+    # interface (policy_routing.py). The larger value of "all" and of the interface applies.
     "ipv4/conf/all/rp_filter": "2",
-    # With redirects, clients and members in one network would send their packets directly to each other (RFC 1812,
-    # section 5.2.7.2).
+    # Redirects would make clients and members in one network send packets directly to each other (RFC 1812, section
+    # 5.2.7.2).
     "ipv4/conf/all/send_redirects": "0",
     "ipv4/conf/default/send_redirects": "0",
-    # By default, the kernel removes all addresses of a subnet together with the primary one.
+    # 1: the kernel keeps the other addresses of a subnet if the primary address is removed. By default, the kernel
+    # removes these addresses, too.
     "ipv4/conf/all/promote_secondaries": "1",
-    # Accept queues may be as long as HAProxy's connection limits.
+    # HAProxy requests accept queues as long as its connection limits. The kernel shortens longer queues to these
+    # values.
     "core/somaxconn": "65535",
     "ipv4/tcp_max_syn_backlog": "65535",
     # SYN cookies let clients connect during a flood of SYNs with forged sources.

@@ -32,7 +32,7 @@ from amphora_agent.octavia_api_v1.uploads import Uploads
 from amphora_agent.paths import Paths
 
 _log = logging.getLogger(__name__)
-# Error messages that Octavia's API defines word for word. Octavia's worker repeats its request after the first one.
+# Octavia's API defines these error messages word for word. After NO_INTERFACE, Octavia's worker repeats its request.
 NO_INTERFACE = "No suitable network interface found"
 NO_LOAD_BALANCER = "Loadbalancer Not Found"
 
@@ -146,7 +146,7 @@ class OctaviaAmphora:
             raise RequestRefused(NO_LOAD_BALANCER, "no configuration was uploaded", 404)
         found = text_of.translate(state.uploaded, owner)
         if not found.ports:
-            # HAProxy cannot run without an enabled listener, so it is stopped.
+            # HAProxy cannot run without an enabled listener, so the agent stops HAProxy.
             return self._bare(state)
         wanted = replace(
             state.wanted,
@@ -221,7 +221,8 @@ class OctaviaAmphora:
         generation = 1 if last is None else last.generation + 1
         made = state_of.bundle(state, generation, pair=self._settings().pair)
         try:
-            # A restarted agent must be able to parse each stored bundle.
+            # A restarted agent must be able to parse the stored bundle. So the agent parses each bundle before it
+            # stores the bundle.
             parse_stored(made.to_document())
         except (ValueError, KeyError, TypeError) as error:
             raise RequestRefused("Invalid request", str(error)) from error

@@ -20,7 +20,8 @@ from amphora_agent.haproxy.config_file import PEERS, RESPONDER_PORT
 from amphora_agent.haproxy.config_parser import AGENT_PREFIX
 from amphora_agent.octavia_api_v1.uploads import bundle_name
 
-# Sections of Octavia's worker for a metrics exporter, which are removed because the responder serves the metrics.
+# The agent removes these sections of Octavia's metrics exporter from the configuration, because the responder serves
+# the metrics.
 _EXPORTERS = {("frontend", "prometheus-exporter-internal-endpoint"), ("backend", "prometheus-exporter-internal")}
 _EXPORTER = "prometheus-exporter-internal"
 _MACHINE = {"global", "peers"}

@@ -16,7 +16,8 @@ from amphora_agent.bundle import MAX_FILE_BYTES, MAX_FILES, MAX_FILES_BYTES, Fil
 from amphora_agent.errors import RequestRefused
 from amphora_agent.paths import Paths, write_atomically
 
-# Octavia's worker uses hashes and ids as names. A leading dot could mean a hidden file or a parent directory.
+# Octavia's worker uses hashes and ids as names. The pattern excludes a leading dot, which could mean a hidden file or a
+# parent directory.
 _NAME = re.compile(r"[a-z0-9_][a-z0-9_.-]{0,90}\.pem")
 _PEM = "-----BEGIN "
 

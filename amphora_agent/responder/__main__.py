@@ -17,7 +17,8 @@ import signal
 import socket
 import sys
 
-# Python's options -I and -S save a megabyte, but remove the package from the search path. So it is added again.
+# Python's options -I and -S save a megabyte, but remove the package from the search path. So this line adds the package
+# again.
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))  # noqa: PTH100, PTH118, PTH120
 
 from amphora_agent.haproxy.runtime_socket import Socket
@@ -38,8 +39,8 @@ def main() -> None:
     responder = Responder(
         lambda function, *arguments: function(*arguments),
         int(port),
-        # The paths of two other sockets follow from this one. A running responder keeps its arguments at an upgrade, so
-        # new code must not need others.
+        # The paths of two other sockets are derived from the argument `stats`. A running responder keeps its arguments
+        # at an upgrade, so new code must not need more arguments.
         lambda: prometheus.scrape(_worker(place, stats), sums, f"{place}/checker/rows.sock"),
         Targets(pings),
         version=source_checksum(PACKAGES, ELSEWHERE),

@@ -38,7 +38,7 @@ _PING = "/ping/"
 _FRONT = "The metrics of this load balancer are at /metrics"
 # A connection that a former responder has left open, and the bytes that have arrived on it.
 Waiting = tuple[socket.socket, bytes]
-# Calls a function in HAProxy's network namespace, and returns the sockets that the function opens.
+# An Opener calls a function in HAProxy's network namespace, and returns the sockets that the function opens.
 Opener = Callable[..., tuple[Pinger, socket.socket]]
 _REASONS = {200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed"}
 _REASONS |= {431: "Request Header Fields Too Large", 503: "Service Unavailable"}
@@ -232,7 +232,8 @@ class _Session:
         for key, _ in self._selector.select(self._expire()):
             if isinstance(key.data, Exchange):
                 if self._open.get(key.fd) is key.data:
-                    # An earlier event of the same round may have closed this connection, so it is looked up again.
+                    # An earlier event of the same round may have closed this connection. So the responder looks the
+                    # connection up again.
                     self._read(key.data)
             else:
                 key.data()

@@ -21,8 +21,8 @@ from amphora_agent.responder.metric_families import RESPONSES, STATUS, Family, S
 from amphora_agent.stats.former_workers import FormerWorkers, read
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-# Copies of two constants, because the modules that define them would double the memory of the responder. A unit test
-# compares them.
+# These two constants are copies, because an import of the defining modules would double the responder's memory. A unit
+# test compares the copies.
 OWN = "amphora:"
 QUESTION = "show info;show stat -1 7 -1;show info"
 _UNKNOWN = "NaN"
@@ -58,8 +58,8 @@ def scrape(worker: Socket, sums: str = "", others: str = "") -> Iterator[str]:
         if time.monotonic() > deadline:
             cause = "the agent has not written the counters of its former workers"
             raise HaproxyError("read HAProxy's statistics", cause)
-        # After a reload, the file with the counters describes the former worker until the agent writes it again. So the
-        # responder polls it.
+        # After a reload, the file with the counters describes the former worker until the agent writes the file again.
+        # So the responder polls the file.
         time.sleep(_POLL_SECONDS)
 
 

@@ -23,7 +23,7 @@ from amphora_agent.source_checksum import source_checksum
 _log = logging.getLogger(__name__)
 SERVICE = "amphora-responder"
 ANSWER_SECONDS = 1.0
-# Seconds to wait until a new responder answers. The former one first finishes its open scrapes.
+# Seconds to wait for the first answer of a new responder. The former responder first finishes its open scrapes.
 REPLACEMENT_SECONDS = 15.0
 _RETRY_SECONDS = 5.0
 _POLL_SECONDS = 0.02
@@ -94,8 +94,8 @@ class ResponderDaemon:
         try:
             self._services.start(SERVICE, argv, inner=True)
         except ServiceError:
-            # The service manager refuses other arguments for a running process, so the responder is stopped first.
-            # Python's search path may have changed.
+            # An upgrade may change the path of Python or of the script. The service manager refuses other arguments for
+            # a running process, so the agent first stops the responder.
             self._services.stop(SERVICE)
             self._services.start(SERVICE, argv, inner=True)
 

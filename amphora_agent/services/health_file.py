@@ -23,8 +23,8 @@ from pathlib import Path
 
 ALIVE, DEAD = "0", "1"
 BUSY_SECONDS = 5.0
-# Seconds without an answer after which a daemon is probed again. A frozen HAProxy worker may have accepted the first
-# probe, which a new worker never answers.
+# A new HAProxy worker never answers a probe that a frozen worker has accepted. So a daemon is probed again after this
+# number of seconds without an answer.
 REPEAT_SECONDS = 2.0
 _LATE_SECONDS = 0.1
 _STATE, _USER_TIME, _SYSTEM_TIME = 0, 11, 12
@@ -86,8 +86,8 @@ class HealthFile:
     def started(self, pid: int) -> None:
         """Record a start. With a probe, the file changes with the first answer."""
         self._pid, self._answered = pid, False
-        # The script that runs the daemon may have written DEAD. With the remembered content, an equal write would be
-        # skipped.
+        # The script that runs the daemon may have written DEAD into the file. So the remembered content is dropped, and
+        # the next write is not skipped.
         self._written = None
         if self._probe is None:
             self._write(ALIVE)

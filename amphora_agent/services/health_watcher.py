@@ -23,7 +23,8 @@ from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__":
-    # Python's options -I and -S save a megabyte, but remove the package from the search path. So it is added again.
+    # Python's options -I and -S save a megabyte, but remove the package from the search path. So this line adds the
+    # package again.
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from amphora_agent.services.health_file import HealthFile, Probe

@@ -13,7 +13,8 @@ from urllib.parse import quote, unquote
 from amphora_agent.errors import ServiceError
 
 FIRST_DESCRIPTOR = 3
-# Prefix of the names of the agent's descriptors in systemd, unlike those of socket units.
+# The agent stores its descriptors in systemd under names with this prefix. Descriptors of socket units have no such
+# prefix.
 _PREFIX = "kept-"
 _LONGEST_NAME = 255
 _MOST_KEPT, _LARGEST_LIST = 64, 65536
@@ -91,7 +92,7 @@ def store_descriptor(address: str, name: str, descriptor: int) -> None:
             send(address, "BARRIER=1", [theirs.fileno()])
         ours.settimeout(ANSWER_SECONDS)
         try:
-            # systemd answers by closing its end of the socket pair, at which recv() returns.
+            # systemd answers by closing its end of the socket pair. Then recv() returns.
             ours.recv(1)
         except OSError as error:
             raise ServiceError("notify systemd", f"it does not answer: {error}") from error

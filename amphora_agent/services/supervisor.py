@@ -83,7 +83,7 @@ class Machine:
 
     def build(self, spec: dict[str, Any]) -> None:
         """Mount the private file systems and create the network namespace of the load balancer."""
-        # The mounts below may hide the source directories, so these are opened before.
+        # The mounts below may hide the source directories. So the supervisor opens these directories first.
         sources = [(os.open(spec[name], os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC), name) for name in ("etc", "var")]
         self._mount("tmpfs", self._paths.root / "run", "tmpfs", "mode=755,size=64m")
         for (source, name), place in zip(sources, (self._paths.etc, self._paths.var), strict=True):
@@ -285,7 +285,7 @@ class Supervisor:
         except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
             answer = {"ok": False, "error": f"{type(error).__name__}: {error}"}
         while self._arrived:
-            # File descriptors that arrived with the request and that its handler has not taken are closed.
+            # The supervisor closes the file descriptors of the request that the handler has not taken.
             os.close(self._arrived.pop())
         if answer is not None:
             self._answer(connection, answer)

@@ -77,8 +77,8 @@ class Systemd:
         try:
             self._systemctl(f"start {name}", "restart" if restart else "start", unit_name(name))
         except ServiceError:
-            # systemctl also fails if the daemon starts and exits at once. This error is ignored, because the caller
-            # notices that the daemon does not answer.
+            # systemctl also fails if the daemon starts and exits at once. The agent ignores an error after a start,
+            # because the caller notices that the daemon does not answer.
             if health_watcher.read_line(directory / "starts") == before:
                 raise
 
@@ -212,7 +212,8 @@ class Systemd:
             return None
         pid = health_watcher.running_pid(directory, unit_name(name))
         starts = int(health_watcher.read_line(directory / "starts") or 0)
-        # systemd does not restart a daemon that an operator has stopped, so it does not count as restarting.
+        # A daemon that an operator has stopped does not count as restarting, because systemd does not restart this
+        # daemon.
         restarts = wanted == WANTED and (pid is not None or self._state(name) in _ACTIVE_STATES)
         if restarts and pid is None:
             # The daemon may have started while systemctl ran, so its process id is read again.

@@ -49,7 +49,7 @@ _IP = ("UNIX", "INET", "INET6")
 _PACKETS = (*_IP, "NETLINK", "PACKET")
 _NETWORK_CAPABILITIES = ("NET_ADMIN", "NET_RAW")
 _MASTER_CAPABILITIES = ("KILL", "NET_BIND_SERVICE", "SETGID", "SETUID", "SYS_CHROOT")
-# A daemon that is missing here has no Linux capability, and may write to the agent's run directory only.
+# A daemon without an entry has no Linux capability, and may write to the agent's run directory only.
 CONFINEMENTS: Mapping[str, Confinement] = {
     # HAProxy's master opens ports and files as root at each reload, and its workers change to the user `haproxy`. PCRE2
     # compiles regular expressions to machine code, which needs executable memory.

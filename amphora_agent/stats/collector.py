@@ -30,9 +30,10 @@ from amphora_agent.stats.monotonic_counters import MonotonicCounters
 from amphora_agent.stats.udp_stats import UdpStats
 
 _log = logging.getLogger(__name__)
-# Reading and writing many rows of counters takes long. Above FEW_ROWS rows, it happens only every WRITE_SECONDS.
+# The agent reads and writes more than FEW_ROWS rows of counters only every WRITE_SECONDS, because this work takes long.
 FEW_ROWS, WRITE_SECONDS = 100, 10.0
-# Seconds before HAProxy's `hard-stop-after` at which an old worker is ended. Its final counters must still be read.
+# An old worker is ended this number of seconds before HAProxy's `hard-stop-after`, so that the agent can still read its
+# final counters.
 MARGIN_SECONDS = 2.0
 CUT_SECONDS = 1.0
 
@@ -113,7 +114,7 @@ class Collector:
             identity = _identity(self._latest.pid) if self._latest is not None else ""
             if not identity:
                 return
-            # After a failed reload, the collector is connected to this worker already. So only the end of the drain
+            # After a failed reload, the collector is already connected to this worker. So only the end of the drain
             # changes.
             if (known := next((held for held in self._held if held.identity == identity), None)) is not None:
                 known.until = until
@@ -182,7 +183,7 @@ class Collector:
                 # Without an answer of HAProxy, `_latest` becomes None, and the heartbeat has no objects of HAProxy.
                 found = haproxy_stats.parse(self._worker.ask(haproxy_stats.QUESTION), self._latest)
         finally:
-            # Other threads read `_latest` without the lock, also while HAProxy answers. So it changes in one
+            # Other threads read `_latest` without the lock, also while HAProxy answers. So `_latest` changes in one
             # assignment.
             self._latest = found
         if self._latest is not None and (identity := _identity(self._latest.pid)):

@@ -10,8 +10,8 @@ from operator import itemgetter
 from amphora_agent.haproxy.config_parser import AGENT_PREFIX
 from amphora_agent.stats.former_workers import COUNTED
 
-# A stopping worker reports its listeners as stopped. `show info` before and after the statistics shows whether it began
-# to stop between them.
+# A stopping worker reports its listeners as stopped. The two `show info` show whether the worker began to stop during
+# `show stat`.
 QUESTION = "show info;show stat -1 7 -1;show info"
 # In HAProxy's interactive mode, each command has its own answer, so these commands are sent one by one.
 HELD_QUESTIONS = ("show info", "show stat -1 7 -1", "show info")
@@ -89,8 +89,8 @@ def parse(answer: str, before: Sample | None = None) -> Sample | None:
         return None
     lines = table.split("\n")
     columns = {name: place for place, name in enumerate(("pxname", *lines[0].split(",")))}
-    # Column 0 replaces a column that this version of HAProxy lacks. It is emptied in each row, so the missing counter
-    # is 0.
+    # If this version of HAProxy lacks a counter, column 0 replaces the counter's column. The parser empties column 0 of
+    # each row, so the missing counter is 0.
     counted = itemgetter(*(columns.get(name, 0) for name in COUNTED))
     former = before.known if before is not None else {}
     known: dict[tuple[str, ...], Counts] = {}

@@ -27,8 +27,8 @@ def next_epoch(paths: Paths) -> int:
     try:
         write_atomically(paths.epoch, str(epoch))
     except OSError:
-        # A full disk accepts no new file, so the number in the old file is overwritten. The new number has the same
-        # number of digits.
+        # A full disk accepts no new file, so the agent overwrites the old file. The new number has as many digits and
+        # replaces the old number completely.
         with paths.epoch.open("r+", encoding="ascii") as file:
             file.write(str(epoch))
             file.flush()

@@ -78,7 +78,7 @@ class MonotonicCounters:
 
     def _settle(self, row: str, counts: Counts) -> None:
         self.settlements += 1
-        # `pop` moves a changed row to the end, so the first row is the one without a change for the longest time.
+        # `pop` moves a changed row to the end. So the first row is the row that has not changed for the longest time.
         self._settled[row] = tuple(map(add, self._settled.pop(row, NONE), counts))
 
     def document(self) -> dict[str, Any]:

@@ -17,8 +17,8 @@ from amphora_agent.stats import haproxy_stats
 from amphora_agent.stats.former_workers import COUNTED
 from amphora_agent.stats.monotonic_counters import MonotonicCounters
 
-# Seconds for which the last known state is reported without an answer of the L4 daemon. The kernel forwards while the
-# daemon restarts.
+# While the L4 daemon does not answer, the agent reports the last known state for this number of seconds. The kernel
+# forwards packets while the daemon restarts.
 STALE_SECONDS = 10.0
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from amphora_agent.network.namespace import Namespace
 from amphora_agent.stats.haproxy_stats import WorkerLoad
 
-# Seconds for which a measurement is used again, because CPU times of a shorter period are not exact.
+# CPU times of a short period are not exact. So a measurement is used again for this number of seconds.
 _SECONDS = 2.0
 # Seconds between two counts of file descriptors. Linux before version 6.2 needs 0.1 s to count 100,000.
 _DESCRIPTOR_SECONDS = 15.0

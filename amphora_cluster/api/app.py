@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from oslo_config.cfg import ConfigOpts
 
 LOG = logging.getLogger(__name__)
-# Number of threads that never wait for the end of a request, so that the API can always answer.
+# Requests with the parameter `wait` never occupy this number of threads. So the API can always answer other requests.
 FREE_THREADS = 2
 _RETRY_SECONDS = "5"
 _COUNTERS = "amphora-cluster-counters"

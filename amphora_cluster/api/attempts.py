@@ -37,11 +37,12 @@ LOG = logging.getLogger(__name__)
 # After failed authentications, requests are refused for FIRST_PAUSE to LONGEST_PAUSE seconds. After FORGOTTEN_AFTER
 # seconds without a failure, the count begins again.
 FIRST_PAUSE, LONGEST_PAUSE, FORGOTTEN_AFTER = 1.0, 60.0, 600.0
-# A group's limit is this multiple of the limit of an address, because it serves many addresses.
+# A group's limit is this multiple of an address's limit, because requests for a group come from many addresses.
 GROUP_FACTOR = 10
 MOST_SOURCES, MOST_CALLERS = 4096, 4096
 _MOST_COUNTED = 2**32
-# A user with an IPv6 network usually has at least this prefix, and can use each of its addresses.
+# Failures of all IPv6 addresses with an equal prefix of this length are counted together, because a user can use all
+# addresses of a network.
 _IPV6_PREFIX = 64
 
 
@@ -102,10 +103,11 @@ class FailedAttempts:
             limits = self._limits(caller)
             found = [self._failures[kind].get(memory, self._digest(name)) for kind, name, _ in limits]
         if found and found[0] is None:
-            # No failure from this address: otherwise, clients elsewhere could lock out a caller with a valid token.
+            # A request from an address without failures is permitted. Otherwise, clients at other addresses could lock
+            # out a caller with a valid token.
             return
         pauses = [one.moment - now for one in found if one is not None]
-        # No process has recorded a longer pause: a process was killed while it wrote the entry.
+        # A process that was killed during a write can leave a pause above LONGEST_PAUSE. Such a pause is ignored.
         left = max((seconds for seconds in pauses if seconds <= LONGEST_PAUSE), default=0.0)
         if left > 0:
             raise Throttled(left)

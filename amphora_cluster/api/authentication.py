@@ -24,7 +24,8 @@ LOG = logging.getLogger(__name__)
 _ID = re.compile(r"[0-9a-f-]{36}", re.ASCII)
 _MOST_TOKEN = 200
 _BEARER = "bearer "
-# Compared with the token if its id does not exist. So the duration of the answer does not reveal which ids exist.
+# If the id of a token does not exist, the token is compared with this value. So the duration of the answer does not
+# reveal which ids exist.
 _NOTHING = Secret(bytes(32))
 _REMEDY = "Send a valid token of this group: Authorization: Bearer TOKEN."
 
@@ -108,8 +109,8 @@ def _signed(received: Received, group_id: str, tokens: Tokens) -> TokenRecord:
     valid = signed.verify(key, signature)
     if record is None or not valid or record.group_id != group_id:
         raise _refusal()
-    # The timestamp must be compared with the database clock, which limits the lifetime of nonces too. With a slow clock
-    # of a host, a timestamp could outlive its nonce.
+    # The timestamp is compared with the database clock, because this clock also limits the lifetime of nonces. With a
+    # slow clock of the host, a timestamp could outlive its nonce.
     if abs(tokens.now() - signed.timestamp) > WINDOW_SECONDS:
         happened = f"the timestamp differs by more than {WINDOW_SECONDS:g} s from the clock of this service"
         raise Unauthenticated("authenticate the request", happened, "Set the clock of the client.")

@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-# Seconds for one read or one write, and for all reads of one request. The time for which an accepted request waits for
-# its end is not limited by them.
+# Maximum seconds for one read or one write, and for all reads of one request. These limits do not apply while an
+# accepted request waits for its end.
 EXCHANGE_SECONDS, REQUEST_SECONDS = 20.0, 60.0
 
 
@@ -94,8 +94,8 @@ def _read(connection: Connection, words: tuple[Any, ...], read: Callable[[], byt
     left = connection.read_end - now
     if left <= 0:
         raise _lost()
-    # gunicorn sets a shorter time-out for the end of a connection, for which its main thread waits. This time-out must
-    # stay.
+    # When gunicorn closes a connection, its main thread waits with a shorter time-out. This function must not extend
+    # that time-out.
     connection.settimeout(left if before is None else min(before, left))
     try:
         return read()

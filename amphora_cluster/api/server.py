@@ -57,7 +57,7 @@ class Server(BaseApplication):
 
     def __init__(self, conf: ConfigOpts) -> None:
         self._conf = conf
-        # Made before the workers are forked, so that they share both.
+        # The counters and the failed attempts exist before gunicorn forks its workers, so that all workers share both.
         self._counters = SharedCounters()
         self._attempts = FailedAttempts(conf.amp_cluster_api.failed_attempts)
         super().__init__()
@@ -69,7 +69,7 @@ class Server(BaseApplication):
                 self.cfg.set(name, value)
 
     def load(self) -> Any:
-        # Each worker process needs its own database connections, so it imports the application after the fork.
+        # Each worker process needs its own database connections. So each worker imports the application after the fork.
         from amphora_cluster.api.app import create_app  # noqa: PLC0415
 
         return create_app(self._conf, self._counters, self._attempts)

@@ -38,7 +38,7 @@ class SharedMemory:
     @contextmanager
     def locked(self) -> Iterator[mmap.mmap]:
         """Return the region, and exclude all other threads and processes."""
-        # The lock of the file excludes other processes only.
+        # The lock of the file excludes other processes only, so the threads of this process need another lock.
         with self._threads:
             fcntl.lockf(self._file, fcntl.LOCK_EX)
             try:

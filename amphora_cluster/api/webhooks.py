@@ -124,7 +124,8 @@ def _authenticated(service: Service, group_id: str) -> Received:
     else:
         service.attempts.add_success(caller)
         return received
-    # oslo.log appends an exception in handling to each line, so this call is outside of the handler.
+    # add_failure() is called outside of the `except` block. Inside the block, oslo.log would append the exception to
+    # each log line.
     service.attempts.add_failure(caller)
     raise refused
 
@@ -132,7 +133,8 @@ def _authenticated(service: Service, group_id: str) -> Received:
 def _source(service: Service) -> str:
     """Return the source address of the request: a proxy adds that of its client at the end of a header."""
     peer = request.remote_addr or ""
-    # A client on this host may name any address in the header. It could also stop the API, so this is no new risk.
+    # A client on this host can forge the header. This is no additional risk, because such a client could also stop the
+    # API.
     behind_proxy = service.behind_proxy or peer in {"127.0.0.1", "::1"}
     forwarded = request.headers.get("X-Forwarded-For", "") if behind_proxy else ""
     return forwarded.rpartition(",")[2].strip() or peer

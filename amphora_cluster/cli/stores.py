@@ -63,7 +63,8 @@ def opened(app: Any) -> Iterator[Stores]:
     found = parse_url(url, SCHEMA.option)
     path = found.database if found.get_backend_name() == "sqlite" else None
     if path is not None and not Path(path).exists():
-        # SQLite creates a missing database file. A command that only reads must not create a file.
+        # SQLite would create the missing database file. A command that only reads must not create a file, so the
+        # command ends with an error.
         raise ConfigurationError(
             "open the database",
             f"{path} does not exist",

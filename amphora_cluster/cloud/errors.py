@@ -14,8 +14,8 @@ from amphora_driver.openstack.errors import ApiError
 from amphora_driver.untrusted_text import printable
 
 _MOST = 500
-# Words of Octavia's refusals while another change is in progress: of an object ("immutable") and of its load balancer
-# ("Invalid state PENDING_UPDATE ...").
+# Octavia's refusals contain these words while another change is in progress: "immutable" for an object, "Invalid state
+# PENDING_UPDATE" for its load balancer.
 _PENDING = ("immutable", "invalid state pending_")
 
 
@@ -84,7 +84,7 @@ def no_answer(error: Exception, wanted: str) -> CloudError | ConfigurationError:
         error, exceptions.EndpointNotFound
     ):
         # Keystone answers 401 for a wrong secret and 404 for a deleted application credential. In both cases, the group
-        # needs a new one.
+        # needs a new application credential.
         remedy = "Give the group a new application credential."
         return CredentialRefused(wanted, reason, remedy, final=True)
     if isinstance(error, exceptions.MissingRequiredOptions | exceptions.EndpointNotFound):

@@ -90,8 +90,8 @@ class MemberBatch:
         return [
             _body(change, one, self._tag)
             for change, one in members
-            # A member without the group's tag belongs to its user, also if it lost the tag since the plan. A drain must
-            # not create a member again.
+            # The controller changes only members with the group's tag, because other members belong to the user. A
+            # drain does not create a member again.
             if (one is None and step.kind is not StepKind.DRAIN) or (one is not None and self._changes(change, one))
         ]
 

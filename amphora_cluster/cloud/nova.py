@@ -29,8 +29,8 @@ from amphora_cluster.cloud.session import CloudConnection
 from amphora_cluster.members import GONE
 from amphora_cluster.model import Address, Selector, SelectorKind, Server
 
-# Minimum microversion of Nova's API, which Nova has since OpenStack Stein (2019). Servers of a cell that does not
-# answer need 2.69.
+# Minimum microversion of Nova's API, available since OpenStack Stein (2019). Below 2.69, Nova omits the servers of a
+# cell that does not answer.
 MICROVERSION = "2.69"
 _HEADERS = {"OpenStack-API-Version": f"compute {MICROVERSION}"}
 _FIXED = "fixed"
@@ -168,7 +168,8 @@ class NovaServers:
             if one is None:
                 continue
             found[server_id] = one
-            # Nova shows no tags and metadata of servers in a cell that does not answer. Such a server stays selected.
+            # Nova shows no tags and metadata of servers in a cell that does not answer. The selector cannot be checked,
+            # so such a server stays selected.
             unreadable = ids is None and one.status == "UNKNOWN"
             if not unreadable and not selected(one):
                 former.add(server_id)
@@ -193,7 +194,8 @@ class NovaServers:
 
     def _all(self, wanted: str, *, fresh: bool) -> list[ServerRecord]:
         age = 0.0 if fresh else self._connection.settings.server_list_age
-        # Threads of other groups wait here while one thread reads the list. Then they use its list and need no request.
+        # Threads of other groups wait here while one thread reads the list from Nova. Then all these threads use the
+        # list without another request.
         with self._lock:
             read_at, listed = self._listed
             if time.monotonic() - read_at >= age:

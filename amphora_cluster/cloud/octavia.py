@@ -170,8 +170,8 @@ class OctaviaPools:
         """Return whether the pool has a monitor that is enabled."""
         if pool.healthmonitor_id is None:
             return False
-        # With a disabled health monitor, all members have the status NO_MONITOR. If no member has it, the monitor need
-        # not be read.
+        # With a disabled health monitor, all members have the status NO_MONITOR. So the monitor is read only if a
+        # member has this status.
         if not any(one.operating_status == "NO_MONITOR" for one in members):
             return True
         path = f"/v2/lbaas/healthmonitors/{pool.healthmonitor_id}"
@@ -184,8 +184,8 @@ class OctaviaPools:
     def _active_connections(self, load_balancer_id: str, listeners: list[str], wanted: str) -> int | None:
         if not listeners:
             return None
-        # Statistics of the load balancer are the sum over its listeners, so they are never too small. For several
-        # listeners, they save requests.
+        # For several listeners, one request for the load balancer's statistics replaces a request for each listener.
+        # The load balancer's number includes all listeners, so it is never too small.
         path = f"/v2/lbaas/listeners/{listeners[0]}/stats" if len(listeners) == 1 else f"{_LB}/{load_balancer_id}/stats"
         found = self._get(path, _StatisticsAnswer, wanted).stats
         # Octavia answers zeros if a provider reports no statistics, for example OVN. So only a listener that has

@@ -170,7 +170,8 @@ class CloudConnection:
             return self._adapters[service]
 
     def _connect(self, service: str) -> Any:
-        # These imports take a second, and the webhook API, which imports this package too, never connects to the cloud.
+        # The webhook API imports this package too, but never connects to the cloud. So these imports, which take a
+        # second, happen at the first connection only.
         from keystoneauth1 import adapter, session  # noqa: PLC0415
 
         settings = self.settings

@@ -34,7 +34,7 @@ LOG = logging.getLogger(__name__)
 
 # Seconds until the next pass after Octavia refused a change of a busy load balancer.
 BUSY_SECONDS = 1.0
-# Number of passes in a row with a busy load balancer, after which the next pass waits for the poll interval. A failed
+# After this number of passes in a row with a busy load balancer, the next pass waits for the poll interval. A failed
 # provider may leave a load balancer pending for hours.
 _MOST_BUSY = 60
 # Seconds between two checks while Octavia deletes a load balancer.
@@ -131,8 +131,8 @@ class GroupPass:
     def _view(self, claimed: ClaimedGroup, cloud: Cloud, begun: float) -> _View:
         group, nodes = claimed.group, claimed.nodes
         new = any(not one.applied for one in claimed.requests)
-        # A new request may name new servers, which an older list of Nova does not contain. An expected server is not
-        # known to exist, so its absence needs no proof.
+        # A new request may name new servers, so the controller reads a new list from Nova. An expected server may not
+        # exist yet, so the controller does not ask Nova for its id.
         known = [node.server_id for node in nodes if not requests.is_expected(node)]
         servers = cloud.servers(group, known, fresh=new)
         pool = cloud.read_pool(group, connections=new or any(map(_drains, nodes)))
@@ -221,7 +221,8 @@ class GroupPass:
         ended: tuple[StoredRequest, ...],
     ) -> PassEnd | None:
         """Record what differs from the database and return the lease, or leave both to the caller."""
-        # A plan with steps has been recorded before the steps, together with the applied requests.
+        # If the plan has steps, `_apply` has already recorded the plan and the applied requests. So the comparison
+        # below uses these values.
         nodes_before, requests_before = (
             (view.plan.nodes, view.requests) if view.plan.steps else (claimed.nodes, claimed.requests)
         )
@@ -243,8 +244,8 @@ class GroupPass:
         self._busy.pop(claim.group_id, None)
         failed = {node.server_id for node in nodes if node.state is NodeState.FAILED}
         if view.plan.steps and all(step.server_id in failed for step in view.plan.steps):
-            # Octavia has refused all steps and would refuse them again within a second. So the next pass waits for the
-            # poll interval.
+            # Octavia has refused all steps. A repetition after a second would fail again, so the next pass waits for
+            # the poll interval.
             return poll
         return poll if view.plan.again_at is None else min(poll, max(view.plan.again_at, now))
 
@@ -257,7 +258,8 @@ class GroupPass:
         try:
             view = self._view_of_deletion(claimed, cloud)
             nodes, busy = self._apply(claimed, cloud, view)
-            # While a load balancer is in ERROR, Octavia refuses to change its members, but deletes it with all members.
+            # If the load balancer is in ERROR, Octavia refuses changes of members. But Octavia deletes the load
+            # balancer with all members.
             deletable = group.owns_load_balancer and view.pool.failed
             there = not deletable and any(group.tag in member.tags for member in view.pool.members)
         except Missing as error:
@@ -355,7 +357,7 @@ class GroupPass:
         if not overdue:
             return end
         try:
-            # The failed pass may have outdated states of the servers, so only the failure of requests is recorded.
+            # The failed pass may have read outdated states of servers. So only the failure of requests is recorded.
             self._store.finish(end, (), (), overdue)
         except AmphoraDriverError as failure:
             LOG.warning(

@@ -52,14 +52,14 @@ _PURGE_EVERY = 60.0
 # Seconds after a jump of the database clock in which the controller deletes nothing. If the clock is set back soon, a
 # nonce that was deleted too early would permit the repetition of a signed request.
 _PURGE_PAUSE = 900.0
-# Maximum number of seconds for which a stopping controller waits for its running passes. At the stop, the controller
-# shortens the deadlines of these passes to the second number.
+# A stopping controller shortens the deadlines of its running passes to _STOP_GRACE seconds. The process waits for these
+# passes for at most _STOP_TIMEOUT seconds.
 _STOP_TIMEOUT, _STOP_GRACE = 20.0, 3.0
 # Pause in seconds after an error of the database.
 _ERROR_BACKOFF = 1.0
 # Seconds without a successful search, after which the controller reports itself as unhealthy.
 _UNHEALTHY_AFTER = 15.0
-# A due time further ahead than this multiple of the longest pause means that the database clock was set back.
+# If a due time is further ahead than this multiple of the longest pause, the database clock was set back.
 _PAUSE_FACTOR = 2
 
 CloudOf = Callable[[Group, ApplicationCredential | None], Cloud]
@@ -84,8 +84,8 @@ class Controller:
     def __init__(self, conf: ConfigOpts, clouds: CloudOf | None = None) -> None:
         own = conf.amp_cluster
         self._conf = conf
-        # A pass whose commit is lost in a crash is repeated. Only requests need durable commits, and the API makes
-        # these.
+        # The controller repeats a pass whose commit is lost in a crash, so its commits need not be durable. Only
+        # commits of requests must be durable, and the API makes these commits.
         self._database = Database(own.connection, durable=False, schema=SCHEMA)
         self._name = process_name()
         self._claims = Claims(self._database, self._name, own.lease)
@@ -255,7 +255,7 @@ class Controller:
                 self._running.discard(one)
                 self._ends += [end] if end is not None else []
             if full:
-                # All threads were in use, and one of them is free now. Other groups may wait for it.
+                # All threads were in use, and one thread has become free. Other groups may wait for a thread.
                 self._wakeup.set()
 
     def _repeat(self, task: str, every: float, work: Callable[[], None]) -> None:

@@ -27,12 +27,13 @@ from amphora_driver.database.engine import Database
 from amphora_driver.database.rows import chunks
 from amphora_driver.errors import LeaseLost
 
-# A lease with more than this number of lease times left means that the database clock was set back. Hosts may configure
-# different lease times.
+# If a lease has more than this number of lease times left, the database clock was set back. Hosts may configure
+# different lease times, so the number is larger than 1.
 _LEASES = 4
 # A lease with less than this number of seconds left is never regarded as too long.
 _LEAST = 60.0
-# Seconds of the pause of a group after a crash of its controller, for each failed pass since the last success.
+# After a crash of a controller, its groups pause. The pause in seconds is this number, multiplied by the group's failed
+# passes since the last success.
 _CRASH_BACKOFF = 1.0
 # Maximum number of characters of a recorded error.
 _MAX_ERROR = 2000
@@ -109,7 +110,7 @@ class Claims:
                     group_id=row.id,
                     owner=self._owner,
                     epoch=row.epoch + 1,
-                    # If the row still has an owner, this process crashed or was suspended. So the claim counts as a
+                    # If the row still has an owner, that owner crashed or was suspended. So the claim counts as a
                     # failed attempt.
                     attempts=row.attempts + (row.owner is not None),
                     events=row.events,
@@ -117,7 +118,7 @@ class Claims:
                 for row in rows
             )
 
-        # Most searches find no group. A read, which costs less than a write, comes first.
+        # Most searches find no group. A read costs less than a write, so the search begins with a read.
         due = self._database.read(
             lambda connection: connection.execute(
                 sa.select(group_row.c.id).where(*_due(clock.now(connection), fresh=fresh)).limit(1)

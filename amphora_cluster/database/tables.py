@@ -24,7 +24,7 @@ metadata = sa.MetaData(
 )
 
 Id = sa.String(36)
-# Nova's server ids have 36 characters. Other clouds, in a group with an explicit list, may have longer ones.
+# Nova's server ids have 36 characters. A group with an explicit list may contain longer ids of another cloud.
 ServerId = sa.String(64)
 # A list of servers may exceed the 64 KiB of MySQL's TEXT and BLOB.
 Body = sa.Text().with_variant(mysql.MEDIUMTEXT(), "mysql", "mariadb")
@@ -49,8 +49,8 @@ group_row = sa.Table(
     sa.Column("epoch", sa.BigInteger, nullable=False, default=0),
     sa.Column("writes", sa.BigInteger, nullable=False, default=0),
     sa.Column("leased_until", sa.Double, nullable=True),
-    # Each event (a request or a notification) increments `events` and makes the group due. A pass compares `events` at
-    # its end, so that no event is lost.
+    # Each event (a request or a notification) increments `events` and makes the group due. If `events` has changed
+    # during a pass, the group is due again at the end of the pass.
     sa.Column("due_at", sa.Double, nullable=False, default=0.0),
     sa.Column("events", sa.BigInteger, nullable=False, default=0),
     # Failed passes since the last success, the last error, and the time of the last success.
@@ -61,7 +61,7 @@ group_row = sa.Table(
     sa.Index("ix_cluster_group_due_at", "due_at"),
 )
 
-# Servers of groups. `state` and `since` repeat values of the JSON for queries.
+# Servers of groups. `state` and `since` are copies of values in `body`, for queries.
 node_row = sa.Table(
     "cluster_node",
     metadata,
@@ -105,8 +105,8 @@ event_row = sa.Table(
     sa.Index("ix_cluster_event_at", "at"),
 )
 
-# Webhook tokens. `digest` is the SHA-256 of the token and the key of signatures. The vault encrypts it, so that a copy
-# of the database does not reveal it.
+# Webhook tokens. `digest` is the SHA-256 of the token and also serves as the key of signatures. The vault encrypts
+# `digest`, so that a copy of the database does not reveal it.
 token_row = sa.Table(
     "cluster_token",
     metadata,

@@ -41,20 +41,20 @@ T = TypeVar("T")
 _MOST_POOLS, _CONNECTIONS = 256, 2
 # A large configuration increases the time-out of a request to an agent by a factor of at most five.
 _MOST_TIMEOUT_FACTOR = 5
-# Sizes in bytes: a longest response, longest diagnostics or configuration, and one read.
+# Maximum sizes in bytes of a response and of diagnostics or a configuration, and the size of one read.
 _MOST_ANSWER, _MOST_DIAGNOSTICS, _CHUNK = 4 << 20, 32 << 20, 1 << 16
 # msgspec raises ValueError for invalid UTF-8 and RecursionError for deep nesting, not its own DecodeError.
 _DECODE_ERRORS = (msgspec.DecodeError, ValueError, RecursionError)
 # A booting agent answers 503. The pause before the next request grows between these limits, in seconds.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.2
-# Time-out in seconds of a TCP connection attempt. An amphora that has not booted does not answer, and a new attempt
-# finds the booted amphora sooner.
+# Time-out in seconds of a TCP connection attempt. An amphora that has not booted does not answer. Several short
+# attempts reach the booted amphora sooner than one long attempt.
 _CONNECT_TIMEOUT = 0.3
 # Seconds without an acknowledgement of sent data, after which the kernel closes the connection (tcp(7),
 # TCP_USER_TIMEOUT).
 _UNACKNOWLEDGED = 10.0
-# After _SILENCE seconds without data, the client starts a TLS handshake on another connection. If the handshake fails
-# within _HANDSHAKE_TIMEOUT seconds, the agent counts as dead.
+# After _SILENCE seconds without data, the client starts a TLS handshake on another connection. If this handshake does
+# not succeed within _HANDSHAKE_TIMEOUT seconds, the client ends the request.
 _SILENCE, _HANDSHAKE_TIMEOUT = 10.0, 5.0
 _SOCKET_OPTIONS = [
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
@@ -357,8 +357,8 @@ class AgentClient:
             return pool
 
     def _drop_all(self) -> None:
-        # urllib3 closes the idle connections of a pool immediately. A connection in use stays open until its request
-        # ends.
+        # urllib3 closes the idle connections of a pool immediately. Requests of other threads continue, because urllib3
+        # closes their connections at the end of the request.
         for pool in self._pools.values():
             pool.close()
         self._pools.clear()

@@ -152,7 +152,8 @@ class Authority:
         if self.expires_at <= now:
             happened = f"the authority expired on {self._certificate.not_valid_after_utc:%Y-%m-%d}"
             raise CertificateError(wanted, happened, "Replace the authority: see docs/how-to/rotate-certificates.md.")
-        # Some programs check the validity of the whole chain. A certificate must not be valid before or after its CA.
+        # Some programs check the validity of the whole chain. So the validity period of a certificate lies within the
+        # period of its CA.
         begin = max(_moment(now - CLOCK_SKEW), self._certificate.not_valid_before_utc)
         end = min(_moment(now + days * _DAY), self._certificate.not_valid_after_utc)
         if end <= begin:
@@ -214,8 +215,8 @@ def _key_usage(*, sign_certificates: bool) -> x509.KeyUsage:
 
 
 def _authority_identifier(certificate: x509.Certificate) -> x509.AuthorityKeyIdentifier:
-    # The authority key identifier must equal the CA's subject key identifier. Another tool may have computed that
-    # identifier by another method.
+    # A certificate's authority key identifier must equal the CA's subject key identifier. Another tool may have
+    # computed that identifier by another method, so the code reads the identifier from the CA.
     try:
         own = certificate.extensions.get_extension_for_class(x509.SubjectKeyIdentifier)
     except x509.ExtensionNotFound:

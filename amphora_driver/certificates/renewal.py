@@ -103,8 +103,8 @@ class CertificateRenewer:
         failed_at = _FAILED.get(one.id)
         if one.id in self.tried or (failed_at is not None and time.monotonic() - failed_at < _RETRY_AFTER):
             return False
-        # A retiring amphora still serves connections and needs a valid certificate. Without a confirmed configuration,
-        # it may have no machine.
+        # A retiring amphora still serves connections, so it needs a valid certificate. A retiring amphora without a
+        # confirmed generation may have no machine.
         exists = one.state is AmphoraState.READY or (one.state is AmphoraState.RETIRING and one.confirmed > 0)
         return exists and one.management_address is not None and not one.dead
 
@@ -122,8 +122,7 @@ class CertificateRenewer:
         if amphora.certificate_issued_at is not None and exists():
             by = by if by == amphora.certificate_authority else None
             trusts = ca_rotation.common_trust(amphora.trusts, trusts)
-        # The record must not count as progress, which would reset the number of crashes of the job. The boot of this
-        # amphora may crash every controller.
+        # This record must not reset the job's crash count, because the boot of this amphora may crash every controller.
         self._record(amphora.id, by, trusts, issued.expires_at, is_progress=False)
         return credentials, issued
 
@@ -153,8 +152,8 @@ class CertificateRenewer:
             self._agents.renew(amphora.id, address, issued.bundle(), **cas, deadline=deadline)
             self._agents.verify_certificate(amphora.id, address, fingerprint(issued.certificate), deadline=deadline)
         except (AgentError, CertificateError) as error:
-            # A more urgent request may have interrupted the job and thereby the renewal. `ensure_may_act` then ends the
-            # job.
+            # The error may only mean that a more urgent request has interrupted this job. Then `ensure_may_act` ends
+            # the job before the renewal counts as failed.
             self._job.ensure_may_act()
             _FAILED[amphora.id] = time.monotonic()
             LOG.warning(
@@ -246,8 +245,8 @@ class CertificateMaintenance:
 
         found = self._database.read(read)
         if found.moves:
-            # A jump of the database clock makes the age of a rotation step unreliable. So no new step starts until one
-            # minimum duration of a step after the jump.
+            # After a jump of the database clock, the age of a rotation step is unreliable. So the controller waits for
+            # the minimum duration of a step before the next step.
             reliable = self._database.seconds_since_clock_jump() >= self._settle
             found = self._database.write(write) if reliable else ca_rotation.RotationPhase()
         if found.moves:

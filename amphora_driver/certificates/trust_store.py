@@ -37,11 +37,14 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 # Seconds for which a process uses its copy of the CAs before it reads them from the database again.
 _MAX_AGE = 5.0
-# Limit of that age during a CA rotation, as a fraction of the minimum duration of a rotation step.
+# Further limit for the use of the copy, as a fraction of the minimum duration of a CA rotation step ([amp_certificates]
+# settle).
 _OF_A_STEP = 0.25
-# While one thread reads the CAs from the database, other threads may use a copy that is older by this factor.
+# While one thread reads the CAs from the database, other threads may use a copy of up to this multiple of the maximum
+# age.
 _MEANWHILE = 3
-# A read of the CAs that took longer than this number of seconds means that the process was paused.
+# If a failed read takes longer than this number of seconds, the process was paused. Then the age of the copy counts
+# from the start of the read.
 _LONGEST_READ = 40.0
 _LONGEST_HOST = 40
 
@@ -66,7 +69,8 @@ class TrustStore:
         self._max_age = min(_MAX_AGE, _OF_A_STEP * conf.amp_certificates.settle)
         self._database = database
         self._vault = vault
-        # `_lock` protects the CAs in memory and is held briefly; `_reading` is held during a read of the database.
+        # `_lock` protects the CAs in memory, and a thread holds this lock only briefly. `_reading` permits one thread
+        # at a time to read the database.
         self._lock = threading.Lock()
         self._reading = threading.Lock()
         self._recorded: tuple[CaRecord, ...] | None = None
@@ -141,8 +145,8 @@ class TrustStore:
                 if self._recorded is None:
                     self._unavailable = time.monotonic() + self._max_age, error
                     raise
-                # After a failed read, the copy of the CAs counts as new from the end of the read. Otherwise, each
-                # thread would start another slow read of the unavailable database.
+                # After a failed read, the age of the copy counts from the end of that read. Otherwise, each thread
+                # would start another slow read of the unavailable database.
                 ended = time.monotonic()
                 self._known_at = ended if ended - begun < _LONGEST_READ else begun
             LOG.warning(
@@ -180,8 +184,8 @@ class TrustStore:
             except CertificateError as error:
                 if self._file_issuer is None:
                     raise
-                # The CA file may be incomplete, because an operator is writing it. The next change of the file causes
-                # another attempt.
+                # An operator may be writing the CA file, so the file may be incomplete. This process reads the file
+                # again after the next change of the file.
                 LOG.warning(
                     "this process cannot read the file of the certificate authority and continues with "
                     "the present authority: %s",

@@ -119,8 +119,8 @@ class ListCertificateAuthorities(Lister):
         try:
             found = trust_store.load_configured_ca(self.app.conf, kind)
         except CertificateError as error:
-            # The user of amphoractl may have no access to the CA files. So an unreadable file is a line of the output,
-            # and not an error of the command.
+            # The user of amphoractl may have no access to the CA files. So the command shows the problem in this line
+            # and does not fail.
             problem = str(error)
         end = found.expires_at if found else None
         about = (fingerprint(found.certificate) if found else "", Timestamp(None), Timestamp(end), _days_left(end, now))
@@ -178,8 +178,8 @@ def _depends_on(one: AmphoraCertificate, authority: CaRecord) -> bool:
     if authority.kind is CaKind.AMPHORA:
         return one.authority == authority.id
     trusted = ca_rotation.parse_controller_ids(one.trusts)
-    # Before the first rotation, amphorae have no list of trusted CAs. They trust the CA of the configured files, whose
-    # private key is not in the database.
+    # An amphora without a list of trusted CAs trusts the CA of the configured files. The database has no private key of
+    # that CA.
     return authority.id in trusted or (authority.sealed_key is None and not trusted)
 
 

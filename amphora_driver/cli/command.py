@@ -15,7 +15,7 @@ from cliff import command, lister, show
 Argument = tuple[tuple[str, ...], dict[str, Any]]
 # The column names and the rows of a list command.
 Table = tuple[tuple[str, ...], Iterable[tuple[Any, ...]]]
-# Length of the database columns for the name of an operator.
+# Maximum number of characters of an operator's name in the database.
 _MAX_NAME_LENGTH = 128
 
 

@@ -56,8 +56,8 @@ class ReencryptSecrets(ShowOne):
         database = self.app.database
         done = reencryption.reencrypt(database, vault, lambda rows: self.app.stderr.write(f"{rows} done\n"))
         counts = reencryption.count_key_usage(database, vault)
-        # A running process may still use an old key file and encrypt a secret with an old key. A second run of this
-        # command finds such a secret.
+        # A process that has not read the new key file yet may still encrypt secrets with an old key. The output counts
+        # such secrets, and another run re-encrypts them.
         return {
             "Key": vault.fingerprints[0],
             "Reencrypted": done,

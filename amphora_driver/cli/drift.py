@@ -41,12 +41,12 @@ from amphora_driver.store.requests import Op
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-# Time-outs in seconds of a comparison and of a diagnosis.
+# Time-outs in seconds for the comparison and for the diagnosis of one amphora.
 _COMPARE_TIMEOUT, _DIAGNOSE_TIMEOUT = 20.0, 60.0
 _NOT_FOUND = 404
 DIFFERENT, UNREACHABLE = 1, 2
-# The agent masks the values after these keywords in `GET /v2/diagnostics`. A comparison needs the same masks on both
-# sides.
+# In `GET /v2/diagnostics`, the agent masks the values after these keywords. So the comparison masks these values in the
+# desired configuration too.
 _SECRET_WORDS = re.compile(r"\b(dynamic-cookie-key|password|insecure-password)([ \t]+)\S+")
 # The line in haproxy.cfg between the agent's part and the load balancer's part.
 _END_OF_AGENT_PART = "# From here on: the load balancer's part.\n"
@@ -252,7 +252,7 @@ def _interface(desired: dict[str, Any], actual: Any, *, is_pair: bool) -> list[s
         lines.append(f"interface {name} has the name {found.get('name')}")
     if found.get("mtu") != desired["mtu"]:
         lines.append(f"interface {name} has an MTU of {found.get('mtu')}, not {desired['mtu']}")
-    # VRRP decides which amphora of a pair holds the VIPs. So a missing VIP on one amphora is no difference.
+    # VRRP decides which amphora of a pair holds the VIPs. So only an amphora without a partner must have the VIPs.
     needed = [*desired["addresses"], *([] if is_pair else desired["vips"])]
     present = {_canonical_address(one) for one in found.get("addresses", [])}
     return lines + [f"interface {name} lacks {one}" for one in needed if _canonical_address(one) not in present]

@@ -78,7 +78,8 @@ class ListFailovers(Lister):
             query = query.where(failover.c.load_balancer_id == parsed_args.loadbalancer)
         if parsed_args.open:
             query = query.where(failover.c.ended_at.is_(None))
-        # Without a load balancer, the read-only mode returns only the newest fail-overs of the fleet.
+        # In the read-only mode, the scope requests the fail-overs of this load balancer. Without a scope, only the
+        # newest fail-overs of the fleet are available.
         scope = Scope(load_balancer=parsed_args.loadbalancer) if parsed_args.loadbalancer else None
         return _LIST_HEAD, map(_list_row, self.app.read(lambda connection: connection.execute(query).all(), scope))
 

@@ -118,7 +118,7 @@ class Age(Value):
         return self._never if self._value is None else f"{format_duration(self._data())} ago"
 
     def _data(self) -> float:
-        # The clocks of two hosts differ, so an age may be slightly negative.
+        # The clocks of two hosts differ slightly, so a negative age counts as zero.
         return round(max(0.0, time.time() - float(self._value)), 1)
 
 
@@ -179,7 +179,8 @@ class Rows(Value):
         return "\n".join(escape_unprintable(self.describe(row)) for row in self._value) or self.empty
 
     def _data(self) -> list[dict[str, Any]]:
-        # PyYAML cannot represent SQLAlchemy's column names, which belong to a subclass of str.
+        # SQLAlchemy's column names belong to a subclass of str, which PyYAML cannot represent. So `str` converts the
+        # names.
         return [{str(name): _iso_time(name, value) for name, value in row.items()} for row in self._value]
 
 

@@ -54,7 +54,7 @@ def list_events(connection: sa.Connection, load_balancer_id: str, limit: int) ->
     found += map(_failover_event, connection.execute(events.order_by(failover_event.c.id.desc()).limit(limit)))
     for row in connection.execute(sa.select(resync).where(resync.c.load_balancer_id == load_balancer_id)):
         found += _resync_events(row)
-    # `sorted` is stable: events with the same time keep the order of the queries, the newest first.
+    # `sorted` is stable, so events with equal times keep the order of the queries (newest first).
     return sorted(found, key=lambda event: event.at, reverse=True)[:limit]
 
 

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 # Time-out in seconds of one answer of RabbitMQ, of a socket of octavia-driver-agent, or of Octavia's API.
 _TIMEOUT = 5.0
-# Requests that change nothing. octavia-driver-agent needs a request: it reads forever from a connection that closes
-# without one.
+# Requests that change nothing. A check always sends a request, because octavia-driver-agent reads forever from a
+# connection that closes without a request.
 _EMPTY_REQUESTS = {
     "status": b"{}",
     "stats": b'{"listeners": []}',

@@ -33,7 +33,7 @@ class ListJobs(Lister):
         now = time.time()
         pending, to_report, since = queries.count_pending(), queries.count_unreported(), queries.pending_since()
         undone = sa.or_(job.c.dirty, job.c.committed < job.c.generation, job.c.read_back, pending > 0, to_report > 0)
-        # The column `reread` may be long, and the table does not show it.
+        # The query omits the column `reread`, because the table does not show this text, which may be long.
         shown = (column for column in job.c if column.name != "reread")
         columns = (*shown, pending.label("pending"), to_report.label("to_report"), since.label("since"))
         query = sa.select(*columns).where(undone, queries.IS_LOAD_BALANCER).order_by(since, job.c.load_balancer_id)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import threading
 
-# Seconds after which a reservation of a boot expires. The boot may never happen, for example because its load balancer
-# was deleted.
+# A reservation expires this number of seconds after the planned start of its boot. For example, the boot of a deleted
+# load balancer never happens.
 _KEEP_SECONDS = 300.0
 
 
@@ -25,7 +25,7 @@ class BootRate:
         self._interval = 1.0 / rate if rate else 0.0
         self._burst = burst
         self._lock = threading.Lock()
-        # Time of the next boot at the average rate, without the burst.
+        # Time at which the average rate permits the next boot. A burst may start boots earlier.
         self._booked_until = 0.0
         self._reserved: dict[str, float] = {}
 

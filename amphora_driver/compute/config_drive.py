@@ -27,7 +27,7 @@ from amphora_driver.secret import Secret
 LABEL = "config-2"
 AGENT_DIRECTORY = "/etc/amphora-agent"
 USER_DATA_KEY = "amphora_files"
-# Maximum number of characters of user data that Nova accepts, counted as base64.
+# Maximum number of characters of base64-encoded user data that Nova accepts.
 USER_DATA_LIMIT = 65535
 
 

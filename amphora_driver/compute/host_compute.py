@@ -80,8 +80,8 @@ class HostCompute(ABC):
         return True
 
     def locations(self) -> dict[str, Location]:
-        # All machines run on this host, so two amphorae of a pair cannot be separated. An empty location means unknown,
-        # which the controller accepts.
+        # All machines run on this host, so no location can separate the amphorae of a pair. The controller accepts an
+        # empty location as unknown.
         return dict.fromkeys(self.machines(), Location())
 
     def host_names(self, name: str) -> frozenset[str]:
@@ -190,7 +190,7 @@ class HostCompute(ABC):
         try:
             return msgspec.json.decode((folder / PROCESS_FILE).read_bytes(), type=Process)
         except FileNotFoundError:
-            # A boot in progress may not have written its file with the process id yet. Of all processes with the same
-            # last argument, the oldest one started the others.
+            # A boot in progress may not have written the file with the process id yet. Then the backend takes the
+            # oldest process with this last argument, which started the others.
             found = find_by_last_argument(str(folder / self.last_argument))
             return min(found, key=lambda process: process.started, default=None)

@@ -17,9 +17,10 @@ from pathlib import Path
 # mov ecx, 0x04000000; again: dec ecx; jnz again; mov al, 0x10; mov dx, 0x501; out dx, al; halt: hlt; jmp halt.
 _PROGRAM = bytes.fromhex("66b900000004 6649 75fc b010 ba0105 ee f4 ebfd")
 _SECTOR = _PROGRAM.ljust(510, b"\0") + b"\x55\xaa"
-# QEMU's device isa-debug-exit doubles the value that the boot sector writes, and adds one.
+# Exit status of QEMU after the boot sector has counted: the device isa-debug-exit returns twice the written value plus
+# one.
 _COUNTED = 2 * 0x10 + 1
-# Time-out in seconds. QEMU and its BIOS start in one second, and the loop takes 0.1 s with KVM.
+# Time-out in seconds of the test. QEMU with its BIOS starts in one second, and the loop takes 0.1 s with KVM.
 _SECONDS = 5.0
 _HELP_SECONDS = 30.0
 

@@ -108,8 +108,8 @@ class NetnsCompute(HostCompute):
 
     def _remove_machine(self, amphora_id: str, wanted: str) -> None:
         process = self._process(amphora_id)
-        # The kernel ends all processes of a PID namespace with the first one. So only this process and its children get
-        # the signal.
+        # When the first process of a PID namespace ends, the kernel ends all others. So the backend signals only the
+        # recorded process and its children.
         known = [] if process is None else [*process.children(), process]
         # A child of a process that has just started may be missing from `known`. So the backend also kills all
         # processes in the network namespace.
@@ -131,8 +131,8 @@ class NetnsCompute(HostCompute):
         self._switch.connect(port, segment, amphora_id, namespaces.path(self.namespace(amphora_id)), None)
 
     def _has_interface(self, amphora_id: str, process: Process, mac: str) -> bool:
-        # An agent moves each interface from the outer to the inner network namespace. A search of the outer namespace
-        # first finds an interface that moves meanwhile.
+        # The agent moves each interface from the outer to the inner network namespace. The backend searches the outer
+        # namespace first, so a move during the search hides no interface.
         if bridges.has_mac(namespaces.path(self.namespace(amphora_id)), mac):
             return True
         return any(bridges.has_mac(f"/proc/{child.pid}/root/{INNER_NAMESPACE}", mac) for child in process.children())

@@ -187,8 +187,8 @@ class NovaCompute:
             try:
                 interface = self._nova.attach_port(server["id"], port.id)
             except ApiError as error:
-                # Nova answers 409 if the port is attached already, to this server or to another one. So the interfaces
-                # of this server are read.
+                # Nova answers 409 if the port is already attached, to this server or to another. So the backend looks
+                # for the port among the interfaces of this server.
                 interface = self._nova.interface(server["id"], port.id) if error.status == 409 else None
                 if interface is None:
                     raise
@@ -220,7 +220,8 @@ class NovaCompute:
 
     def _create(self, request: BootRequest, failed: Sequence[Json], wanted: str) -> Machine:
         options = self._options
-        # A missing flavor or image must be found before the creation of ports, which would stay unused.
+        # The backend looks up flavor and image before the creation of ports. Otherwise, a missing flavor or image would
+        # leave unused ports.
         flavor_id = self._profiles.flavor_id(request.flavor or options.flavor)
         image_id = self._profiles.image_id(request.image_tag or options.image_tag)
         ports = [
@@ -285,11 +286,11 @@ class NovaCompute:
             group_id, members = group["id"], frozenset(group["members"])
         required = request.placement is Placement.REQUIRED and not request.spare
         if not required and any(map(servers.lacked_host, failed)):
-            # With the hint `different_host`, Nova's scheduler boots no server if only the hypervisors of partners are
-            # free. An earlier attempt failed, so this one has no hint.
+            # With the hint `different_host`, Nova boots no server if only the hypervisors of partners are free. An
+            # earlier attempt failed for this reason, so this attempt omits the hint.
             return group_id, ()
-        # A former warm spare is not a member of the server group. The hint keeps the new server apart from such
-        # partners.
+        # A partner that was a warm spare is not a member of the server group. So a hint keeps the new server off the
+        # hypervisor of that partner.
         return group_id, tuple(one.compute_id for one in request.partners if one.compute_id not in members)
 
     def _ensure_group(self, load_balancer_id: str, placement: Placement) -> Json:

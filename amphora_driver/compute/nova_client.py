@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from amphora_driver.openstack.session import Service
 
 Json = dict[str, Any]
-# Minimum microversion of Nova's API, which Nova has since OpenStack Stein (2019). The type of a boot volume needs 2.67.
+# All requests use this microversion of Nova's API (OpenStack Stein, 2019). The type of a boot volume needs 2.67.
 MICROVERSION = "2.67"
 _HEADERS = {"OpenStack-API-Version": f"compute {MICROVERSION}"}
 _DETAIL, _USER_DATA = "/servers/detail", "OS-EXT-SRV-ATTR:user_data"
 # Maximum number of times that a list begins again, because the last object of a page was deleted.
 _MOST_RESTARTS = 3
-# Nova's error message quotes the refused request with its encoded secrets. The client hides all long runs of these
-# characters.
+# Nova's error message quotes the refused request, including base64-encoded secrets. So the client hides every run of 64
+# or more base64 characters.
 _ENCODED = re.compile(r"[A-Za-z0-9+/=]{64,}")
 
 

@@ -115,7 +115,7 @@ class QemuCompute(HostCompute):
             memory=options.memory,
             kernel_arguments=arguments,
             initrd=initrd,
-            # QEMU refuses to change to the user under which it runs already, so the option is left out.
+            # QEMU refuses to change to its present user, so the option is left out in that case.
             user=None if _uid_of(options.user, "start a machine") == os.geteuid() else options.user,
             runs_with=kvm_probe.supports_run_with_user(options.program),
         )

@@ -28,7 +28,8 @@ _LOCK_SECONDS = 60.0
 _LOCK_PAUSE = 0.02
 # Maximum number of characters of a console log in an error message.
 _LOG_TAIL = 400
-# Number of bytes to read from the end of a console log. A log may end with much white space, which is removed.
+# Number of bytes to read from the end of a console log. The number exceeds _LOG_TAIL, because white space at the end is
+# removed.
 _MOST_READ = 64 * 1024
 # The file with the id of the deployment that booted the amphora. No other deployment changes this amphora.
 _OWNER_FILE = "deployment"

@@ -54,18 +54,19 @@ _STOP_TIMEOUT = 20.0
 # Seconds to wait for a free worker slot after a hint (a message that a job is due). Without a free slot, the next poll
 # finds the job.
 _HINT_TIMEOUT = 5.0
-# Seconds that pending calls may continue when the controller stops.
+# Seconds that a stopping controller grants the running calls of its jobs and its liveness thread.
 _STOP_GRACE = 3.0
 # Seconds between two checks whether a running job must end early, for example because of a more urgent request.
 _CHECK_JOBS_EVERY = 0.25
 # Seconds between two searches for dead controllers on the same host.
 _REAP_EVERY = 1.0
-# A due time further ahead than this multiple of the longest retry back-off means that the database clock was set back.
+# Multiple of the longest retry back-off. A job with a due time further in the future shows that the database clock was
+# set back.
 _PAUSE_FACTOR = 2
 # Due times that are less than this number of seconds ahead are never corrected.
 _LEAST_PAUSE = 30.0
-# Minimum seconds between two searches for jobs that have not failed yet. The controller starts only such jobs while
-# many retries run.
+# Minimum seconds between two searches for jobs that have not failed. While many retries run, the controller starts no
+# further retries and searches only for such jobs.
 _CLAIM_FRESH_EVERY = 0.1
 # Seconds for which a thread pauses after an unexpected error.
 _ERROR_BACKOFF = 1.0
@@ -110,7 +111,8 @@ class Controller:
         self._reconciler = Reconciler(context, self._jobs, on_status, self._boot_wait)
         self._stopping = threading.Event()
         self._ended = threading.Event()
-        # Jobs whose deadline passed longer ago than a lease lasts. The controller does not renew their leases.
+        # Jobs that have exceeded their deadline by more than the duration of a lease. The controller does not renew the
+        # leases of these jobs.
         self._hung: set[Job] = set()
         self._slots = WorkerSlots(conf.amp_controller.threads)
         self._liveness = ControllerLiveness(self._database, name, lambda: len(self._slots.jobs()))
@@ -180,7 +182,8 @@ class Controller:
             pause = float(self._conf.amp_queue.poll_interval)
             LOG.warning("the controller cannot claim jobs and tries again in %g s: %s", pause, error)
         except Exception:
-            # An error must not end the thread that claims jobs. The controller would run without starting jobs.
+            # An error must not end the thread that claims jobs. Otherwise, the controller would continue to run but
+            # start no jobs.
             LOG.exception(
                 "the controller cannot claim jobs because of an unexpected error and tries again in %g s",
                 _ERROR_BACKOFF,
@@ -262,7 +265,8 @@ class Controller:
         return poll if due is None else min(max(due - self._database.now(), soonest), poll)
 
     def _run_job(self, job: Job) -> None:
-        # The job may have waited in the queue of the thread pool. The wait must not count as time of its first step.
+        # The job may have waited in the queue of the thread pool. So its first step begins only now, without the time
+        # in the queue.
         job.begin_step()
         try:
             self._boot_wait.remove_load_balancer(job.lease.load_balancer_id)
@@ -289,8 +293,8 @@ class Controller:
                 pause = min(_ERROR_BACKOFF, every)
                 LOG.warning("the controller could not %s and tries again in %g s: %s", task, pause, error)
             except Exception:
-                # An error must not end the thread of a repeated task. For example, leases would expire without their
-                # renewal.
+                # An error must not end the thread of a repeated task. For example, without the thread that renews
+                # leases, the leases would expire.
                 pause = min(_ERROR_BACKOFF, every)
                 LOG.exception(
                     "the controller could not %s because of an unexpected error and tries again in %g s", task, pause
@@ -379,8 +383,8 @@ class ControllerService(cotyledon.Service):
 
     def terminate(self) -> None:
         self._controller.stop()
-        # The process ends when `terminate` returns. Other controllers continue its running jobs after the leases
-        # expire.
+        # The process ends when `terminate` returns. After the leases expire, other controllers continue the running
+        # jobs of this controller.
         if not self._controller.wait(_STOP_TIMEOUT):
             LOG.warning(
                 "controller %s stops although some of its jobs still run; other controllers continue these jobs after "

@@ -14,8 +14,8 @@ import time
 
 from amphora_driver.reconcile.job import Job
 
-# Duration in seconds of a step, after which its job frees the worker slot. Most steps take 20 ms, and longer ones
-# usually wait for another machine.
+# A job frees its worker slot if one of its steps takes longer than this number of seconds. Most steps take 20 ms; a
+# longer step usually waits for another machine.
 STALL_SECONDS = 1.0
 # Maximum number of jobs for each worker slot, including jobs that wait for another machine.
 JOBS_PER_SLOT = 4

@@ -21,8 +21,8 @@ from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import GenericFunction
 
 LOG = logging.getLogger(__name__)
-# Seconds for which a measured offset of the database clock is used. The local clock drifts slowly against the database
-# clock.
+# Seconds for which a measured offset of the database clock is used. The next measurement corrects the slow drift
+# between the local clock and the database clock.
 OFFSET_VALID_SECONDS = 30.0
 # A change of the database clock by more than two seconds counts as a jump. NTP changes a clock more slowly, by at most
 # 500 ppm.

@@ -45,21 +45,21 @@ _RETRY_CODES = {1213, 1205, "40001", "40P01", "55P03"}
 # Error codes of an unavailable server. MariaDB: node outside the Galera cluster (1047, 1180), shutdown (1053), killed
 # connection (1927). PostgreSQL: shutdown (57P01), crash (57P02), start (57P03), idle transaction (25P03).
 _UNAVAILABLE_CODES = {1047, 1180, 1053, 1927, "57P01", "57P02", "57P03", "25P03"}
-# Seconds for which `Database.write` repeats a transaction after collisions. The server ends idle transactions of other
-# processes earlier, which releases their locks.
+# Seconds for which `Database.write` repeats a transaction after collisions. Within this time, the server ends idle
+# transactions of other processes and so releases their locks.
 _RETRY_SECONDS = 20.0
-# Attempts while the server seems unavailable. The first attempt may use an old connection to a server that has
-# restarted since.
+# Maximum number of attempts while the server seems unavailable. The first attempt may fail only because the server has
+# restarted since the connection was opened.
 _UNAVAILABLE_ATTEMPTS = 2
 # Seconds for which `Database.write` tries to find out whether an unanswered COMMIT succeeded.
 _UNCONFIRMED_SECONDS = 6.0
 _CONNECT_SECONDS = 3
-# The server ends a wait for a lock after _LOCK_SECONDS, and an idle transaction after _IDLE_SECONDS (MySQL does not).
-# So a stopped process cannot hold locks for long.
+# The server ends a wait for a lock after _LOCK_SECONDS, and an idle transaction after _IDLE_SECONDS (MySQL has no limit
+# for idle transactions). So a stopped process does not hold locks for long.
 _LOCK_SECONDS = 5
 _IDLE_SECONDS = 10
-# Seconds that a client waits for an answer. The server's limit of five seconds for locks is shorter, so the server's
-# error arrives first.
+# Seconds that a client waits for an answer. This time exceeds the server's lock time-out (_LOCK_SECONDS), so the client
+# receives the server's error first.
 _ANSWER_SECONDS = 8.0
 # Seconds that a writer waits for SQLite's write lock. Many other writers may get the lock first.
 _WRITE_LOCK_SECONDS = 15.0
@@ -237,12 +237,12 @@ class Database:
             except BaseException as error:
                 transaction.rollback()
                 if unconfirmed and isinstance(error, DBAPIError) and not _is_unavailable(error):
-                    # After a commit of an earlier attempt, this attempt may fail, for example with a duplicate key. In
-                    # that case the transaction has succeeded.
+                    # An earlier attempt may have been committed, so that this attempt fails, for example with a
+                    # duplicate key. In that case the transaction has succeeded.
                     self._raise_if_any_committed(unconfirmed)
                 raise
-            # The commit marker is a query that finds out later whether the COMMIT succeeded. After a connection loss,
-            # SQLAlchemy no longer provides `connection.info`.
+            # The marker is a query that shows, after a connection loss, whether the COMMIT succeeded. At that time,
+            # SQLAlchemy no longer provides `connection.info`, so the marker is read before the COMMIT.
             marker = connection.info.get(_COMMIT_MARKER)
             try:
                 transaction.commit()
@@ -292,8 +292,8 @@ class Database:
         if url.get_backend_name() != "sqlite":
             options: dict[str, Any] = {"isolation_level": "READ COMMITTED", "pool_pre_ping": True, "pool_recycle": 3600}
             limits, postgresql = _connect_arguments(url, self._answer_timeout), url.get_backend_name() == "postgresql"
-            # By default, the pool sends a needless ROLLBACK for each returned connection. For MariaDB, `_reset_mariadb`
-            # sends it only if a transaction is open.
+            # By default, the pool sends a ROLLBACK for each returned connection, mostly without need. For MariaDB,
+            # `_reset_mariadb` sends a ROLLBACK only if a transaction is open.
             options["pool_reset_on_return"] = "rollback" if postgresql else None
             engine = sa.create_engine(url, **options, **_POOL_OPTIONS, connect_args=limits)
             if postgresql:
@@ -325,8 +325,8 @@ def parse_url(text: str, option: str = schema_check.DRIVER.option) -> sa.URL:
     except ImportError as error:
         raise ConfigurationError(attempt, f"its driver is not installed ({error})", remedy) from error
     if "@" in (url.host or ""):
-        # SQLAlchemy would read the text after the first @ of such a URL as the host name. Error messages would show
-        # this part of the password.
+        # If a password contains @, SQLAlchemy reads the text after the first @ as the host name. Error messages would
+        # then show that part of the password.
         raise ConfigurationError(attempt, "its URL has more than one @", f"{remedy} Write %40 in a password.")
     return url
 

@@ -37,7 +37,7 @@ LOG = logging.getLogger(__name__)
 
 _ATTEMPT = "upgrade the database"
 _ATTEMPTS = 5
-# Seconds to wait for another upgrade. Adding a column to a large table may take minutes.
+# Seconds to wait until another upgrade ends, which may take minutes for a large table.
 _LOCK_SECONDS = 600
 # A migration waits up to five seconds for the open transactions that use a table. Longer ones, of a backup for example,
 # fail the attempt.
@@ -171,8 +171,8 @@ def _run_migrations(engine: sa.Engine, schema: Schema, *, contract: bool) -> Upg
             return Upgrade(before=before, after=before)
         target = _target(state, schema, contract=contract)
         if len(state.revisions) > 1:
-            # Two rows of the version table mean that two upgrades ran at the same time on two Galera nodes. The row of
-            # the later revision is right.
+            # Two rows of the version table mean that two Galera nodes ran upgrades at the same time. Only the row of
+            # the later revision is right, so the other row is deleted.
             behind = sa.text(f"DELETE FROM {schema.version_table} WHERE version_num <> :newest")  # noqa: S608 - a constant
             connection.execute(behind, {"newest": before})
         if before != target:

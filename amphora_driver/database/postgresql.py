@@ -39,7 +39,7 @@ class Connection(psycopg.Connection[Any]):
             while True:
                 ready = yield event
                 if not ready and time.monotonic() > deadline:
-                    # After a time-out, psycopg would take a late answer for the answer to the next statement. So the
+                    # After a time-out, psycopg would treat a late answer as the answer to the next statement. So the
                     # connection is closed.
                     self.pgconn.finish()
                     raise psycopg.OperationalError(f"no answer in {self.answer_timeout:.0f} s")

@@ -44,8 +44,8 @@ class SqliteWriteLock:
         event.listen(engine, "checkin", self._checkin)
 
     def _connect(self, dbapi_connection: Any, _record: Any) -> None:
-        # With the isolation level None, Python's SQLite module begins no transactions. `_begin` must take the write
-        # lock first.
+        # With the isolation level None, Python's SQLite module begins no transactions itself. `_begin` takes the write
+        # lock and then begins the transaction.
         dbapi_connection.isolation_level = None
         cursor = dbapi_connection.cursor()
         cursor.execute("PRAGMA busy_timeout=30000")
@@ -59,7 +59,7 @@ class SqliteWriteLock:
             connection.exec_driver_sql("BEGIN DEFERRED")
             return
         if _LOCK_KEY not in connection.info:
-            # A connection keeps the lock until it returns to the pool, so consecutive transactions take the lock once.
+            # A connection keeps the lock until its return to the pool, so only its first transaction takes the lock.
             connection.info[_LOCK_KEY] = self._lock_file.acquire(self._timeout)
         connection.exec_driver_sql("BEGIN IMMEDIATE")
 
@@ -75,8 +75,8 @@ class LockFile:
     def __init__(self, path: str) -> None:
         self._path = path
         self._mutex = threading.Lock()
-        # Threads in flock(), which cannot be cancelled, of callers that reached their time-out. The next caller
-        # continues with one of these threads.
+        # Threads that still wait in flock() after their callers have reached the time-out, because flock() cannot be
+        # cancelled. A later caller takes over one of these threads.
         self._abandoned: list[_Waiter] = []
 
     def acquire(self, timeout: float) -> int:

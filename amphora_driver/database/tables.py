@@ -27,13 +27,13 @@ Sealed = sa.LargeBinary().with_variant(mysql.MEDIUMBLOB(), "mysql", "mariadb")
 # SQLite numbers rows automatically only with a primary key of the type INTEGER, not BIGINT.
 Serial = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 
-# Value of `job.due_at`: the job runs before all others. A controller that ends its work on the job keeps this value,
-# because another transaction may have written it meanwhile.
+# Value of `job.due_at`: the job runs before all others. A claim sets zero, so URGENT at the end of a job comes from a
+# newer event and stays.
 URGENT = -1.0
 
-# One row for each object of a load balancer. `body` is the JSON of the object without its children. `refers_to` is the
-# pool of a listener or L7 policy. A removed object stays until every amphora has confirmed the removal and Octavia
-# knows it.
+# One row for each object of a load balancer. `body` is the JSON of the object without its children; `refers_to` is the
+# pool of a listener or L7 policy. The row of a removed object stays until every amphora has confirmed the removal and
+# the removal has been reported to Octavia.
 desired_object = sa.Table(
     "desired_object",
     metadata,
@@ -48,9 +48,9 @@ desired_object = sa.Table(
     sa.Column("body", Body, nullable=False),
 )
 
-# One row for each load balancer. A generation is the number of a version of its configuration: desired (`generation`),
-# applied, and committed by Octavia. `read_back` requests a read of the objects in `reread` from Octavia; NULL means all
-# objects.
+# One row for each load balancer, with three generations (numbers of its configuration): desired (`generation`),
+# `applied`, and `committed` by Octavia. `read_back` requests a read of the objects in `reread` from Octavia; `reread`
+# is NULL for all objects.
 job = sa.Table(
     "job",
     metadata,
@@ -68,10 +68,10 @@ job = sa.Table(
     sa.Column("reread", Body, nullable=True),
     # Options that the controller applied to the VIP port last, as JSON.
     sa.Column("vip_applied", Body, nullable=True),
-    # Objects that the generation does not contain, as JSON: the generation and the reason for each object id.
+    # As JSON: a generation, and the ids of the objects that its bundles omit, each with the reason.
     sa.Column("omitted", Body, nullable=True),
-    # `spare_pool` is the pool from which the load balancer takes warm spares. A pool has a row in this table, too, and
-    # `spares` describes it as JSON.
+    # `spare_pool` is the pool from which the load balancer takes warm spares. A pool has its own row in this table, and
+    # `spares` describes the pool as JSON.
     sa.Column("spare_pool", Id, nullable=True),
     sa.Column("spares", Body, nullable=True),
     # Whether a controller must run the job, now or at the time `due_at`.
@@ -83,13 +83,13 @@ job = sa.Table(
     # older lease changes no row (fencing).
     sa.Column("owner", sa.String(128), nullable=True),
     sa.Column("epoch", sa.BigInteger, nullable=False, default=0),
-    # Each write under a lease increments `writes`. Galera replicates only changed rows, and otherwise would not detect
-    # a lease that another node has granted.
+    # Each write under a lease increments `writes`, because Galera detects conflicts only in changed rows. Otherwise, a
+    # write could succeed although another node has granted a newer lease.
     sa.Column("writes", sa.BigInteger, nullable=False, default=0, server_default="0"),
     sa.Column("leased_until", sa.Double, nullable=True),
     sa.Column("due_at", sa.Double, nullable=False, default=0.0),
     sa.Column("attempts", sa.Integer, nullable=False, default=0),
-    # Number of processes that crashed or lost the lease during this job. Progress of the job sets it to zero.
+    # Number of processes that crashed or lost the lease during this job. Progress of the job sets this number to zero.
     sa.Column("crashes", sa.Integer, nullable=False, default=0, server_default="0"),
     sa.Column("error", sa.Text, nullable=True),
     sa.Index("ix_job_dirty_due_at", "dirty", "due_at"),
@@ -113,8 +113,8 @@ request = sa.Table(
 )
 
 # One row for each secret of an object, encrypted by the vault. `purpose` is certificate, ca, crl or tickets; `ref` is
-# the reference in Octavia's API. Without `sealed`, Octavia did not deliver the secret or HAProxy cannot use it, for the
-# given `reason`.
+# the reference in Octavia's API. If `sealed` is NULL, `reason` is why: Octavia did not deliver the secret, or HAProxy
+# cannot use the secret.
 secret = sa.Table(
     "secret",
     metadata,
@@ -223,8 +223,8 @@ amphora = sa.Table(
     sa.Column("reason", sa.Text, nullable=True),
 )
 
-# Separate from `amphora`, because health managers write these rows in bulk every few seconds. `epoch` and `sequence` of
-# the last heartbeat let a restarted health manager refuse repeated heartbeats.
+# This table is separate from `amphora`, because health managers write its rows in bulk every few seconds. `epoch` and
+# `sequence` of the last heartbeat let a restarted health manager refuse repeated heartbeats.
 amphora_heartbeat = sa.Table(
     "amphora_heartbeat",
     metadata,
@@ -261,8 +261,8 @@ vip_claim = sa.Table(
     sa.Column("reason", sa.Text, nullable=True),
 )
 
-# Machines and ports that a backend lists and that no other table mentions. A young orphan may belong to a step that has
-# not written to the database yet.
+# Machines and ports that a backend lists and no other table mentions. Housekeeping deletes none before [amp_controller]
+# orphan_grace, because a running step may not have written to the database yet.
 orphan = sa.Table(
     "orphan",
     metadata,

@@ -157,7 +157,7 @@ certificate_authority = sa.Table(
 )
 
 # The last complete read of each load balancer from Octavia, with a report of all statuses. `outcome` is NULL until the
-# end. With `remove_unknown`, a load balancer that Octavia does not know is removed.
+# end of the read; with `remove_unknown`, a load balancer that does not exist in Octavia is removed.
 resync = sa.Table(
     "resync",
     metadata,

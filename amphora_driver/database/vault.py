@@ -42,8 +42,8 @@ _FINGERPRINT_DIGITS = 12
 _REMOVED_KEY_SECONDS = 60.0
 # Inode, modification time in nanoseconds, size and mode of the key file. A difference means that the file has changed.
 _FileVersion = tuple[int, int, int, int]
-# An encrypted secret begins with this prefix and a digest of its table and row. A stored secret is a PEM text, which
-# never begins with the prefix.
+# Before encryption, the vault adds this prefix and a digest of the table and row to the secret. So the vault refuses a
+# secret that was copied to another row.
 _BOUND_PREFIX = b"amphora-sealed-1"
 _DIGEST_LENGTH = 32
 
@@ -79,8 +79,8 @@ class Vault:
         Raises:
             ConfigurationError: the file is missing, empty, readable by other users, or contains an invalid key.
         """
-        # The version is read before the keys. A change of the file between both reads is then found later, and the keys
-        # are read again.
+        # The version is read before the keys, so a change between both reads makes the version outdated. Then the vault
+        # reads the keys again.
         version = _file_version(Path(path))
         vault = cls(_read_keys(Path(path), option))
         vault._path, vault._version, vault._option = Path(path), version, option

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from amphora_driver.database.engine import Database
 
 LOG = logging.getLogger(__name__)
-# Longest time in seconds between two reads of heartbeats, which also happen at least eight times within `silent_after`.
+# Longest pause in seconds between two reads of heartbeats. The pause is also at most one eighth of `silent_after`.
 _READ_EVERY = 0.5
 # Seconds after which the lease of failure detection expires without a renewal. One controller at a time holds this
 # lease.
@@ -55,8 +55,8 @@ _DUTY_LEASE = 6.0
 _RENEW_EVERY = 1.5
 # Pause in seconds after an unexpected error.
 _ERROR_BACKOFF = 1.0
-# Maximum number of load balancers that are set to ERROR in one turn. Each needs a transaction, during which the failure
-# detector reads no heartbeats.
+# Maximum number of load balancers that are set to ERROR in one turn. Each load balancer needs a transaction, during
+# which the failure detector reads no heartbeats.
 _MOST_STATUSES = 20
 
 
@@ -202,8 +202,8 @@ class FailureDetector:
         state = BreakerState(row.state)
         self._breaker = breaker_rules.restore_breaker(state, row.reason or "", self._breaker_limits, now, remaining)
         if state is BreakerState.TRIAL and snapshot.unserved:
-            # In the TRIAL state, the circuit breaker permits one fail-over at a time. The newest unfinished one is the
-            # trial.
+            # In the TRIAL state, the circuit breaker permits one fail-over at a time. So the newest unfinished
+            # fail-over is the trial fail-over.
             self._trial = max(snapshot.unserved, key=lambda one: one.id).load_balancer_id, now
 
     def _decide(self, snapshot: LivenessSnapshot, rows: dict[str, BreakerRow], now: float) -> None:
@@ -259,8 +259,8 @@ class FailureDetector:
         self, rows: dict[str, BreakerRow], watched: set[str], silent: set[str], found: list[JudgedAmphora], now: float
     ) -> None:
         if not self._observed_long_enough(now):
-            # The failure detector has observed for too short a time to know which amphorae are silent. So the state of
-            # the breaker and the operator's acknowledgements stay.
+            # After a short observation, the failure detector does not know which amphorae are silent. So the breaker's
+            # state and the silent amphorae that an operator has accepted do not change.
             return
         if self._records.closed_by_operator(rows):
             LOG.warning(
@@ -322,7 +322,8 @@ class FailureDetector:
         self, snapshot: LivenessSnapshot, rows: dict[str, BreakerRow], watched: int, overdue: int, now: float
     ) -> FailoverPermit:
         self._in_progress = {one.id: self._in_progress.get(one.id, now) for one in snapshot.unserved}
-        # An unfinished fail-over delays others only for the boot time-out of an amphora, because it may never end.
+        # An unfinished fail-over may never end. So each one delays other fail-overs only for the boot time-out of an
+        # amphora.
         recent = {
             one.load_balancer_id for one in snapshot.unserved if now - self._in_progress[one.id] < self._boot_timeout
         }
@@ -356,7 +357,7 @@ class FailureDetector:
         by_load_balancer: dict[str, list[JudgedAmphora]] = {}
         for one in found:
             by_load_balancer.setdefault(one.liveness.load_balancer_id, []).append(one)
-        # The load balancer with the longest silence is the first one.
+        # The load balancer with the longest silence is handled first.
         for load_balancer_id, mine in sorted(by_load_balancer.items(), key=lambda item: item[1][0].period.since):
             ready = [one for one in mine if one.liveness.state is AmphoraState.READY]
             refusals = {one.liveness.amphora_id: self._refusal(one, permit, now) for one in ready}

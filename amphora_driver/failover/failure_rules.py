@@ -31,8 +31,8 @@ _LATE = 0.65
 # If the failure detector reads no heartbeats for longer than this fraction of `silent_after`, the silent periods of all
 # amphorae start again.
 _GAP = 0.25
-# A busy host may delay the process by this number of seconds. Such a gap between two reads never restarts silent
-# periods.
+# A gap between two reads of at most this number of seconds never restarts silent periods. A busy host may delay the
+# process that long.
 _LEAST_GAP = 1.0
 # If the self-tests of all health managers fail for this fraction of `silent_after`, the silent periods of all amphorae
 # start again. A self-test proves that heartbeats can arrive.
@@ -285,12 +285,12 @@ def judge_silence(
         over = now - period.since >= limits.mute_after
         answers = f"its agent answers ({result.detail})" if result.detail else "its agent answers"
         text = f"{answers}; it is replaced after {limits.mute_after:g} s of silence"
-        # An amphora whose agent answers may still serve traffic. It counts as mute and not as dead, even if it never
-        # sent a heartbeat.
+        # An amphora whose agent answers may still serve traffic. So the cause of its fail-over is MUTE, even if the
+        # amphora never sent a heartbeat.
         return Verdict(kind=kind, text=text, cause=Cause.MUTE if over else None, stale=stale)
     if result.inconclusive_at is not None and now - result.inconclusive_at < limits.silent_after:
-        # The controller's host could not send a probe a moment ago. After its network returns, heartbeats need some
-        # time to arrive.
+        # A recent probe was inconclusive, for example because the controller's network had failed. After the network
+        # returns, heartbeats need some time to arrive.
         return Verdict(kind=kind, text="no fail-over yet: a moment ago the controller could not probe its agent")
     if suspicion:
         return Verdict(kind=kind, text=f"no fail-over yet: its agent does not answer, but {suspicion}")

@@ -32,7 +32,7 @@ _MOST_AT_ONCE = 16
 # Seconds for which the result of a check of the management network stays valid.
 _NETWORK_FRESH = 1.0
 # Kernel errors that show a fault of the controller's own host. EHOSTUNREACH is missing, because a probed machine that
-# is switched off causes it too.
+# is switched off causes this error too.
 _LOCAL_ERRORS = frozenset(
     {
         *(errno.ENETUNREACH, errno.ENETDOWN, errno.EADDRNOTAVAIL, errno.EMFILE, errno.ENFILE, errno.ENOBUFS),
@@ -95,7 +95,8 @@ class ReachabilityProbe:
             self._results[amphora_id] = ProbeResult(outcome=outcome, at=at, detail=detail, inconclusive_at=inconclusive)
 
     def _probe(self, amphora_id: str, address: str) -> tuple[ProbeOutcome, str]:
-        # After a network failure, an old connection may hang although the agent answers. So the probe uses a new one.
+        # After a network failure, an old connection may hang although the agent answers. So the probe uses a new
+        # connection.
         self._agents.forget(amphora_id)
         begun = time.monotonic()
         try:
@@ -145,7 +146,7 @@ def local_fault(error: AmphoraDriverError) -> str:
 
 def is_tls_alert(error: AmphoraDriverError) -> bool:
     """Return whether the agent refused the connection with a TLS alert (RFC 8446, section 6.2)."""
-    # urllib3 keeps the SSLError in the arguments of its own exception, so these are searched too.
+    # urllib3 keeps the SSLError in the arguments of its own exception, so this function also searches these arguments.
     found = (one for seen in _causes(error) for one in (seen, *seen.args))
     return any(isinstance(one, ssl.SSLError) and "_ALERT_" in (one.reason or "") for one in found)
 

@@ -225,7 +225,7 @@ class _AmphoraState:
 
     def __init__(self) -> None:
         self.last = LastReport(0.0, 0.0, 0, _BEFORE_ALL)
-        # Time since which all heartbeats of the amphora report that it holds the VIPs.
+        # Time at which the heartbeats of the amphora began to report that the amphora holds the VIPs.
         self.vip_claimed_at = -1.0
         self.generation: int | None = None
         self._whole: Report | None = None
@@ -317,8 +317,8 @@ class _AmphoraState:
         )
 
     def _has_too_many_names(self) -> bool:
-        # Counting distinct ids is slow, so they are counted only if the bound exceeds the limit. A count above half of
-        # the limit is too high, because the next count would follow soon.
+        # A count of the stored ids is slow, so the count happens only if the bound exceeds the limit. More than half of
+        # the limit counts as too many, because otherwise the next count would follow soon.
         if self._name_bound <= _MAX_NAMES:
             return False
         self._name_bound = len(self._listeners) + sum(pool.count_names() for pool in self._pools.values())
@@ -352,7 +352,7 @@ class _PoolState:
         return all(members.keys() <= pool.members.keys() for _, members in self.parts)
 
     def count_names(self) -> int:
-        # A datagram without members uses memory too, so each datagram counts as one id.
+        # A datagram without members uses memory too, so each datagram counts as one id in addition to its members.
         return sum(len(members) + 1 for _, members in self.parts) + 1
 
 

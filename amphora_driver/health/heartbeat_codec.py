@@ -103,7 +103,8 @@ def parse_document(verified: VerifiedDatagram, document: bytes) -> Heartbeat:
     generation = report.generation
     if generation is not None and not 0 <= generation <= _MAX_GENERATION:
         raise HeartbeatRefused(_OPERATION, f"amphora {amphora_id} sent an impossible generation", reason="document")
-    # The signature covers the amphora id in the header. The document, which could name another amphora, gets this id.
+    # The document could name another amphora. So the report gets the amphora id of the header, which the signature
+    # covers.
     identified = msgspec.structs.replace(report, amphora_id=amphora_id)
     return Heartbeat(amphora_id, verified.epoch, verified.sequence, identified)
 

@@ -23,11 +23,11 @@ LOG = logging.getLogger(__name__)
 KeyReader = Callable[[AbstractSet[str]], Mapping[str, Secret]]
 """Reads the keys of all amphorae except the given ones, by amphora id."""
 
-# A deleted amphora still sends heartbeats. So _MAX_UNKNOWN unknown ids are refused for _UNKNOWN_TTL seconds without a
-# read of the database.
+# A deleted amphora may still send heartbeats. The health manager remembers up to _MAX_UNKNOWN unknown ids for
+# _UNKNOWN_TTL seconds, and refuses their heartbeats without a read of the database.
 _UNKNOWN_TTL, _MAX_UNKNOWN = 10.0, 10_000
-# While the key of a new amphora is read, up to _MAX_WAITING heartbeats of up to _MAX_WAITING_SIZE bytes wait. The first
-# heartbeat of an amphora is shorter.
+# Up to _MAX_WAITING heartbeats of new amphorae wait while their keys are read. The first heartbeat of an amphora is
+# shorter than _MAX_WAITING_SIZE bytes.
 _MAX_WAITING, _MAX_WAITING_SIZE = 1000, 4096
 
 
@@ -98,8 +98,8 @@ class KeyCache:
 
     def _read_new_keys(self) -> None:
         with self._lock:
-            # An amphora has a row before it sends heartbeats. So an id is unknown if a read after its heartbeat finds
-            # no row.
+            # An amphora has a row before its first heartbeat. The ids are copied before the read, so an id without a
+            # row in the result is unknown.
             requested, known = set(self._waiting), set(self._known)
         try:
             found = self._read_keys(known)

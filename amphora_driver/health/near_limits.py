@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from amphora_driver.health.amphora_reports import LastReport
 from amphora_driver.model.amphora import Resource
 
-# Number of heartbeat intervals for which heartbeats must contradict a mark before it changes.
+# A mark says that an amphora is near a limit. The mark changes after contradicting heartbeats during this number of
+# heartbeat intervals.
 _HOLD_INTERVALS = 10
-# A mark disappears only if the usage is this number of percentage points below the limit.
+# A mark disappears only if the usage is more than this number of percentage points below the limit.
 _HYSTERESIS = 10
 _RESOURCES = tuple(one.value for one in Resource)
 
@@ -70,8 +71,8 @@ class NearLimits:
 
     def _is_near(self, key: tuple[str, str], used: int | None, now: float, *, known: bool) -> bool:
         if used is None and not known:
-            # If HAProxy is too busy to answer, the agent reports no usage. Such a heartbeat neither starts nor ends a
-            # change of the mark.
+            # If HAProxy is too busy to answer, the agent reports no usage. For a resource without a mark, such a
+            # heartbeat changes nothing.
             return False
         percent = used or 0
         contradicts = percent < self._limit - _HYSTERESIS if known else percent >= self._limit
@@ -80,8 +81,8 @@ class NearLimits:
             return known
         mark, first, last = self._changing.get(key, (known, now, now))
         if mark is not known or now - last > self._hold:
-            # The count of contradicting heartbeats starts again if the mark has changed, or if the amphora was silent
-            # for too long.
+            # The period of contradiction starts again if the mark has changed, or after too long a time without a
+            # contradicting heartbeat.
             first = now
         self._changing[key] = known, first, now
         return known if now - first < self._hold else not known

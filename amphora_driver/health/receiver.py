@@ -155,8 +155,8 @@ class Receiver:
         self.accepted = 0
         # Accepted heartbeats without their documents.
         self.shortened = 0
-        # Refused heartbeats by reason. "unknown", "busy" and "lookup" mean that no key is known; "handler" means an
-        # error in `on_heartbeat`.
+        # Refused heartbeats by reason. For "unknown", "busy" and "lookup", the health manager could not get the key of
+        # the amphora; "handler" means an error in `on_heartbeat`.
         self.refused: Counter[str] = Counter()
         # Only heartbeats with a valid signature count here, because any sender can write the id of an amphora into a
         # datagram.
@@ -196,7 +196,7 @@ class Receiver:
                 self._receive_until_stopped(selector, wakeups)
         finally:
             self._keys.stop()
-            # A read of keys may hang, because the database may hang.
+            # The wait has a limit, because this thread hangs if the database does not answer a read of keys.
             lookups.join(timeout=1.0)
             self.close()
 
@@ -257,8 +257,8 @@ class Receiver:
         buffer = bytearray(_MAX_DATAGRAM)
         while True:
             selector.select()
-            # The messages are read before the flag, because `stop` sets the flag and then sends a message. In the other
-            # order, the loop could remove this message, miss the flag, and wait for ever.
+            # `stop` sets the flag before it sends a wake-up, so the loop removes wake-ups before it reads the flag. In
+            # the other order, the loop could miss the flag and wait for ever.
             self._drain_wakeups()
             if self._stopping:
                 return
@@ -283,7 +283,7 @@ class Receiver:
                 self.overload.measure()
             return True
         except OSError as error:
-            # A temporary socket error must not end the receive loop, for example an ICMP error after a probe.
+            # A temporary socket error, for example an ICMP error after a probe, must not end the receive loop.
             LOG.warning(
                 "the health manager could not read a datagram from its heartbeat socket and continues: %s", error
             )
@@ -319,7 +319,7 @@ class Receiver:
         try:
             self._on_heartbeat(heartbeat)
         except Exception:
-            # An error in the report of one amphora must not stop the heartbeats of all others.
+            # An error in the report of one amphora must not stop the processing of other amphorae's heartbeats.
             self.refused["handler"] += 1
             LOG.exception(
                 "the health manager could not process a heartbeat of amphora %s and drops the heartbeat",
@@ -376,8 +376,8 @@ class Receiver:
         try:
             self._wakeup_writer.send(b"\0")
         except OSError:
-            # The wake-up fails if earlier messages fill the socket buffer or the loop has ended. In both cases, no
-            # wake-up is needed.
+            # A full socket buffer already contains a wake-up, and after the end of the loop no wake-up is needed. So
+            # errors are ignored.
             return
 
     def _drain_wakeups(self) -> None:
@@ -399,7 +399,8 @@ def bind_socket(address: str, port: int, *, shared: bool = False) -> socket.sock
         made.setblocking(False)
         made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SOCKET_BUFFER)
         try:
-            # SO_RCVBUFFORCE exceeds the kernel's limit net.core.rmem_max, but needs the capability CAP_NET_ADMIN.
+            # SO_RCVBUFFORCE may exceed the kernel's limit net.core.rmem_max, but needs the capability CAP_NET_ADMIN.
+            # Without the capability, the buffer stays within the limit.
             made.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _SOCKET_BUFFER)
         except PermissionError:
             LOG.info(

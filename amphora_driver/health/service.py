@@ -39,9 +39,11 @@ from amphora_driver.telemetry.http_server import Telemetry
 
 LOG = logging.getLogger(__name__)
 
-# Number of heartbeat intervals after which a reported value that no heartbeat repeats is forgotten.
+# Number of heartbeat intervals after which the health manager forgets a reported value, unless a later heartbeat
+# repeats the value.
 _EXPIRY_INTERVALS = 5
-# Maximum seconds without a write to the database. A failed write is thereby repeated soon, also without new heartbeats.
+# Maximum seconds to wait for new heartbeats before the next flush to the database. So the health manager repeats a
+# failed write soon, even without new heartbeats.
 _IDLE_FLUSH_INTERVAL = 1.0
 # Seconds to wait for the last write of reports when the health manager stops.
 _STOP_TIMEOUT = 20.0
@@ -88,7 +90,8 @@ class HealthManager:
             lambda: self._receiver.overload.omitted >= Omitted.STATISTICS,
         )
         name = process_name()
-        # Controllers must learn of a failed self-test long before they regard silent amphorae as dead.
+        # Self-tests run at least five times within `silent_after`. So controllers learn of a failed self-test long
+        # before they regard silent amphorae as dead.
         interval = min(process_registry.HEARTBEAT_INTERVAL, conf.amp_failover.silent_after / 5)
         max_flush_age = _IDLE_FLUSH_INTERVAL + 2 * conf.amp_health.flush_interval
         if member is not None:
@@ -152,8 +155,8 @@ class HealthManager:
             return keys, amphorae.last_heartbeats(connection, list(keys))
 
         keys, orders = self._database.read(read)
-        # The epochs and sequence numbers are loaded before the keys are used. So this health manager refuses heartbeats
-        # that another one has already accepted.
+        # A health manager must refuse heartbeats that another health manager has already accepted. So the recorded
+        # epochs and sequence numbers are loaded before the keys are used.
         self._reports.load_orders(orders)
         self._distribute()
         return keys
@@ -262,7 +265,7 @@ class HealthManagerService(cotyledon.Service):
 
     def terminate(self) -> None:
         self._manager.stop()
-        # Cotyledon ends the process when `terminate` returns, so the last write must end before.
+        # Cotyledon ends the process when `terminate` returns. So `terminate` waits for the last write.
         if not self._manager.wait(_STOP_TIMEOUT):
             LOG.warning(
                 "the health manager exits before writing all reports, because the last write takes longer than %d s",

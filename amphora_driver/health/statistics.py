@@ -27,7 +27,7 @@ _VALUES = ("active_connections", *_COUNTERS)
 # Limit of a valid counter, so that the sum of several counters fits into 64 bits. A byte counter needs 1.5 years at 100
 # Gbit/s to reach it.
 _MAX_COUNTER = 1 << 59
-# Maximum number of values in one `IN (...)`, which databases limit.
+# Maximum number of rows that one query handles, because databases limit the number of values in `IN (...)`.
 _CHUNK = 500
 
 
@@ -131,7 +131,7 @@ def _insert(connection: sa.Connection, rows: Sequence[Row]) -> None:
 
 
 def _new(name: str) -> sa.BindParameter[int]:
-    # The parameter has an explicit type, because some databases cannot infer one inside CASE.
+    # The parameter has an explicit type, because some databases cannot infer the type of a parameter inside CASE.
     return sa.bindparam(f"new_{name}", type_=sa.BigInteger)
 
 

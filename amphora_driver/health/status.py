@@ -29,7 +29,8 @@ from msgspec import Meta
 from amphora_driver.model.enums import Kind, Operating
 from amphora_driver.model.loadbalancer import L7Policy, L7Rule, Listener, LoadBalancer, Member, Pool
 
-# The limits apply to reports of an amphora under an attacker's control. No unmodified agent reaches them.
+# These limits apply to reports of an amphora that an attacker controls. Reports of an unmodified agent stay below the
+# limits.
 Name = Annotated[str, Meta(max_length=80)]
 """An id, or two ids with a colon between them."""
 Word = Annotated[str, Meta(max_length=64)]
@@ -37,7 +38,7 @@ Words = Annotated[tuple[Word, ...], Meta(max_length=32)]
 Sentences = Annotated[tuple[Annotated[str, Meta(max_length=2048)], ...], Meta(max_length=16)]
 Usage = Annotated[dict[Word, Annotated[int, Meta(ge=0, le=100)]], Meta(max_length=16)]
 """Percentage in use of each limited resource, see `model.amphora.Resource`."""
-# Every database can store printable ASCII characters.
+# A version contains only characters that every database can store: printable ASCII.
 Version = Annotated[str, Meta(max_length=64, pattern=r"^[\x20-\x7e]*\Z")]
 
 
@@ -122,8 +123,8 @@ class _View(msgspec.Struct, frozen=True):
         return f"{self.word} reported by amphora {self.amphora_id}" if self.amphora_id else f"{self.word} reported"
 
 
-# The first word of HAProxy's server status (management guide 9.1, field 17), for example `UP` in `UP 1/3`. `NOLB` and
-# `RESTARTING` are missing, because they do not describe the health.
+# The first word of HAProxy's server status (management guide 9.1, field 17), for example `UP` in `UP 1/3`. The table
+# omits `NOLB` and `RESTARTING`, which do not describe the health.
 _MEMBER_WORDS = {
     "UP": Operating.ONLINE,
     "DOWN": Operating.ERROR,
@@ -168,7 +169,7 @@ def used_pools(listeners: Iterable[Listener]) -> set[str]:
     """Return the pools that an enabled listener may send requests to."""
     enabled = [listener for listener in listeners if listener.admin_state_up]
     policies = (policy for listener in enabled for policy in listener.l7policies if policy.admin_state_up)
-    # An L7 policy without an enabled rule never matches, so it sends no request to its pool.
+    # An L7 policy without an enabled rule never matches, so its pool does not count as used.
     matching = (policy for policy in policies if any(rule.admin_state_up for rule in policy.rules))
     named = [*(listener.default_pool_id for listener in enabled), *(policy.redirect_pool_id for policy in matching)]
     return {pool_id for pool_id in named if pool_id}
@@ -194,8 +195,8 @@ def _set_listener_status(listener: Listener, reports: Iterable[Report], result: 
     words = [(one.listeners[listener.id].status, one.amphora_id) for one in reports if listener.id in one.listeners]
     views = [_View(_LISTENER_WORDS[word], word, amphora_id) for word, amphora_id in words if word in _LISTENER_WORDS]
     if views:
-        # Of two different reports about a listener, the worse one applies. For example, an amphora with traffic reports
-        # FULL and its idle peer OPEN.
+        # If two amphorae report different statuses of a listener, the worse status applies. For example, an amphora
+        # with traffic reports FULL and its idle peer OPEN.
         worst = max(views, key=lambda view: view.rank)
         result[listener.id] = ObjectStatus(Kind.LISTENER, worst.status, worst.describe())
 

@@ -39,7 +39,8 @@ from amphora_driver.store.amphorae import LastHeartbeat, ServingState
 
 LOG = logging.getLogger(__name__)
 
-# Minimum seconds between two writes of the heartbeat times, which are the only changes in an idle system.
+# Minimum seconds between two writes of heartbeat times. The limit reduces the load of the database, because an idle
+# system writes only heartbeat times.
 _HEARTBEAT_WRITE_INTERVAL = amphorae.LIVENESS_WRITE_INTERVAL
 # Seconds between two removals of deleted amphorae and load balancers from memory.
 _CLEANUP_INTERVAL = 60.0
@@ -344,8 +345,8 @@ class StatusWriter:
         self._owners.update(dict.fromkeys(one.amphorae, load_balancer_id))
         self._log_silent(load_balancer_id, state, [each for each in trusted if live and each not in reports])
         newest = max((reports[each].generation or 0 for each in live), default=0)
-        # A faulty amphora may report a generation that does not exist yet. Without this limit, all real generations
-        # below it would be ignored.
+        # A faulty amphora may report a generation that does not exist yet. Without the limit, the writer would ignore
+        # all real generations below the false one.
         served = min(newest, one.generation)
         if served > state.served:
             # A new generation may contain objects without statuses in the database, so all statuses are computed again.
@@ -409,8 +410,8 @@ class StatusWriter:
         """Drop the memory of deleted amphorae and load balancers, at most once per cleanup interval."""
         if time.monotonic() - self._cleaned_up_at < _CLEANUP_INTERVAL:
             return
-        # The known ids are read before the rows. An amphora has a row before it sends heartbeats, so an id without a
-        # row belongs to a deleted amphora.
+        # The ids in memory are read before the rows. Each amphora has a row before its first heartbeat, so an id
+        # without a row belongs to a deleted amphora.
         known = self._reports.known_ids()
         owners = self._database.read(amphorae.load_balancer_ids)
         self._reports.forget(known - owners.keys())

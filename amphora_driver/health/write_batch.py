@@ -27,7 +27,8 @@ from amphora_driver.untrusted_text import printable
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# Seconds for which rows that the database has refused get a transaction of their own.
+# After the database has refused rows of a load balancer or amphora, new rows get a separate transaction for this number
+# of seconds.
 _ISOLATION_TIME = 300.0
 # Minimum seconds between two log messages about refused rows of one load balancer.
 _LOG_INTERVAL = 60.0

@@ -18,7 +18,8 @@ from pathlib import Path
 import msgspec
 
 _BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
-# During execve(2), a process has no arguments in /proc for a moment. After half a second, the process really has none.
+# During execve(2), /proc shows no arguments of a process for a moment. A process that shows none for this number of
+# seconds really has no arguments.
 _EXEC_SECONDS = 0.5
 # PF_KTHREAD in the field `flags` of /proc/PID/stat: the process is a kernel thread.
 _KERNEL_THREAD = 0x00200000
@@ -151,8 +152,8 @@ def signal_and_wait(processes: Sequence[Process], number: signal.Signals, second
     deadline = time.monotonic() + seconds
     for process in processes:
         process.signal(number)
-    # The list is complete before `all`, because `wait` also reaps child processes, even after another process has
-    # missed the deadline.
+    # The list is built completely before `all`, because `all` stops at the first False. `wait` must run for each
+    # process, because `wait` also reaps child processes.
     ended = [process.wait(max(0.0, deadline - time.monotonic())) for process in processes]
     return all(ended)
 

@@ -72,7 +72,7 @@ def remove(name: str) -> None:
     place = path(name)
     while exists(name):
         _check_result(_LIBC.umount2(os.fsencode(place), _MNT_DETACH), f"unmount {place}")
-    # When the mount point is removed, the kernel detaches the copies of this mount in the mount namespaces of amphorae.
+    # `unlink` makes the kernel detach the copies of this mount in the mount namespaces of amphorae.
     place.unlink(missing_ok=True)
 
 

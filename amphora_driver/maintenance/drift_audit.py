@@ -52,8 +52,8 @@ DUTY = "audit"
 _LONGEST_ROUND, _SHORTEST_ROUND = 5.0, 0.2
 # Number of rounds in one audit interval.
 _ROUNDS = 10
-# Maximum number of queried amphorae in a round, as a multiple of the number that the audit interval requires. The rest
-# repeats failed queries.
+# Factor by which a round may query more amphorae than the audit interval requires, so that the audit can repeat failed
+# queries.
 _RESERVE = 1.5
 # Time-out in seconds of a query to an agent.
 _AGENT_TIMEOUT = 5.0
@@ -177,12 +177,12 @@ class DriftAuditor:
         self._round = min(max(self._interval / _ROUNDS, _SHORTEST_ROUND), _LONGEST_ROUND)
         # Amphorae whose audit failed or was postponed, and the times of the next attempts (`time.monotonic()`).
         self._retry_at: dict[str, float] = {}
-        # Load balancers whose amphorae have the configuration of another version of the renderer, in the order of
+        # Load balancers whose amphorae have a configuration from another version of the renderer, in the order of
         # detection.
         self._outdated: dict[str, None] = {}
         self._pushed_at = time.monotonic()
-        # Fingerprints of content that this version rendered differently and pushed, by load balancer. They prevent a
-        # second push of equal content.
+        # For each load balancer: the fingerprint of the configuration that the audit requested to push because of drift
+        # RENDERER. The audit requests no second push for an equal fingerprint.
         self._pushed: dict[str, str] = {}
         self._renewed_at = 0.0
 
@@ -266,8 +266,8 @@ class DriftAuditor:
                     done += self._handle_answer(asked.pop(answer), answer)
         finally:
             for answer, target in asked.items():
-                # `cancel` returns False for a running query, which may never end. The amphora is postponed, so that it
-                # does not delay others.
+                # `cancel` returns False for a query that is already running and may never end. The auditor postpones
+                # this amphora, so that the next round queries other amphorae.
                 if answer.done():
                     done += self._handle_answer(target, answer)
                 elif not answer.cancel():
@@ -392,8 +392,8 @@ class DriftAuditor:
         if len(self._pushed) >= _MOST_REMEMBERED:
             self._pushed.clear()
         self._pushed[of] = _fingerprint(recorded)
-        # A load balancer with an unconfirmed amphora is pushed again, to all its amphorae. So one revoked confirmation
-        # suffices.
+        # After one revoked confirmation, the controller pushes the configuration to all amphorae of the load balancer.
+        # So the auditor revokes the confirmation of only one amphora.
         first = different[0]
         why = "renderer: this version renders the load balancer in another way"
         if self._database.write(lambda c: config_drift.revoke_confirmation(c, first.id, recorded.generation, why)):

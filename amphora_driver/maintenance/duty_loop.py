@@ -32,7 +32,8 @@ def run_duty(
                 error,
             )
         except Exception:
-            # An error must not end the thread of a recurring task, because no component would report that.
+            # An error must not end the thread of a recurring task, because no other component would notice the missing
+            # task.
             LOG.exception(
                 "the controller failed unexpectedly in its recurring task '%s', and tries again in %g s", duty, every
             )

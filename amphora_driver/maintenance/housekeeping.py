@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 _DUTY = "housekeeping"
-# Maximum number of load balancers with new TLS ticket keys in one round. Each needs a push.
+# Maximum number of load balancers that get new TLS ticket keys in one round. The limit bounds the number of pushes,
+# because new keys cause a push.
 _MOST_ROTATED = 200
 # Maximum number of transactions that purge old fail-overs in one round. The next round purges the rest.
 _MOST_CHUNKS = 100
@@ -65,7 +66,7 @@ class Housekeeping:
             if not acquire_duty(self._database, _DUTY, self._owner, 2 * every):
                 return
             if self._certificates is not None:
-                # Certificates come first, because a failing backend could end the round in one of the other tasks.
+                # The certificates are renewed first, because an error of a backend in a later task could end the round.
                 renew_certificates(self._certificates)
             self.purge_notifications()
             self.release_unused_vips()

@@ -43,8 +43,8 @@ _EVERY = 1.0
 # Seconds after which the lease of the image rotation expires without a renewal. One controller at a time holds this
 # lease.
 _DUTY_SECONDS = 10.0
-# Longest time in seconds that one round adds to a measured duration. A longer time means that the process or the
-# database was paused.
+# Maximum seconds that one round adds to a measured duration. A longer gap between two rounds is a pause of the process
+# or database and must not count.
 _LONGEST_GAP = 3.0
 # Maximum number of waiting load balancers that a round considers. Some of them may be busy, so a round needs several
 # candidates.
@@ -72,8 +72,8 @@ class RotationWatch:
 
     def __init__(self, silence: float) -> None:
         self._silence = silence
-        # For each amphora: the position of its newest heartbeat, whether it arrived during the observation, and the
-        # seconds without a newer one.
+        # For each amphora: epoch and sequence number of its newest heartbeat; whether a heartbeat arrived during the
+        # observation; seconds without a newer heartbeat.
         self._heartbeats: dict[str, tuple[tuple[int, int], bool, float]] = {}
         self._watched: dict[str, float] = {}
         self._well: dict[str, float] = {}
@@ -109,8 +109,8 @@ class RotationWatch:
             if item.state is ItemState.RUNNING:
                 watched[of] = self._watched.get(of, 0.0) + gap
                 before = self._first.get(of, (facts.attempts, facts.provisioning == "ERROR"))
-                # The rotation compares the present number of failed attempts with the first observed one. A successful
-                # job sets the present number to zero, so the minimum applies.
+                # The rotation compares the present number of failed attempts with the recorded first number. A
+                # successful job resets the present number to zero, so the minimum of both is recorded.
                 first[of] = (min(before[0], facts.attempts), before[1] and facts.provisioning == "ERROR")
                 if plan.missing_condition(snapshot.rotation, item, facts) is None:
                     well[of] = self._well[of] + gap if of in self._well else 0.0

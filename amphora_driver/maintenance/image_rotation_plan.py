@@ -138,8 +138,8 @@ def next_moves(
     if rotation.state is RotationState.RUNNING:
         moves += _start_items(rotation, waiting, facts, limits, rotation.max_unavailable - busy, breaker)
     if not items:
-        # `items` may contain only some of the waiting load balancers. So the rotation has ended only if `items` is
-        # empty.
+        # `items` may omit some waiting load balancers, but `items` is empty only if no load balancer is unfinished. So
+        # the rotation has ended.
         aborted = rotation.state is RotationState.ABORTED
         moves.append(FinishRotation(state=RotationState.ABORTED if aborted else RotationState.DONE))
     return moves

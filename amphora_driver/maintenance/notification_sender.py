@@ -27,11 +27,13 @@ from amphora_driver.queue.jobs import acquire_duty, release_duty
 
 LOG = logging.getLogger(__name__)
 _DUTY, _DUTY_SECONDS = "notifications", 30.0
-# Seconds between two attempts of a controller to become the one that sends notifications.
+# Seconds between two attempts of a controller to acquire the duty of sending notifications.
 _ACQUIRE_INTERVAL = 5.0
-# Maximum number of notifications before the next write to the database. A crash repeats at most this number.
+# Maximum number of notifications that are sent before the results are written to the database. After a crash, at most
+# this number is sent again.
 _MOST_AT_ONCE = 50
-# Seconds of sending before the results are written. The lease of this task must not expire meanwhile.
+# Seconds after which the sender stops a batch and writes the results, so that its lease does not expire during the
+# batch.
 _BATCH_SECONDS = 5.0
 # Shortest and longest pause in seconds after an error of the message bus. Each error doubles the pause.
 _FIRST_BACKOFF, _LONGEST_BACKOFF = 1.0, 60.0

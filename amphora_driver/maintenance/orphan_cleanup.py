@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from amphora_driver.plugins import Catalogue
 
 LOG = logging.getLogger(__name__)
-# Crashes leave few orphans, and many orphans mean lost rows of the database. So a round removes at most this number of
-# one kind, or a tenth of all objects of the kind.
+# The cleanup removes no objects of a kind if more than _MOST and more than a tenth of them are orphans. Crashes leave
+# few orphans; many orphans indicate lost rows of the database.
 _MOST = 2
 _FAILED = (
     "the removal of unused objects (orphans) from backend %s failed, and the controller "
@@ -123,7 +123,8 @@ class OrphanCleaner:
             )
         )
         if not (found or noted):
-            # Usually there are no orphans, and no write transaction should lock rows.
+            # Without orphans, the usual case, the cleanup starts no write transaction, because a write transaction
+            # locks rows.
             return []
         for one in sorted(found - noted.keys()):
             LOG.warning(

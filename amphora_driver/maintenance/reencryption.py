@@ -25,8 +25,8 @@ from amphora_driver.model.secret_refs import Purpose, SecretName
 from amphora_driver.store import amphorae, ca_records, sealed_secrets
 
 LOG = logging.getLogger(__name__)
-# For each encrypted column: further columns, and the function that computes the location of the value from its row. The
-# vault binds each encrypted value to this location.
+# For each encrypted column: additional columns to read, and a function that returns the location of a row's encrypted
+# value. The vault needs this location to decrypt the value.
 _LOCATIONS: dict[sa.Column[Any], tuple[tuple[sa.Column[Any], ...], Callable[[sa.Row[Any]], SecretLocation]]] = {
     secret.c.sealed: (
         (),
@@ -38,9 +38,9 @@ _LOCATIONS: dict[sa.Column[Any], tuple[tuple[sa.Column[Any], ...], Callable[[sa.
         lambda row: ca_records.key_location(ca_records.CaKind(row.kind), row.certificate.encode()),
     ),
 }
-# A unit test searches the tables for encrypted columns that are missing here.
+# The encrypted columns. A unit test checks that no encrypted column of the tables is missing here.
 SEALED: tuple[sa.Column[Any], ...] = tuple(_LOCATIONS)
-# Maximum number of rows in one transaction, for which other writers wait.
+# Maximum number of rows in one transaction, because other writers wait until the transaction ends.
 _BATCH = 100
 
 

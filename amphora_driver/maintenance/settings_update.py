@@ -180,8 +180,8 @@ class SettingsUpdate:
         for result in metrics.LOG_RESULTS:
             present = getattr(lines, result)
             before = present if former is None else getattr(former, result)
-            # A counter that is lower than before belongs to a restarted log forwarder and counts the lines since the
-            # restart.
+            # A lower value than before means that the log forwarder has restarted. The new value counts the lines since
+            # the restart.
             metrics.count_log_lines(result, present - before if present >= before else present)
 
     def _query(self, one: ReachableAmphora, root: LoadBalancer | None) -> str:
@@ -195,8 +195,8 @@ class SettingsUpdate:
             actual = self._agents.put_settings(amphora_id, address, wanted.encode(), deadline=deadline).digest
         except AgentError as error:
             if isinstance(error, AgentRefused) and error.status == _NOT_FOUND:
-                # An agent of an earlier version answers 404. It has replaced the queried agent meanwhile, so its
-                # settings are not compared.
+                # Status 404 comes from an agent of an earlier version, which has no settings to compare. This agent has
+                # replaced the queried agent since the query.
                 return ""
             return f"settings: it has other heartbeat settings or log targets than configured: {error.happened}"
         if actual != wanted.digest:

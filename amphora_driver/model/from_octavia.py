@@ -202,8 +202,8 @@ def _add_load_balancer_fields(fields: dict[str, Any], source: Any) -> None:
         {name: _text_or_empty(vip.get("ip_address" if name == "address" else name)) for name in _VIP_FIELDS}
         for vip in get_value(source, "additional_vips") or ()
     ]
-    # A call of Octavia contains the availability zone as a dictionary. `DriverLibrary.get_*` returns only the name of
-    # the zone, which the model does not need.
+    # Octavia's calls to the driver contain the availability zone as a dictionary. `DriverLibrary.get_*` returns only
+    # the zone's name, which the model does not need.
     if not isinstance(fields.get("availability_zone"), dict):
         fields.pop("availability_zone", None)
 

@@ -95,8 +95,8 @@ class Switch:
 
     def _ensure_bridge(self, kernel: Any, segment: Segment, subnets: tuple[AddressRange, ...]) -> None:
         with _ignoring(errno.EEXIST):
-            # With a fixed MAC address, neighbours keep a right ARP entry when ports are removed. Multicast snooping is
-            # off, because it would drop VRRP and neighbour discovery.
+            # With a fixed MAC address of the bridge, the ARP entries of neighbours stay valid after the removal of
+            # ports. Multicast snooping would drop VRRP and neighbour discovery, so snooping is off.
             mac = derive_mac(segment.id, "bridge")
             kernel.link("add", kind="bridge", ifname=segment.bridge, address=mac, br_mcast_snooping=0)
         index = kernel.link_lookup(ifname=segment.bridge)[0]

@@ -50,8 +50,8 @@ class LocalNetwork:
 
     supports: ClassVar[frozenset[str]] = frozenset({"vip_qos_policy_id", "vip_sg_ids", "client_address"})
     wiring: ClassVar[str] = "bridge"
-    # A bridge passes all traffic, so listeners need no rules. A call of `owners` takes a millisecond, so it may run at
-    # any time.
+    # A bridge passes all traffic, so listeners need no rules. A call of `owners` takes only a millisecond, so two calls
+    # need no minimum interval.
     listener_rules = False
     listing_interval = 0.0
 
@@ -154,8 +154,8 @@ class LocalNetwork:
     def owners(self) -> Owners:
         query = sa.select(local_port.c.owner, local_port.c.ours).distinct()
         found = self._database.read(lambda c: c.execute(query).all())
-        # Hosts of the sandbox own ports too, so only owners in the form of an amphora id count. The driver releases a
-        # user's port and never deletes it.
+        # `amphorae` contains only owners in the form of an amphora id, because hosts of the sandbox also own ports.
+        # `load_balancers` includes the ports of users, which the driver releases and never deletes.
         return Owners(
             amphorae=frozenset(row.owner for row in found if row.ours and _AMPHORA.fullmatch(row.owner)),
             load_balancers=frozenset(
@@ -297,8 +297,8 @@ class LocalNetwork:
             try:
                 fixed.append(local_db.choose_address(connection, subnet, request.address, attempt, mine))
             except NetworkError as error:
-                # The user can choose another address, but the operator cannot solve the problem. So the error becomes a
-                # `Conflict`, which Octavia shows to the user.
+                # Only the user can solve this error, with another address. So the driver raises a `Conflict`, which
+                # Octavia shows to the user.
                 raise Conflict(error.wanted, error.happened, error.remedy) from error
         return local_db.to_vips(local_db.make_port(connection, segment, vip_owner(load_balancer_id), fixed))
 

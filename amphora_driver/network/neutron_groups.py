@@ -39,8 +39,8 @@ LOG = logging.getLogger(__name__)
 _ATTEMPTS = 5
 # Maximum seconds to wait until another thread has read a group.
 _MAX_WAIT = 5.0
-# Minimum age in seconds of a group that is deleted. A process may still use a newer group: for as long as its cache
-# keeps the group, and for one request. If Neutron deletes a group during the creation of a port, the port loses it.
+# Minimum age in seconds of a group that the driver deletes. Another process may still use a newer group from its cache,
+# and a port under creation would lose the deleted group.
 _MIN_AGE = 2 * 3600.0
 
 
@@ -117,8 +117,8 @@ class Groups:
             return found
 
         def read_alone() -> str:
-            # Without the lock, each thread of a new process would create a group, which is harmless. So a thread
-            # without the lock continues after a time-out.
+            # The lock only prevents that several threads of a new process create duplicate groups. Duplicate groups are
+            # harmless, so a thread continues without the lock after the time-out.
             is_locked = self._reading.acquire(timeout=limit_wait(_MAX_WAIT))
             try:
                 return self._neutron.cached(key, read)
@@ -151,8 +151,8 @@ class Groups:
         guarded = [one for one in ports if one.get("port_security_enabled", True)]
         ids = sorted({group for one in guarded for group in one["security_groups"]})
         if not ids or not all(one["security_groups"] for one in guarded):
-            # Neutron blocks all traffic of a port that has port security but no group. So without groups, answers pass
-            # only ports without port security.
+            # Neutron blocks all traffic of a port that has port security but no group. So these ports pass answers only
+            # if none of them has port security.
             return not guarded
         found = self._neutron.find("groups", fields=("id", "stateful"), id=ids)
         return len(found) == len(ids) and not any(one.get("stateful", True) for one in found)
@@ -168,8 +168,8 @@ class Groups:
         self, name: str, rules: frozenset[Rule], load_balancer_id: str | None = None, *, stateful: bool = True
     ) -> Json:
         """Return the group with this name; created and completed if necessary."""
-        # Operators may add rules to the groups of the deployment. The group of a load balancer must have exactly the
-        # driver's rules.
+        # Operators may add rules to the groups of the deployment, so the driver keeps additional rules there. The group
+        # of a load balancer must have exactly the driver's rules.
         exact = load_balancer_id is not None
         for _ in range(_ATTEMPTS):
             found = self._find(name)

@@ -114,8 +114,8 @@ def amphora_port_body(
         "binding:vnic_type": request.vnic_type,
     }
     if request.subnet_ids:
-        # `fixed_ips` is always present: without it, Neutron chooses addresses, and with an empty list, the port gets
-        # none.
+        # Without `fixed_ips`, Neutron chooses the addresses; with an empty list, the port gets no address. So the key
+        # is set only if the request names subnets.
         body["fixed_ips"] = [{"subnet_id": subnet_id} for subnet_id in request.subnet_ids]
     if request.vnic_type == DIRECT:
         body |= {"port_security_enabled": False, "security_groups": []}

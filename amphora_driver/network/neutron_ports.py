@@ -90,7 +90,7 @@ class AmphoraPorts:
         except ApiError as error:
             if error.kind != "SecurityGroupNotFound":
                 raise
-            # The cached group was deleted since its read, so the groups are read again.
+            # The cached group no longer exists in Neutron, so the driver reads the groups again.
             self._groups.forget()
             self._apply_options(load_balancer_id, project_id, options, port_ids, wanted)
 

@@ -124,8 +124,8 @@ class VipPorts:
         mac = objects.derive_mac(self._deployment_id, load_balancer_id, network_id)
         body = objects.vip_port_body(load_balancer_id, project_id, self._mark, mac, network_id, fixed)
         if self._neutron.has_extension("port-security"):
-            # Some networks disable port security for new ports. Neutron refuses a security group on such a port, so it
-            # is enabled.
+            # Some networks disable port security for new ports, and Neutron refuses a security group on such a port. So
+            # the driver enables port security.
             body["port_security_enabled"] = True
         tags = objects.tags(self._deployment_id, load_balancer_id)
         return self._neutron.create_tagged("ports", {**body, **self._evidence()}, tags)

@@ -96,8 +96,8 @@ class PortSecurity:
         mine = local_vip_option.c.load_balancer_id == load_balancer_id
         if self._database.read(lambda c: c.execute(sa.select(local_vip_option).where(mine)).first()) is None:
             return
-        # The rules are removed before the row. If the process ends in between, the row still shows that rules may
-        # exist.
+        # The rules are removed before the row. If the process ends between both steps, the row still shows that the
+        # switch may have rules.
         self._enforce(without=load_balancer_id)
         self._database.write(lambda c: c.execute(local_vip_option.delete().where(mine)))
 
@@ -178,7 +178,7 @@ def _protected_vips(
         .order_by(local_address.c.ordinal)
     )
     ids = msgspec.json.decode(row.security_group_ids, type=list[str])
-    # A security group that the database does not contain has no rules and permits no traffic.
+    # A security group that is missing in the database counts as a group without rules, which permits no traffic.
     groups = tuple(known.get(one, SecurityGroup(id=one, name=one)) for one in ids) if ids else None
     return ProtectedVips(
         load_balancer_id=row.load_balancer_id,

@@ -43,7 +43,7 @@ def ensure_tap(switch: str, port: Port, segment: Segment, owner: str) -> str:
         if not bridge:
             raise NetworkError(f"connect port {port.id}", f"bridge {segment.bridge} does not exist in {switch}")
         index = kernel.link_lookup(ifname=name)[0]
-        # Only bridges have IP addresses in the switch namespace, so the tap device gets no IPv6 address.
+        # In the switch namespace, only bridges need IP addresses. So IPv6 is disabled on the tap device.
         namespaces.write_sysctl(f"net/ipv6/conf/{name}/disable_ipv6", 1)
         kernel.link("set", index=index, mtu=port.mtu, master=bridge[0], ifalias=owner, state="up")
 

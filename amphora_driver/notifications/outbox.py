@@ -69,11 +69,12 @@ def announce_nothing(_connection: sa.Connection, _load_balancer_id: str, _genera
 def announce(connection: sa.Connection, load_balancer_id: str, generation: int, event: Event) -> None:
     """Record the notification of a request, which waits for the result; see `Announce`."""
     if event is Event.DELETE:
-        # Octavia accepts a deletion only after the result of the previous request. The provider agent may have died
-        # before it recorded that result, so it is recorded here.
+        # Octavia accepts a deletion only after the previous request has ended. The provider agent may have died before
+        # it released the notification of that request, so `announce` releases the notification here.
         applied = connection.execute(sa.select(job.c.applied).where(job.c.load_balancer_id == load_balancer_id))
         release(connection, {load_balancer_id: int(applied.scalar_one())})
-        # A user repeats a deletion that has failed. Only the newest one causes a notification.
+        # A user may repeat a failed deletion. Only the newest deletion causes a notification, so older waiting rows are
+        # deleted.
         repeated = _ROW.load_balancer_id == load_balancer_id, _ROW.event == event.value, _ROW.ready_at.is_(None)
         connection.execute(notification.delete().where(*repeated))
     row = {"load_balancer_id": load_balancer_id, "generation": generation, "event": event.value}

@@ -81,8 +81,8 @@ class Publisher:
     def _connect(self) -> None:
         limits = {"read_timeout": _ANSWER_SECONDS, "write_timeout": _ANSWER_SECONDS, "confirm_publish": True}
         url = self._urls[0]
-        # With the server name None, kombu compares the certificate with the host of the URL. Without this key, it
-        # compares no name.
+        # `server_hostname: None` makes kombu verify that the certificate names the host of the URL. Without this key,
+        # kombu does not verify the name.
         tls: Any = {"server_hostname": None, "cert_reqs": ssl.CERT_REQUIRED, "ca_certs": self._ca_certificate}
         self._connection = kombu.Connection(
             url,
@@ -102,8 +102,8 @@ class Publisher:
 
     def _declare(self, declare: Any) -> None:
         """Declare an exchange or queue if it does not exist."""
-        # RabbitMQ closes the channel if the searched exchange or queue does not exist. So each declaration has its own
-        # channel.
+        # RabbitMQ closes the channel if a passive declaration finds no exchange or queue. So each declaration has its
+        # own channel.
         try:
             with self._connection.channel() as channel:
                 declare(channel, True)

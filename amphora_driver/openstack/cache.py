@@ -41,7 +41,8 @@ class TimedCache:
         now = time.monotonic()
         value = read()
         with self._lock:
-            # The values of deleted objects would stay in memory, because no call asks for them again.
+            # The cache drops all expired values here. Otherwise, values of deleted objects would stay in memory,
+            # because no call reads these values again.
             self._values = {one: kept for one, kept in self._values.items() if now < kept[0]}
             self._values[key] = (now + self._seconds, value)
         return value

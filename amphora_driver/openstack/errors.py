@@ -61,7 +61,8 @@ def read_message(body: str) -> tuple[str, str]:
     except (ValueError, StopIteration):
         name, found = "", None
     if isinstance(found, dict):
-        # Nova names its errors by a key, for example {"forbidden": {"code": 403, "message": ...}}.
+        # An error of Nova has its name as the key of the answer, for example {"forbidden": {"code": 403, "message":
+        # ...}}.
         kind = str(found.get("type") or found.get("title") or (name if "code" in found else ""))
         message = str(found.get("message") or "")
     else:
@@ -151,7 +152,8 @@ def transport_error(error: Exception, wanted: str) -> AmphoraDriverError:
     if isinstance(error, exceptions.ConnectTimeout):
         return TimedOut(wanted, reason)
     if isinstance(error, exceptions.Unauthorized | exceptions.Forbidden):
-        # Octavia shows the text of a final `NetworkError` to users. An error of the service account is for operators.
+        # Octavia shows the text of a `NetworkError` to users, but only operators can correct the service account. So
+        # the driver raises a `ConfigurationError`.
         return ConfigurationError(wanted, reason, "Check the service account in [amp_openstack].")
     if isinstance(error, exceptions.MissingRequiredOptions | exceptions.NoMatchingPlugin):
         return ConfigurationError(wanted, reason, "Correct the options of keystoneauth in [amp_openstack].")

@@ -44,9 +44,10 @@ class Images:
         return read((tag,), lambda: self._read(tag))
 
     def _read(self, tag: str) -> str | None:
-        # Glance stores creation times in whole seconds. The sort by id makes the order of equal times the same in each
-        # request.
+        # Glance stores creation times in whole seconds. The additional sort by id gives images with equal times a fixed
+        # order.
         params = [("tag", tag), ("owner", self._owner), ("status", "active"), ("sort", "created_at:desc,id:desc")]
         found = self._service.request("GET", "/images", params=[*params, ("limit", "1")])["images"]
-        # The security of all amphorae depends on the owner of the image, so the answer is checked too.
+        # The security of all amphorae depends on the owner of the image. So the driver also checks the owner in the
+        # answer, not only in the query.
         return next((str(one["id"]) for one in found if one.get("owner") == self._owner), None)

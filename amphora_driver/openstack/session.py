@@ -141,8 +141,8 @@ class Service:
         adapter = getattr(Connection(session=session, **self._endpoint(conf, groups[0])), self._kind)
         version = _VERSIONS.get(self._kind)
         if version and adapter.endpoint_override:
-            # The address gets the version here. Otherwise, openstacksdk asks the service for it once, and if the
-            # service does not answer, all later requests fail with status 404.
+            # The driver adds the version to the address. Otherwise, openstacksdk asks the service for the version only
+            # once; without an answer, all later requests fail with status 404.
             adapter.endpoint_override = f"{_without_version(adapter.endpoint_override)}/{version}"
         return adapter
 
@@ -173,7 +173,8 @@ class Service:
             interface = interface or next(iter(theirs.valid_interfaces or ()), None)
             address = address or theirs.endpoint_override
         if address and self._kind == "load_balancer":
-            # Octavia lists its versions only at the address without a version, so this part is removed.
+            # Octavia lists its API versions only at the address without a version part, so the driver removes this
+            # part.
             address = _without_version(address)
         values = {"region_name": region, "interface": interface, f"{self._kind}_endpoint_override": address}
         return {name: value for name, value in values.items() if value}

@@ -32,11 +32,11 @@ from amphora_driver.queue import local_socket, notifier
 from amphora_driver.store import desired_objects
 
 LOG = logging.getLogger(__name__)
-# Seconds before the start of a reporter, from which it compares changed load balancers again. The previous reporter may
-# not have finished these comparisons.
+# A new reporter compares the load balancers that changed within this number of seconds before its start. The previous
+# reporter may not have finished these comparisons.
 _LOOK_BACK = 600.0
-# Shortest and longest delay in seconds after a failed comparison. A read without an answer blocks Octavia for half a
-# minute.
+# Shortest and longest delay in seconds after a failed comparison. The delay limits the load, because a read without an
+# answer blocks Octavia for half a minute.
 _FIRST_BACKOFF, _MAX_BACKOFF = 15.0, 600.0
 # Fields with child objects, which a comparison of two objects ignores.
 _CHILDREN: dict[type, dict[str, Any]] = {
@@ -156,7 +156,7 @@ class OctaviaAuditor:
         if before is None:
             if self._database.read(lambda connection: sync_transactions.is_present(connection, load_balancer_id)):
                 self.schedule([load_balancer_id])
-                # The load balancer needed no request to Octavia, so the next comparison may follow without a delay.
+                # This comparison sent no request to Octavia, so the next comparison may follow without a delay.
                 self._next = 0.0
             return False
         row, recorded, removed = before
@@ -244,8 +244,8 @@ def nodes_by_id(tree: LoadBalancer) -> Mapping[str, Node]:
 
 
 def _comparable_nodes(tree: LoadBalancer) -> Mapping[str, Node]:
-    # `without_objects` renumbers the L7 policies, because their position numbers may differ while the order is the
-    # same.
+    # Octavia and the driver may number equally ordered L7 policies differently. So `without_objects` renumbers the
+    # policies before the comparison.
     return nodes_by_id(without_objects(tree, ()))
 
 

@@ -39,8 +39,8 @@ LOG = logging.getLogger(__name__)
 GIVE_UP_BACKOFF = 2.0
 """At this back-off in seconds the reader continues with the readable parts of a tree."""
 _FIRST_BACKOFF, _MAX_BACKOFF = 0.5, 60.0
-# Seconds until the repetition of a read of a load balancer that Octavia does not know yet. Its commit usually follows
-# soon.
+# Seconds before the reader repeats the read of a load balancer that Octavia does not know yet. Octavia usually commits
+# the load balancer soon.
 _UNKNOWN_DELAY = 0.05
 UNREADABLE = "Octavia could not hand it over. Check that every secret it refers to can be read"
 """The reason after a time-out of Octavia, which users see."""
@@ -198,8 +198,8 @@ class OctaviaReader:
         enough to serve, the load balancer becomes ERROR, so that its user can change it, and the reads continue.
         """
         if not row.read_back:
-            # Octavia answers at once about a load balancer that it does not know. So a time-out proves that the load
-            # balancer is committed.
+            # For an unknown load balancer, Octavia answers at once. So a time-out proves that Octavia has committed the
+            # load balancer.
             timed_out = isinstance(error, octavia_errors.DriverAgentTimeout)
             if timed_out:
                 self._database.write(lambda connection: sync_transactions.mark_committed(connection, [row]))
@@ -219,8 +219,8 @@ class OctaviaReader:
         """Read each listener and pool separately, and return whether the result is enough to serve."""
         tree = self._database.read(lambda connection: desired_objects.load_tree(connection, row.load_balancer_id))
         contents: dict[SecretName, SealedSecret] = {}
-        # With the mark `unread` on any listener, an earlier call has already read each listener separately. The
-        # listeners without the mark were readable then.
+        # If a listener has the mark `unread`, an earlier call has already read each listener separately. That call
+        # could read the listeners without the mark, so their recorded state may be used.
         repeated = any(one.unread for one in tree.listeners)
         # Octavia returns a listener together with its pools, so an unreadable secret of a pool makes its listener
         # unreadable.
@@ -233,8 +233,8 @@ class OctaviaReader:
             except octavia_errors.DriverAgentTimeout:
                 if isinstance(recorded, Pool):
                     pool_unreadable = pool_unreadable or bool(secrets_of_object(recorded))
-                    # A pool with unreadable secrets is omitted from the configuration. The other objects must still be
-                    # read, so the recorded pool stays.
+                    # The configuration of the amphorae omits a pool with unreadable secrets. So the reader keeps the
+                    # recorded pool and continues with the other objects.
                     return recorded if secrets_of_object(recorded) else None
                 if repeated and not recorded.unread:
                     return recorded

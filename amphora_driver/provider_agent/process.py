@@ -30,12 +30,13 @@ from amphora_driver.store.process_registry import ProcessKind
 LOG = logging.getLogger(__name__)
 # Seconds before a restart of a child process. A child that always fails would otherwise use a whole processor.
 _RESTART_DELAY = 0.2
-# Seconds between two checks for a stop. A wait for the event of octavia-driver-agent is not possible: if a waiting
-# process dies, the setter of the event blocks for ever.
+# Seconds between two checks for a stop request. The provider agent cannot wait for the event of octavia-driver-agent:
+# if a waiting process dies, `set` of the event blocks for ever.
 _POLL_INTERVAL = 0.5
 # Seconds after which a child process that does not stop is killed.
 _STOP_TIMEOUT = 3.0
-# A read that Octavia cannot answer blocks its thread for half a minute.
+# Number of threads that read from Octavia. A read that Octavia cannot answer blocks one thread for half a minute, and
+# the other threads continue.
 _READER_THREADS = 4
 
 
@@ -83,7 +84,8 @@ def run(exit_event: Event, driver_agent: _DriverAgent | None = None) -> None:
     parent = driver_agent or _DriverAgent()
     processes, own_pid, name = multiprocessing.get_context("fork"), os.getpid(), jobs.process_name()
     stopping = processes.RawValue(ctypes.c_bool, False)
-    # The standby is first, so that it exists even if the supervisor dies during the start.
+    # The supervisor starts the standby before the reporter, so that the standby exists even if the supervisor dies
+    # during the start.
     targets: dict[str, Callable[[], None]] = {
         "standby": lambda: _run_standby(own_pid, stopping, exit_event, parent),
         "reporter": lambda: _run_reporter(name, own_pid, stopping),
@@ -107,7 +109,8 @@ def run(exit_event: Event, driver_agent: _DriverAgent | None = None) -> None:
     for child in running.values():
         child.join(_STOP_TIMEOUT)
         if child.is_alive():
-            # The child waits for an answer of Octavia. It may be killed, because the next reporter repeats its work.
+            # The child still waits for an answer of Octavia. The supervisor may kill the child, because the next
+            # reporter repeats the child's work.
             child.kill()
             child.join()
 

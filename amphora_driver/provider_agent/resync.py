@@ -144,8 +144,8 @@ class Resyncer:
         if found is None and unread is None:
             self._finish_unknown(request)
             return None
-        # A resync sets the load balancer to PENDING_UPDATE, in which Octavia refuses requests of users. So all
-        # checks come before: a resync that cannot run blocks no users.
+        # A resync sets the load balancer to PENDING_UPDATE, and Octavia then refuses requests of users. All checks come
+        # before this status, so that an impossible resync blocks no users.
         before = self._database.read(lambda connection: sync_transactions.load_settled(connection, load_balancer_id))
         if before is None:
             return _BUSY
@@ -168,8 +168,8 @@ class Resyncer:
         try:
             return self._library().get_loadbalancer(load_balancer_id), None
         except octavia_errors.DriverAgentTimeout:
-            # Octavia answers at once about a load balancer that it does not know. So a time-out proves that Octavia
-            # knows it.
+            # For an unknown load balancer, Octavia answers at once. So a time-out proves that Octavia knows the load
+            # balancer.
             return None, octavia_reader.UNREADABLE
 
     def _convert(

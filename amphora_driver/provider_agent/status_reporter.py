@@ -55,8 +55,8 @@ _UNREACHABLE = (
     octavia_errors.UpdateStatisticsError,
     OSError,
 )
-# If Octavia refuses the status of a child object, the load balancer's status waits too, until the back-off of the child
-# exceeds this number of seconds.
+# If Octavia refuses the status of a child object, the load balancer's status waits too. This wait ends when the child's
+# back-off exceeds this number of seconds.
 _MAX_CHILD_BACKOFF = 2.0
 # Age in seconds of the last round, above which the reporter counts as not working. A call to Octavia lasts at most 30
 # s.
@@ -100,7 +100,8 @@ class Reporter:
 
     def run(self, is_stopped: Callable[[], bool]) -> None:
         """Report after every wake-up, and at least once per poll interval, until `is_stopped` returns True."""
-        # A statistics call takes 0.1 s. Its own thread prevents a delay of the report of an ACTIVE status.
+        # A call with statistics takes 0.1 s. A separate thread makes these calls, so that the calls do not delay
+        # reports of ACTIVE.
         threads = [
             threading.Thread(target=self._report_statistics_until_stopped, name="statistics", daemon=True),
             threading.Thread(target=self._update_registry_until_stopped, name="registry", daemon=True),
@@ -188,8 +189,8 @@ class Reporter:
         if not self._acquire_duty():
             return float(self._conf.amp_queue.poll_interval)
         waiting = self._pass_barriers()
-        # Only one reporter at a time has the duty to report statuses, for the time of a lease. A call to Octavia may
-        # last longer than the lease, so the duty is checked before each call.
+        # A lease gives one reporter at a time the duty to report statuses. A call to Octavia may last longer than the
+        # lease, so the reporter checks the duty before each call.
         while self._acquire_duty() and self._report_statuses():
             pass
         if self._acquire_duty():
@@ -214,8 +215,8 @@ class Reporter:
             return True
         if now < self._yield_until:
             return False
-        # The lease ends half a lease time after `_held_until`. A renewal before its end means that no other reporter
-        # had the duty.
+        # The lease ends _DUTY_SECONDS / 2 after `_held_until`. If the reporter renews the lease before its end, no
+        # other reporter has had the duty meanwhile.
         kept = now < self._held_until + _DUTY_SECONDS / 2
         if not jobs.acquire_duty(self._database, _DUTY, self._name, _DUTY_SECONDS):
             self._held_until = 0.0
@@ -299,10 +300,11 @@ class Reporter:
         reports = _limit_deletions([one for one in found if self._is_due(one)])
         if not reports:
             return False
-        # The next call starts with the next load balancer, so that one with many statuses does not delay the others.
+        # The next call starts after the last load balancer of this call. So a load balancer with many statuses does not
+        # delay the others.
         self._last_reported = reports[-1].load_balancer_id
-        # Only the reporter with the duty may send statuses. The old statuses of another one could overwrite newer
-        # statuses.
+        # Only the reporter with the duty may send statuses. A reporter without the duty could overwrite newer statuses
+        # with old statuses.
         if not self._holds_duty():
             return True
         try:
@@ -349,8 +351,8 @@ class Reporter:
                 raise
             ends = report.kind is Kind.LOAD_BALANCER and report.provisioning is Provisioning.DELETED
             if ends and self.library.get_loadbalancer(report.object_id) is None:
-                # Octavia refuses the status DELETED for a load balancer that it has already deleted or never committed.
-                # Then nothing is to be reported.
+                # Octavia refuses the status DELETED for a load balancer that Octavia has already deleted or never
+                # committed. So the reporter treats this report as accepted.
                 return True
             backoff = min(2 * self._refused.get(report.object_id, (0.0, 0.125))[1], 60.0)
             metrics.count_reports("refused")

@@ -201,8 +201,8 @@ def _load_batch(connection: sa.Connection, pool_id: str, generation: int) -> Mem
     )
     rows = connection.execute(sa.select(desired_object).where(*of_batch)).all()
     removed = [one.id for one in rows if one.removed and one.generation == generation]
-    # One changed member in Octavia shows whether Octavia has committed a batch of member changes. A member that a later
-    # request removed is suitable, because Octavia shows it until DELETED arrives.
+    # One changed member (`sample`) shows whether Octavia has committed the batch. A member that a later request removed
+    # is also suitable, because Octavia shows removed members until it receives DELETED.
     candidates = [one for one in rows if one.id not in removed]
     sample = max(candidates, key=lambda one: one.created == generation, default=None)
     if sample is None or not removed:
@@ -220,8 +220,8 @@ def restore_members(connection: sa.Connection, row: Any, removed: Collection[str
     for one in sorted(removed):
         changed = desired_object.update().where(desired_object.c.id == one)
         connection.execute(changed.values(removed=False, generation=generation))
-    # The outbox may contain DELETED for a restored member. A new status replaces it after the amphorae confirm the new
-    # generation.
+    # The outbox may still contain DELETED for a restored member. So the outbox expects a new status, which replaces
+    # DELETED after the amphorae have confirmed the new generation.
     members = [(Kind.MEMBER, one) for one in sorted(removed)]
     status_outbox.expect_confirmation(connection, row.load_balancer_id, generation, members)
     return True
@@ -258,8 +258,8 @@ _WORK_ROW = sa.select(
 _REMOVED = sa.select(desired_object.c.id).where(
     desired_object.c.load_balancer_id == sa.bindparam("of"), desired_object.c.removed
 )
-# Matches an object whose ERROR Octavia has received, except an object that a user has deleted. Octavia must still
-# receive DELETED for such an object.
+# Matches an object whose ERROR Octavia has received. An object that a user has deleted does not match, because Octavia
+# must still receive DELETED for such an object.
 _FAILURE_REPORTED = sa.and_(
     object_status.c.provisioning == Provisioning.ERROR.value,
     object_status.c.settled <= object_status.c.reported,

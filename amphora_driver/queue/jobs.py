@@ -27,14 +27,16 @@ from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import amphora, duty, job, request
 from amphora_driver.errors import LeaseLost
 
-# A lease with more than this number of lease durations left means that the database clock was set back. Hosts may
-# configure different durations.
+# A lease with more remaining time than this number of lease durations means that the database clock was set back. The
+# number exceeds 1, because hosts may configure different durations.
 _LEASES = 4
-# The same limit for the lease of a duty, which is a task that one process performs at a time.
+# A duty's lease with more remaining time than this number of its lease durations also means that the database clock was
+# set back.
 _DUTIES = 10
-# A lease with less than this number of seconds left is never regarded as too long.
+# A lease with less remaining time than this number of seconds is always plausible.
 _LEAST = 60.0
-# Seconds of the pause after a crash of the controller, for each earlier crash since the last progress of the job.
+# After a crash of the controller, a job pauses this number of seconds for each earlier crash since the job's last
+# progress.
 _CRASH_BACKOFF = 0.5
 
 
@@ -86,12 +88,12 @@ class Jobs:
                 owner=self._owner,
                 epoch=row.epoch + 1,
                 attempts=row.attempts,
-                # If the row of a due job still has an owner, this process ended without returning its lease. So a crash
-                # is counted.
+                # If the row of a due job still has an owner, the owner ended without returning its lease. So this claim
+                # counts a crash.
                 crashes=row.crashes + (row.owner is not None),
             )
-            # `due_at` becomes zero here. If it is URGENT at the end of the job, an urgent event has arrived during the
-            # job.
+            # This claim sets `due_at` to zero. If `due_at` is URGENT at the end of the job, an urgent event has arrived
+            # during the job.
             claimed = {"owner": self._owner, "epoch": lease.epoch, "crashes": lease.crashes, "due_at": 0.0}
             _update(connection, row.load_balancer_id, **claimed, leased_until=now + self._seconds)
             return lease
@@ -257,7 +259,8 @@ class Jobs:
             soon = clock.now(connection) + self._seconds
             return due + connection.execute(job.update().where(leased).values(leased_until=soon)).rowcount
 
-        # A clock that was set back is rare, so the search comes first, without locks.
+        # The database clock is rarely set back. So a read without locks searches for late rows before the write
+        # transaction.
         return self._database.write(write) if self._database.read(look) else 0
 
 
@@ -292,7 +295,8 @@ _DUE_AGAIN = sa.or_(
     _URGENT,
     sa.and_(sa.or_(job.c.applied < job.c.generation, _IS_BEHIND), sa.not_(job.c.read_back)),
 )
-# URGENT in `due_at` marks a retiring amphora too, but another write may have replaced this value.
+# `due_at` is URGENT after an amphora begins to retire, but another write may have replaced this value. So the condition
+# also checks for retiring amphorae.
 _NOT_OVER = sa.or_(_DUE_AGAIN, sa.and_(_IS_LEAVING, sa.not_(job.c.read_back)))
 _RETURNED = {"owner": None, "leased_until": None, "attempts": 0, "crashes": 0, "error": None}.items()
 _AGAIN = sa.bindparam("again", type_=sa.Double)
@@ -304,8 +308,8 @@ _COMPLETE_FOR_NOW = (
     .where(*_MINE)
     .ordered_values(("due_at", sa.case((_DUE_AGAIN, 0.0), else_=_AGAIN)), ("dirty", True), *_RETURNED)
 )
-# `writes` changes the row with each write. If another Galera node grants the lease to another controller, Galera then
-# detects the conflict.
+# Each write increases `writes`, so that the row changes. If another Galera node grants the lease to another controller,
+# Galera then detects the conflict.
 _GUARD_INTENT = job.update().where(*_MINE).values(writes=job.c.writes + 1)
 _GUARD = _GUARD_INTENT.values(crashes=0)
 _GUARD_APPLIED = _GUARD.values(applied=sa.bindparam("new_applied", type_=sa.BigInteger))

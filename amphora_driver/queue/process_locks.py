@@ -30,7 +30,8 @@ class ProcessLock:
     def __init__(self, directory: str, name: str, boot: str | None = None) -> None:
         Path(directory).mkdir(parents=True, exist_ok=True)
         self._directory = directory
-        # All containers of a host have the same boot id, and two hosts have different ones.
+        # The boot id identifies the host: all containers of a host have one boot id, and different hosts have different
+        # ones.
         self._ours = f".{(boot or _BOOT.read_text(encoding='ascii').strip())[:_BOOT_DIGITS]}{_SUFFIX}"
         self._path = Path(directory, quote(name, safe=":") + self._ours)
         # The file is locked before it gets its final name, so another process never finds it unlocked.

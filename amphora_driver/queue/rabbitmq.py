@@ -32,8 +32,8 @@ def create_celery_app(url: str) -> celery.Celery:
     Celery tries several URLs, separated by semicolons, in order.
     """
     app = celery.Celery("amphora-driver", broker=url, set_as_current=False)
-    # Limits for messages about new work that collect while no controller runs. Controllers also find their work by
-    # polling.
+    # These limits bound the queue while no controller runs. Lost messages about new work are harmless, because
+    # controllers also find work by polling.
     limits = {"x-queue-type": "quorum", "x-max-length": 100_000, "x-message-ttl": 600_000}
     exchange = kombu.Exchange("")
     queue = kombu.Queue(CONTROLLERS, exchange, routing_key=CONTROLLERS, durable=True, queue_arguments=limits)

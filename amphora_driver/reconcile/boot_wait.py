@@ -31,8 +31,8 @@ _PAUSE_PER_ENTRY = 0.0005
 # Seconds after which an unanswered attempt is repeated. The kernel would repeat its SYN packet only after one, three
 # and seven seconds (RFC 6298).
 _CONNECT_TIMEOUT = 0.5
-# If an amphora accepts connections but its agent does not answer, the delay between connections doubles from twice
-# _REPEAT_DELAY up to _MAX_REPEAT_DELAY seconds.
+# An amphora may accept connections although its agent does not answer. The delay before the next connection then
+# doubles from twice _REPEAT_DELAY up to _MAX_REPEAT_DELAY seconds.
 _REPEAT_DELAY, _MAX_REPEAT_DELAY = 0.05, 5.0
 _MAX_DOUBLINGS = 8
 # Seconds after which an earlier connection no longer delays the next one.
@@ -112,8 +112,8 @@ class BootWait:
                 try:
                     self._run_once()
                 except Exception:
-                    # An error must not end this thread. Without it, a job would continue only after its planned pause,
-                    # although the agent answered earlier.
+                    # An error must not end this thread. Without this thread, a job would continue only after its
+                    # planned pause, even if the agent answers earlier.
                     LOG.exception(
                         "the controller failed unexpectedly while it waited for booting amphorae, and continues to wait"
                     )
@@ -186,7 +186,7 @@ class BootWait:
             return
         try:
             # A connection that succeeds at once (code 0) needs no special code, because the selector reports the socket
-            # as writable in both cases.
+            # as writable for code 0 too.
             code = connection.connect_ex((entry.awaited.address, self._port))
             if code in (0, errno.EINPROGRESS):
                 self._selector.register(connection, selectors.EVENT_WRITE, entry)

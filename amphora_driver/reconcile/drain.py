@@ -31,9 +31,10 @@ LOG = logging.getLogger(__name__)
 # Seconds beyond the drain time for which the new VIP holder stays prepared to forward connections of the draining
 # amphora.
 _DRAIN_MARGIN = 5.0
-# Time-out in seconds of a query to a retiring amphora.
+# Time-out in seconds of a query to an amphora about its VIPs and its drain.
 _QUERY_TIMEOUT = 5.0
-# Time-out in seconds of the first attempt to delete the machine of a dead amphora, for which the other amphora waits.
+# Time-out in seconds of the first attempt to delete the machine of a dead amphora. The push to the other amphora waits
+# for this attempt.
 _FENCING_TIMEOUT = 20.0
 
 
@@ -50,7 +51,7 @@ class AmphoraRemoval:
         self._job = job
         self._write = write
         self.holder_queried = False
-        # For each amphora: whether it holds the VIPs by its own answer, and the time of its last heartbeat before the
+        # For each amphora that has answered: whether it holds the VIPs, and the time of its last heartbeat before the
         # answer.
         self._answers: dict[str, tuple[bool, float | None]] = {}
 
@@ -67,8 +68,8 @@ class AmphoraRemoval:
         try:
             return self._agents.vrrp(amphora.id, str(amphora.management_address), deadline=deadline)
         except AgentError as error:
-            # A more urgent job may have interrupted the query, which says nothing about the amphora. `ensure_may_act`
-            # then ends the job.
+            # A more urgent job may have interrupted the query. Then `ensure_may_act` ends this job, because the missing
+            # answer says nothing about the amphora.
             self._job.ensure_may_act()
             LOG.info(
                 "the controller could not ask amphora %s whether it holds the VIPs or drains connections, and "
@@ -100,7 +101,7 @@ class AmphoraRemoval:
                 address = str(partner.management_address)
                 self._agents.expect_vips(partner.id, address, drain + _DRAIN_MARGIN, deadline=self._job.deadline)
         except AgentError as error:
-            # A more urgent job may have interrupted the request. `ensure_may_act` then ends the job, and a later job
+            # A more urgent job may have interrupted the request. Then `ensure_may_act` ends this job, and a later job
             # repeats the request.
             self._job.ensure_may_act()
             message = "amphora %s cannot forward open connections to amphora %s, so the VIP handover ends them: %s"
@@ -143,7 +144,7 @@ class AmphoraRemoval:
             if said is None:
                 return None
             if said.holds_vip is False:
-                # The amphora has handed over the VIPs at an earlier request, whose answer was lost or whose controller
+                # An earlier request made the amphora hand over the VIPs, but the answer was lost or the controller
                 # crashed.
                 return float(said.draining or 0.0)
         return None
@@ -186,8 +187,8 @@ class AmphoraRemoval:
         """
         if isinstance(view, steps.LoadBalancerView) and self._finds_unrecorded_drain(amphora, view):
             return
-        # The machine of a dead amphora is deleted before the push to its partner. A short time-out limits the delay of
-        # this push.
+        # The push to the partner waits until the machine of a dead amphora is deleted. So the first attempt of this
+        # deletion has a short time-out.
         hurry = amphora.dead and not view.attempts
         deadline = self._job.deadline.within(_FENCING_TIMEOUT) if hurry else self._job.deadline
         left: AmphoraDriverError | None = None

@@ -53,12 +53,12 @@ from amphora_driver.store.spare_pools import ROLE
 LOG = logging.getLogger(__name__)
 # Time-out in seconds of the first query of an agent. A longer wait would delay the jobs of other load balancers.
 _FIRST_QUERY_TIMEOUT = 3.0
-# The second amphora of a pair boots after Nova has chosen a hypervisor for the first one. This is checked every
-# _PARTNER_PAUSE seconds, for at most _MAX_PARTNER_WAIT seconds.
+# The second amphora of a pair boots only after Nova has chosen a hypervisor for the first amphora. The controller
+# checks this choice every _PARTNER_PAUSE seconds, for at most _MAX_PARTNER_WAIT seconds.
 _PARTNER_PAUSE, _MAX_PARTNER_WAIT = 1.0, 60.0
 _WITHOUT_MACHINE: dict[str, Any] = {
     **dict.fromkeys(("management_address", "booted_at", "certificate_issued_at", "certificate_authority", "trusts")),
-    # A scheduler hint of the partner's next boot would otherwise name the deleted machine.
+    # Without this reset, the next boot of the partner would get a scheduler hint that names the deleted machine.
     **dict.fromkeys(("compute_id", "host", "zone")),
     "plugged": (),
 }
@@ -218,8 +218,8 @@ class StepExecutor:
         profile = _profile(view)
         zones = self._permitted_zones(profile)
         spare = isinstance(view, steps.SparePoolView)
-        # The amphorae are read again, because another one of the load balancer may have booted since the start of the
-        # job.
+        # Another amphora of the load balancer may have booted since the start of the job. So the controller reads the
+        # amphorae again.
         others = self._read_amphorae()
         if (not spare and self._awaits_partner(amphora, others, zones)) or self._delays_boot(amphora):
             return
@@ -339,8 +339,8 @@ class StepExecutor:
             raise
         subnets = tuple(map(self._network.subnet, dict.fromkeys(one.subnet_id for one in port.addresses)))
         made = AttachedPort(port=port, subnets=subnets, sr_iov=step.sr_iov)
-        # A port must have one record only. With two records, the removal of one would delete the port while the other
-        # still lists it.
+        # A port must have only one record. If two records listed a port, the removal of one record would delete the
+        # port of the other record.
         others = tuple(one for one in amphora.plugged if one.key != made.key and one.port.id != port.id)
         self._update(amphora.id, plugged=(*others, made))
 
@@ -429,7 +429,8 @@ class StepExecutor:
         self._compute.destroy(amphora.id)
         self._update(amphora.id, **_WITHOUT_MACHINE)
         happened = f"its agent has not answered in {most:g} s: {error.happened}"
-        # After the whole boot time-out, the error is final: the load balancer becomes ERROR before another boot.
+        # The boot time-out has passed, so the error is final: the load balancer becomes ERROR before the amphora boots
+        # again.
         raise ComputeError(f"boot amphora {amphora.id}", happened, final=True)
 
     def _unplug(self, amphora: Amphora, key: tuple[str, bool]) -> None:

@@ -68,7 +68,7 @@ class Job:
             return self.preemption_reason(connection, generation, op, urgent=urgent)
 
         first = self._database.read(read)
-        # If another thread has set the reason during the read, its reason stays.
+        # Another thread may have set a reason during the read. This thread does not overwrite that reason.
         if first is not None and self._preempted_by is None:
             self._preempted_by = first
         if self._preempted_by is not None:

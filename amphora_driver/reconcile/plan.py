@@ -36,7 +36,8 @@ def plan(view: steps.AnyView, amphorae: tuple[Amphora, ...]) -> list[steps.Step]
     if first:
         return first
     found = plan_pool(view, amphorae) if isinstance(view, steps.SparePoolView) else _load_balancer_steps(view, amphorae)
-    # The renewals of retiring amphorae (`later`) run only if no other step than a check of a drain is due.
+    # Certificate renewals of retiring amphorae (`later`) must not delay other steps. So they are planned only if no
+    # step is due, or if the next step is CheckDrain.
     return [*later, *found] if not found or isinstance(found[0], steps.CheckDrain) else found
 
 
@@ -65,7 +66,8 @@ def _load_balancer_steps(view: steps.LoadBalancerView, amphorae: tuple[Amphora, 
         return [_fill_role(view, amphora_set.next_role())]
     found = [step for one in amphora_set.live for step in _boot_steps(view, one)]
     if not vip_allocation.addresses_known(view.tree):
-        # Some network backends choose addresses by the location of the machines, so the boots precede the addresses.
+        # Some network backends choose addresses by the location of the machines. So the amphorae boot before the
+        # controller requests the addresses.
         boots: list[steps.Step] = [step for step in found if isinstance(step, steps.Boot)]
         reason = "the network backend needs time for the addresses"
         if view.allocate_at > view.now:
@@ -98,7 +100,7 @@ def _serving_steps(
         confirm = steps.Confirm(reason=f"every amphora serves generation {view.generation}")
         return _wait_for_vips(view, amphora_set) or [confirm]
     if (None if view.spec is None else view.spec.id) != view.pool:
-        # A user may be waiting for the push, so the change of the spare pool follows it.
+        # The controller changes the spare pool after the push, because a user may be waiting for the push.
         reason = "the load balancer uses another spare pool, or none"
         return [steps.SetSparePool(spec=view.spec, former=view.pool, reason=reason)]
     return _cleanup_steps(view, amphora_set) or amphora_set.forget_departed()
@@ -249,8 +251,8 @@ class AmphoraSet:
         A handover to the amphora of another topology needs the release of the former standby first.
         """
         roles = {one.role for one in self.live}
-        # A handover keeps connections only between two amphorae, so replaced amphorae are released first. Dead ones are
-        # excluded, because the deletion of their machines may take long.
+        # A handover keeps connections only if the load balancer has two amphorae, so replaced amphorae are released
+        # first. Dead amphorae are not released here, because the deletion of their machines may take long.
         replaced = [
             one for one in self.retiring if not one.dead and (one.role in roles or one.drains_until is not None)
         ] or self._former_standbys()
@@ -283,8 +285,8 @@ class AmphoraSet:
         """Return the steps that remove replaced amphorae; a draining amphora stays until its connections end."""
         draining = [one for one in self.retiring if self._is_draining(one)]
         found: list[steps.Step] = [self._release_or_hand_over(one) for one in self.retiring if one not in draining]
-        # A draining amphora that does not know all VRRP peers could take the VIPs back. So it gets a push if its peers
-        # have changed.
+        # A draining amphora that does not know all VRRP peers could take the VIPs back. So the controller pushes to a
+        # draining amphora if its peers have changed.
         reason = "its VRRP peers lack an amphora that stays"
         found += [
             steps.Push(waves=((one.id,),), optional=frozenset((one.id,)), whole=False, reason=reason)
@@ -299,8 +301,8 @@ class AmphoraSet:
 
     def _release_or_hand_over(self, one: Amphora) -> steps.Release | steps.HandOver:
         """Return the release of an amphora, or a handover if the amphora took the VIPs in its replacement."""
-        # During a replacement, a load balancer has three amphorae. This handover ends the open connections, because a
-        # handover keeps them only between two amphorae.
+        # During a replacement, the load balancer has three amphorae, so this handover ends the open connections. A
+        # handover keeps connections only between two amphorae.
         if one.holds_vip and one in self._holder_to_hand_over() and self.live:
             to = max(self.live, key=lambda other: self._view.priorities.get(other.role, 0))
             return steps.HandOver(amphora_id=one.id, to=to.id, reason="it took the VIPs during its replacement")
@@ -400,5 +402,5 @@ def _cleanup_steps(view: steps.LoadBalancerView, amphora_set: AmphoraSet) -> lis
         for plugged in one.plugged
         if plugged.key not in needed
     ]
-    # A wait ends the round, so it is the last step.
+    # The round ends at a step Await, and later steps are not performed. So Await is the last step.
     return found + amphora_set.wait_steps()

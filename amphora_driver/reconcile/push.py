@@ -77,7 +77,7 @@ class BundlePush:
         self._write = write
         # Reasons by id of the objects that are omitted, because an amphora refuses them.
         self._omitted: dict[str, str] = {}
-        # The rendered configuration without the omitted objects; None after another object was omitted.
+        # The rendered configuration without the omitted objects; None if the next push must render the configuration.
         self._served: Served | None = None
         # Encrypted seed of the TLS ticket keys; None if this job has created no seed.
         self._new_seed: SealedSecret | None = None
@@ -199,8 +199,7 @@ class BundlePush:
         body = build_bundle(wave.recorded, amphora, served, self._conf)
         deadline = self._job.deadline
         if amphora.drains_until is not None:
-            # A push to a draining amphora has a short time-out, because a slow answer would delay the pushes to the
-            # others.
+            # A draining amphora may answer slowly. The short time-out limits the delay of the pushes to other amphorae.
             deadline = deadline.within(_RETIRING_TIMEOUT)
         applied = self._agents.put_bundle(amphora.id, str(amphora.management_address), body, deadline=deadline)
         # Another controller may have pushed a newer generation meanwhile. So only an older generation is an error.
@@ -243,10 +242,11 @@ class BundlePush:
                     failovers.record_event(connection, view.load_balancer_id, Event.CONFIRMED, now, one.id)
             if all_serve:
                 # One transaction confirms the generation for the last amphora and for the load balancer. So a crash
-                # cannot leave only one of the two.
+                # cannot leave only one of these confirmations.
                 self._record_confirmation(connection, view)
             elif served and self._omitted and view.applied < generation:
-                # The omitted objects are recorded now, because a later job may confirm this generation and needs them.
+                # A later job may confirm this generation without a push to these amphorae. That job needs the record of
+                # the omitted objects.
                 omitted, of = self._all_omitted(view), view.load_balancer_id
                 record_omitted_objects(connection, of, generation, omitted)
 

@@ -46,8 +46,8 @@ from amphora_driver.store import amphorae, failovers, sealed_secrets, status_out
 from amphora_driver.store.requests import Op
 
 LOG = logging.getLogger(__name__)
-# Shortest pause in seconds before the next job of a load balancer, unless the plan asks for a shorter one. Other load
-# balancers must not be delayed.
+# Minimum pause in seconds before the next job of a load balancer, unless the plan asks for a shorter pause. Without a
+# minimum, frequent jobs would delay other load balancers.
 _MIN_PAUSE = 1.0
 # Longest pause in seconds before the next job of a load balancer, unless the longest retry back-off is longer.
 _MAX_PAUSE = 25.0
@@ -141,19 +141,20 @@ class Reconciler:
         self, job: Job, view: steps.AnyView, observed: tuple[Amphora, ...], step: steps.Await | None
     ) -> None:
         if step is None and isinstance(view, steps.LoadBalancerView) and view.replacing:
-            # Without a step, no replacement is open. So the fail-overs of amphorae that no longer exist end, even if a
-            # part of their history is missing.
+            # No step is left, so all replacements are complete. This write also ends fail-overs whose amphorae no
+            # longer exist, even if a part of their history is missing.
             of, now = job.lease.load_balancer_id, self._database.now()
             self._write(job, lambda c: failovers.finish_settled_failovers(c, of, now))
         until = None if step is None else step.until
         if step is None or until is None:
             self._jobs.complete(job.lease, view.generation)
             return
-        # The end of the wait may have passed while the job ran, so the pause has a minimum.
+        # While the job ran, the planned end of the wait may have passed. So the pause lasts at least _MIN_PAUSE
+        # seconds, or the planned wait if that is shorter.
         pause = max(until - self._database.now(), min(_MIN_PAUSE, until - view.now))
         if step.amphorae and self._boot_wait is not None:
             pause = max(pause, _PAUSE_PER_BOOT * len(self._boot_wait))
-        # `Jobs.clamp_due_times` would end a longer pause, because it looks like a jump of the database clock.
+        # `Jobs.clamp_due_times` would regard a longer pause as a jump of the database clock, and would end the pause.
         pause = min(pause, max(self._context.conf.amp_controller.retry_most, _MAX_PAUSE))
         if view.applied >= view.generation:
             self._jobs.complete(job.lease, view.generation, self._database.now() + pause)
@@ -208,7 +209,8 @@ class Reconciler:
         if tree is not None and addressed:
             needed = needed_networks(tree, observed, catalogue.network(row.network))
         failed = needed.failed | vip_allocation.read_refusal(connection, load_balancer_id, given)
-        # Objects and their secrets must be of one generation. If it changes between the two reads, both are read again.
+        # The objects and their secrets must belong to one generation. If the generation changes between the two reads,
+        # the controller reads both again.
         uses_some = tree is not None and next(secrets_of_tree(tree), None) is not None
         kept = sealed_secrets.load_secrets(connection, load_balancer_id) if uses_some else {}
         if kept and _generation(connection, load_balancer_id) != row.generation:
@@ -294,9 +296,8 @@ class Reconciler:
                 first = final or tried == conf.give_up_after
                 if self._database.write(lambda c: _report_error(c, job, str(error), always=first)):
                     self._on_status()
-            # A job that ends with an error has not crashed the controller, so the count of crashes becomes zero.
-            # CrashLoop means that the count was at its limit and the job was not attempted. Then the count decreases by
-            # one, which permits one attempt.
+            # The job ended without a crash of the controller, so the count of crashes becomes zero. CrashLoop means
+            # that the controller did not attempt the job, so the count decreases by one and permits one attempt.
             crashes = lease.crashes - 1 if isinstance(error, CrashLoop) else 0
             self._jobs.retry_later(lease, pause, str(error), job.generation or None, crashes=crashes)
         except (AmphoraDriverError, OSError) as failure:

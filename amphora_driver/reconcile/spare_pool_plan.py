@@ -16,13 +16,13 @@ from amphora_driver.store.spare_pools import ROLE
 
 # Seconds between two checks of a pool whose amphorae are all ready.
 LOOK_PAUSE = 30.0
-# Seconds without a heartbeat and without an answer, after which a spare amphora is replaced if others send heartbeats.
-# Without any heartbeat, the network may have failed.
+# A spare amphora is replaced after this number of seconds without heartbeats and without an answer, if other amphorae
+# send heartbeats. Without any heartbeat, the network may have failed.
 _LOST_AFTER = 60.0
-# Seconds for which an unfit new spare amphora is kept. An image that is always unfit would cause an endless loop of
-# boots.
+# An unfit spare amphora is kept for this number of seconds after its boot. Otherwise, an image whose amphorae are
+# always unfit would cause boots without a pause.
 _FITNESS_GRACE = 60.0
-# Longest time in seconds between two checks of booting spare amphorae. An answer of an agent ends it earlier.
+# Maximum number of seconds between two checks of booting spare amphorae. An answer of an agent causes an earlier check.
 _BOOT_PAUSE = 2.0
 
 
@@ -47,8 +47,8 @@ def plan_pool(view: steps.SparePoolView, amphorae: Sequence[Amphora]) -> list[st
     ]
     gone = [steps.Release(amphora_id=one.id, reason="the spare is retiring") for one in amphorae if one not in live]
     if boots or awaited or gone:
-        # A spare amphora that does not boot may have caused the last failure. So after a failure, the begun boots are
-        # finished first.
+        # A spare amphora that does not boot may have caused the last failure. So after a failure, the steps for booting
+        # and retiring amphorae precede new boots.
         return [*awaited, *gone, *boots] if view.attempts else [*boots, *awaited, *gone]
     if not live and not view.stock.users:
         return [steps.DeletePool(reason="no load balancer uses this pool")]
@@ -94,7 +94,8 @@ def _find_lost(view: steps.SparePoolView, live: Sequence[Amphora]) -> str | None
 
 def _silent_for(view: steps.SparePoolView, one: Amphora) -> float:
     """Return the seconds since the last heartbeat, or since the boot, by the receivers' newest heartbeat."""
-    # The clocks of health managers differ from the database clock. So ages count from the newest heartbeat.
+    # Health managers and the database have different clocks. So the age of a heartbeat is its distance from the newest
+    # heartbeat of all amphorae.
     if one.heard_at is not None:
         return (view.stock.last_heartbeat_at or 0.0) - one.heard_at
     return 0.0 if one.booted_at is None else view.now - one.booted_at

@@ -135,7 +135,8 @@ def _merge_pools(tree: LoadBalancer, by_kind: dict[Kind, Children], generation: 
         if now is before and members_now is pool.members:
             return pool
         if len(now) > 1:
-            # A pool has at most one health monitor. Only a full read shows which of the two was deleted.
+            # A pool has at most one health monitor, so one of these monitors was deleted. Only a full read shows which
+            # monitor remains.
             raise _FullReadNeededError
         return msgspec.structs.replace(pool, members=members_now, healthmonitor=now[0] if now else None)
 
@@ -159,7 +160,8 @@ def _merge_children(
         if change is None:
             found.append(one)
         elif change.created > generation:
-            # A deleted object was created again with the same id. Only a full read shows its position.
+            # The object was deleted and created again with the same id. Only a full read shows its new position among
+            # the children.
             raise _FullReadNeededError
         elif change.node is not None:
             now: N = msgspec.structs.replace(change.node, **{name: getattr(one, name) for name in children})

@@ -20,8 +20,8 @@ from amphora_driver.topology import effective_priorities
 # One VRRP router id for all pairs. RFC 9568 requires distinct ids in a multicast group, but amphorae send VRRP by
 # unicast.
 ROUTER_ID = 1
-# VRRP priority of an amphora that has handed over its VIPs. With a low priority, it waits longer before it takes VIPs
-# (Skew_Time in RFC 9568, section 6.1).
+# VRRP priority of an amphora that has handed over its VIPs. An amphora with a low priority waits longer before it takes
+# VIPs (Skew_Time in RFC 9568, section 6.1).
 LAST_PRIORITY = 1
 # Interface on the VIP network inside an amphora, which `render/bundle.py` lists first.
 _INTERFACE = "eth1"

@@ -27,7 +27,8 @@ _CHECK_ALPN = quoting.keywords("check-alpn")
 _CHECK_PROXY = quoting.keywords("check-send-proxy")
 _RESPONDER = quoting.words([quoting.keywords("addr 127.0.0.1 port"), RESPONDER_PORT])
 _PROXIES = (PoolProtocol.PROXY, PoolProtocol.PROXYV2)
-# HTTP/1.1 requires a Host header. Without a domain name, it contains the member's address, in brackets for IPv6.
+# HTTP/1.1 requires a Host header. Without a domain name, the Host header contains the member's address (in brackets for
+# IPv6) and port.
 _BY_ADDRESS = quoting.text(r'%[bc_dst,regsub("^(.*:.*)$","[\\1]")]:%[bc_dst_port]', "the Host header")
 _PING = quoting.text("/ping/%[srv_name]", "the path of a ping")
 

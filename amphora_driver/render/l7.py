@@ -31,7 +31,8 @@ from amphora_driver.render.quoting import Quoted
 from amphora_driver.validation import l7, regex
 
 _REMEMBERED = 8_192
-# Longest rendered value of a rule. For example, percent-encoding triples the length of a text.
+# Maximum length of a rendered value of a rule. The limit exceeds the limit of the user's value, because
+# percent-encoding can triple the length.
 _LONGEST = 4 * quoting.MAX_TEXT
 
 _ACL = quoting.keywords("acl")
@@ -138,8 +139,8 @@ def _check_distinct(conditions: list[tuple[L7Policy, _Condition]]) -> None:
 def _actions(conditions: list[tuple[L7Policy, _Condition]], pools: dict[str, Quoted | None]) -> list[Quoted]:
     to_pool = L7Action.REDIRECT_TO_POOL
     backends = [pools[str(one.redirect_pool_id)] if one.action is to_pool else None for one, _ in conditions]
-    # HAProxy applies all `http-request` lines before all `use_backend` lines. So `use_backend` keeps the order only for
-    # the last policies, which all redirect to pools.
+    # HAProxy applies all `http-request` lines before all `use_backend` lines. To keep the order, only the last
+    # policies, which all redirect to pools, become `use_backend` lines.
     plain = len(backends)
     while plain and backends[plain - 1] is not None:
         plain -= 1
@@ -165,7 +166,8 @@ def _action(policy: L7Policy) -> Quoted:
         return _UNAVAILABLE
     target = l7.check_redirect_target(policy)
     if policy.action is L7Action.REDIRECT_PREFIX and not set("?#") & set(target):
-        # HAProxy appends the path, which begins with a slash, to the prefix. So the prefix must not end with one.
+        # HAProxy appends the path to the prefix, and the path begins with a slash. So the prefix must not end with a
+        # slash.
         target = target.rstrip("/") or "/"
     code = policy.redirect_http_code or l7.DEFAULT_REDIRECT_CODE
     return quoting.words(
@@ -253,8 +255,8 @@ def _fetches(rule: L7Rule) -> tuple[str, ...]:
     # HAProxy parses the arguments of a fetch twice, so the key is in double quotes. `check_l7rule` permits no double
     # quote in a key.
     if rule.type is L7RuleType.HEADER:
-        # If one value of a header contains a text, the whole header contains it too. So CONTAINS needs the whole header
-        # only.
+        # If one value of a header contains a text, the whole header contains the text too. So CONTAINS needs the whole
+        # header only.
         whole, single = f'req.fhdr("{rule.key}")', f'req.hdr("{rule.key}")'
         return (whole,) if rule.compare_type is L7Compare.CONTAINS else (whole, single)
     return (f'req.cook("{rule.key}")',) if rule.type is L7RuleType.COOKIE else (f"ssl_c_s_dn({rule.key})",)

@@ -52,7 +52,8 @@ class Quoted(str):
         raise TypeError("a Quoted value comes from amphora_driver.render.quoting only")
 
 
-# Only this function creates Quoted strings: `Quoted.__init__` raises an error, and `str.__new__` does not call it.
+# Only this function creates Quoted strings. A call of Quoted raises an error in `Quoted.__init__`, which `str.__new__`
+# does not call.
 _quoted: Callable[[str], Quoted] = partial(str.__new__, Quoted)
 _PRINTABLE = frozenset({Quoted, int})
 

@@ -40,7 +40,7 @@ def persistence(pool: Pool) -> Persistence | None:
     name = wanted.cookie_name or DEFAULT_COOKIE
     if wanted.type is PersistenceType.HTTP_COOKIE:
         # HAProxy computes a dynamic cookie from a key and the member's address, so all amphorae use the same cookie.
-        # With `cookie`, HAProxy 2.6 cannot add servers at run time.
+        # With the server option `cookie`, HAProxy 2.6 could not add servers at run time.
         key = quoting.identifier(pool.id, "the pool's id", pool.id)
         return Persistence(cookie=quoting.text(name, "the cookie's name", pool.id), key=key)
     # A key of HAProxy's stick table has a fixed length, so the table contains a digest of the cookie.

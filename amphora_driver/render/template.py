@@ -14,7 +14,8 @@ from amphora_driver.render import quoting
 
 
 class _Environment(jinja2.Environment):
-    # If an attribute is missing, Jinja2 would use a key of a mapping instead. The built-in `getattr` raises an error.
+    # For a missing attribute, Jinja2's own `getattr` returns the item of a mapping. The built-in `getattr` raises an
+    # error.
     getattr = staticmethod(getattr)  # type: ignore[assignment]
 
 

@@ -119,7 +119,7 @@ def virtual_servers(
     refused: list[ModelError] = []
     behind: dict[str, _Behind | None] = {}
     for pool in once(pools, refused):
-        # Only the default pool of a listener needs members with the address family of a VIP.
+        # A member needs the address family of a VIP only if its pool is the default pool of a listener.
         met = load_balancer.vips if load_balancer.is_default_pool(pool) else None
         examine = partial(_behind, pool, met, failed, refused)
         behind[pool.id] = render_errors.try_render(examine, pool.id, refused) if pool.id not in failed else None
@@ -223,7 +223,7 @@ def _behind(pool: Pool, vips: tuple[Vip, ...] | None, failed: Collection[str], r
     monitor = pool.healthmonitor
     checked = None
     if monitor is not None and monitor.id not in failed:
-        # If the health monitor is invalid, the pool is served without health checks, as by HAProxy.
+        # A pool with an invalid health monitor is served without health checks, as HAProxy also does for its pools.
         checked = render_errors.try_render(lambda: (_monitor(monitor, pool),), monitor.id, refused)
     _check_id(pool.id)
     options.check_pool(pool)

@@ -91,7 +91,7 @@ _DEATH_CAUSES = ("silent", "never_spoke")
 _IS_OPEN = failover.c.ended_at.is_(None)
 _OF_AN_AMPHORA = failover.c.load_balancer_id == amphora.c.load_balancer_id, failover.c.amphora_id == amphora.c.id
 _HAS_DEATH = sa.exists().where(*_OF_AN_AMPHORA, failover.c.cause.in_(_DEATH_CAUSES), _IS_OPEN)
-# Only retiring amphorae have open fail-overs, so the database searches for no others.
+# Only retiring amphorae can have open fail-overs. This condition saves the search for other amphorae.
 _IS_DEAD = sa.and_(amphora.c.state == AmphoraState.RETIRING.value, _HAS_DEATH.correlate(amphora)).label("dead")
 _IS_REPLACING = (
     sa.exists().where(failover.c.load_balancer_id == job.c.load_balancer_id, _IS_OPEN).correlate(job).label("replacing")

@@ -67,8 +67,8 @@ _SINCE = sa.select(
     *(_OBJECT.id, _OBJECT.kind, _OBJECT.parent_id, _OBJECT.created, _OBJECT.removed, _OBJECT.body),
     _ALIVE.label("alive"),
 ).where(_OBJECT.load_balancer_id == _OF, sa.or_(_OBJECT.generation >= sa.bindparam("known"), _OBJECT.id == _OF))
-# Listeners and L7 policies that refer to a pool, and its members with an address and port. In the JSON of a member,
-# these fields precede another field or end the text, so there are two patterns.
+# Listeners and L7 policies that refer to a pool, and the pool's members with a given address and port. In a member's
+# JSON, address and port are followed by another field or by the end, so the query has two patterns.
 _AROUND = sa.union_all(
     _USERS,
     sa.select(_OBJECT.kind, _OBJECT.id, _OBJECT.parent_id).where(

@@ -101,7 +101,8 @@ def open_failovers(
         connection.execute(amphora.update().where(amphora.c.id == amphora_id).values(**retired))
         _insert_failover(connection, load_balancer_id, amphora_id, trigger, now)
     if found:
-        # The replaced amphorae may have caused earlier failures of the job, so its back-off ends.
+        # The replaced amphorae may have caused the earlier failures of the job. So the next job starts at once, without
+        # back-off.
         update_job(connection, load_balancer_id, dirty=True, due_at=URGENT, attempts=0)
         failpoints.reach(failpoints.Point.FAILOVER_WRITTEN)
     return len(found)

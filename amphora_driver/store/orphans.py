@@ -26,10 +26,10 @@ from amphora_driver.database.tables import amphora, amphora_heartbeat, job, list
 from amphora_driver.database.tables_fleet import unknown_amphora
 
 MAX_UNKNOWN_AMPHORAE = 100
-# Maximum number of unknown ids from one address. More ids are a mistake or an attack.
+# Maximum number of unknown amphora ids from one source address. More ids are a mistake or an attack.
 MAX_UNKNOWN_PER_ADDRESS = 5
-# A row is deleted after _UNKNOWN_PURGED_AFTER seconds without heartbeats. In a full table, a new row may replace it
-# after _UNKNOWN_REPLACED_AFTER seconds.
+# A row is deleted after _UNKNOWN_PURGED_AFTER seconds without heartbeats. If the table is full, a new row may replace a
+# row without heartbeats for _UNKNOWN_REPLACED_AFTER seconds.
 _UNKNOWN_PURGED_AFTER = 86_400.0
 _UNKNOWN_REPLACED_AFTER = 300.0
 _LONGEST_ADDRESS = 64

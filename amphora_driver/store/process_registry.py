@@ -20,8 +20,8 @@ from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import duty
 from amphora_driver.database.tables_fleet import drained_host, process
 
-# A process writes a heartbeat every HEARTBEAT_INTERVAL seconds. Its row is deleted after _PURGED_AFTER seconds without
-# one.
+# Each process writes a heartbeat every HEARTBEAT_INTERVAL seconds. The row of a process is deleted after _PURGED_AFTER
+# seconds without a heartbeat.
 HEARTBEAT_INTERVAL = 2.0
 _PURGED_AFTER = 3600.0
 
@@ -42,7 +42,8 @@ class ProcessRegistration:
         self._name = name
         self._kind = kind
         self._beat = 0
-        # If another process deletes the row of this one, the new row gets this drain state.
+        # Last known drain state of this process. If another process deletes the row of this process, the new row gets
+        # this state.
         self._draining = False
 
     def heartbeat(self, *, jobs: int = 0, working: bool = True) -> bool:

@@ -39,7 +39,8 @@ Contents = Mapping[SecretName, SealedSecret]
 # The history of requests names kinds in the singular, for example `l7policy`.
 _KIND_NAMES = {kind: kind.value[:-1] for kind in Kind} | {Kind.L7POLICY: "l7policy"}
 LOG = logging.getLogger(__name__)
-# Number of requests in the history of a load balancer, and number of generations between two deletions of older ones.
+# The history of a load balancer keeps the requests of the last _HISTORY_LENGTH generations. Older requests are deleted
+# at every _PURGE_INTERVAL-th generation.
 _HISTORY_LENGTH = 200
 _PURGE_INTERVAL = 50
 _RESIZE = "resize"
@@ -162,7 +163,8 @@ class RequestRecorder:
             if pending:
                 _finish(connection, load_balancer_id, generation, (), _RESIZE, load_balancer_id)
             else:
-                # Octavia takes no part in a resize and cannot revert it, so its generation is committed at once.
+                # Octavia takes no part in a resize and cannot revert the resize. So the driver commits this generation
+                # at once.
                 commit_last_generation(connection, load_balancer_id)
                 _record_request(connection, load_balancer_id, generation, _RESIZE, load_balancer_id)
             return found
@@ -220,8 +222,8 @@ class RequestRecorder:
         Secrets that are not in `contents` are read from Octavia after its commit.
         """
         if kind is Kind.L7RULE:
-            # The slow validation of a regular expression must not hold database locks. The transaction validates again
-            # and finds this result in a cache.
+            # The validation of a regular expression is slow, so it runs before the transaction and its locks. The
+            # validation inside the transaction finds this result in a cache.
             rule = self._database.read(lambda connection: desired_objects.load_object(connection, kind, object_id))
             self._validate(from_octavia.apply_changes(rule, fields))
 
@@ -235,8 +237,8 @@ class RequestRecorder:
                 after = _shift_policies(connection, generation, after)
             desired_objects.update_objects(connection, generation, [after])
             if kind is Kind.LOAD_BALANCER:
-                # Octavia does not call the driver for changed security groups of a VIP. So each other change causes a
-                # read from Octavia.
+                # Octavia does not report changed security groups of a VIP to the driver. So each other change of the
+                # load balancer causes a read of the load balancer from Octavia.
                 resyncs.request_object_reread(connection, load_balancer_id, kind, object_id)
                 self._announce(connection, load_balancer_id, generation, Event.UPDATE)
             _sync_secrets(connection, load_balancer_id, before, after, fields, contents or {})
@@ -364,7 +366,8 @@ def _advance_owner(connection: sa.Connection, object_id: str) -> tuple[str, int]
     """Make the job of an object's load balancer due; return the load balancer's id and its new generation."""
     row = connection.execute(_LOCK_OWNER, {"of": object_id}).first()
     if row is None:
-        # The object or its load balancer is missing. Both calls raise an error that names the missing one.
+        # The object or its load balancer is missing. One of the next two calls raises an error that names the missing
+        # object.
         load_balancer_id = desired_objects.load_balancer_id_of(connection, object_id)
         return load_balancer_id, _advance(connection, load_balancer_id)
     return row.load_balancer_id, _write_generation(connection, row.load_balancer_id, row, Op.APPLY)
@@ -409,7 +412,7 @@ def _record_request(
 ) -> None:
     accepted = {"load_balancer_id": load_balancer_id, "generation": generation, "accepted_at": time.time()}
     added = connection.execute(request.insert(), {**accepted, "action": action, "object_id": object_id})
-    # The inserted row proves that the transaction was committed, if the connection is lost during COMMIT.
+    # If the connection is lost during COMMIT, the inserted row proves that the transaction was committed.
     (row,) = added.inserted_primary_key or (None,)
     set_commit_marker(connection, _REQUEST_MARKER, {"row": row, "of": load_balancer_id})
     if generation % _PURGE_INTERVAL == 0:

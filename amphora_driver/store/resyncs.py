@@ -37,7 +37,8 @@ class ResyncOutcome(str, Enum):
     UNREAD = "unread"
     # The driver's database has the load balancer, and Octavia does not.
     UNKNOWN = "unknown"
-    # Only Octavia or only the driver had the load balancer, and it was deleted there at the operator's request.
+    # The load balancer existed only in Octavia or only in the driver's database, and was deleted at the operator's
+    # request.
     REMOVED = "removed"
     # Octavia has the load balancer, and the driver's database does not.
     UNRECORDED = "unrecorded"

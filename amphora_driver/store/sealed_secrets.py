@@ -37,8 +37,8 @@ _UNREAD = (
     .order_by(secret.c.object_id, secret.c.ref)
 )
 
-# Certificates that expire, the first one of each object. An object with many certificates must not hide those of others
-# behind the limit.
+# First expiry among the certificates of each object. Without the grouping, an object with many certificates could fill
+# the limit and hide other objects.
 _FIRST = sa.func.min(secret.c.expires_at).label("expires_at")
 _DUE = (
     sa.select(secret.c.load_balancer_id, secret.c.object_id, _FIRST)

@@ -29,7 +29,7 @@ DUTY = "detection"
 AUTOMATIC_CAUSES = (Cause.SILENT, Cause.MUTE, Cause.NEVER_SPOKE)
 _AUTOMATIC_VALUES = [cause.value for cause in AUTOMATIC_CAUSES]
 _MAX_TEXT = 1000
-# Number of newest fail-overs among which recent ones are searched. A search in all rows would be slow.
+# Number of newest rows in which recent fail-overs are searched. A search in all rows would be slow.
 _RECENT_ROWS = 20_000
 # Operating statuses of load balancers that serve users.
 _SERVED = (Operating.ONLINE.value, Operating.DEGRADED.value, Operating.NO_MONITOR.value, Operating.DRAINING.value)

@@ -103,7 +103,8 @@ _IS_REMOVED = object_status.c.object_id.in_(
         desired_object.c.load_balancer_id == sa.bindparam("of"), desired_object.c.removed
     )
 )
-# Objects in ERROR become ACTIVE when the amphorae serve a new generation, unless they wait for a later one.
+# When the amphorae serve a new generation, objects in ERROR become ACTIVE, except objects that wait for a later
+# generation.
 _IS_SETTLED = object_status.c.pending.is_(None)
 _HAS_FAILED = object_status.c.provisioning == Provisioning.ERROR.value
 _SUCCEED = (

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # notice becomes more severe.
 _LATE = 30.0
 _VERY_LATE = 300.0
-# Seconds after its last heartbeat for which an unknown amphora causes a notice.
+# An unknown amphora causes a notice for this number of seconds after its last heartbeat.
 _UNKNOWN_FOR = 300.0
 _DAY = 86_400.0
 # A CA that expires within this number of seconds causes a notice that its rotation is overdue.
@@ -38,7 +38,8 @@ _WITHOUT_PROCESS = {
     ProcessKind.HEALTH_MANAGER.value: "no health manager runs: heartbeats of amphorae are not received",
     ProcessKind.PROVIDER_AGENT.value: "no provider agent runs: Octavia gets no statuses",
 }
-# Maximum number of notices of one sort without a group, and number of notices that a group shows.
+# More than _MAX_UNGROUPED notices of one sort form a group. A group shows its first _SHOWN_OF_GROUP notices and the
+# number of the others.
 _MAX_UNGROUPED = 4
 _SHOWN_OF_GROUP = 2
 _PLURALS = {"load balancer": "load balancers", "amphora": "amphorae"}

@@ -36,7 +36,7 @@ _DETECTOR = ("seeing", "blind")
 _AMPHORA = ("booting", "ready", "retiring")
 _SILENCES = ("silent", "mute", "never_spoke")
 _RESOURCES = tuple(one.value for one in Resource)
-# Maximum number of series of single amphorae, which exist only for amphorae near a limit.
+# Maximum number of series that name a single amphora. Only amphorae near a limit have such series.
 _MAX_NEAR = 200
 
 
@@ -217,7 +217,7 @@ def _control_plane_metrics(fleet: FleetSnapshot) -> Iterator[Metric]:
     for (kind, draining), number in sorted(counted.items()):
         seen.add_metric([kind, draining], number)
     yield seen
-    # Processes are sorted by their last heartbeat, so the newest heartbeat of each kind replaces the others.
+    # In this order, the dictionary keeps the newest heartbeat of each kind of process.
     youngest = {one.kind: one.seen_at for one in sorted(fleet.processes, key=lambda one: one.seen_at)}
     ages = {kind: max(0.0, fleet.at - seen_at) for kind, seen_at in sorted(youngest.items())}
     yield _by("amphora_fleet_process_age_seconds", "Age of the newest heartbeat of a process.", "kind", ages)

@@ -44,7 +44,8 @@ MAX_AMPHORAE = 50_000
 MAX_ROWS = 200
 MAX_FAILOVERS = 12
 MAX_ROTATIONS = 3
-# Seconds by which two reads overlap. Otherwise, a fail-over whose transaction commits late would be missed.
+# Two consecutive searches for ended fail-overs overlap by this number of seconds. So the second search finds a
+# fail-over whose transaction committed after the first search.
 _OVERLAP = 60.0
 _DAY = 86_400.0
 T = TypeVar("T", bound=msgspec.Struct)
@@ -126,7 +127,8 @@ _LAST_EVENTS = _STEP.where(_EVENT.c.id.in_(_LAST_IDS)).limit(MAX_ROWS)
 _WAITING = _STATUS.c.version > _STATUS.c.reported
 _OUTBOX = sa.select(sa.func.count().label("waiting"), sa.func.min(_STATUS.c.since).label("oldest")).where(_WAITING)
 _PROCESS = tables_fleet.process
-# Rows of killed processes stay for an hour. With the newest heartbeats first, the limit keeps the running processes.
+# Rows of killed processes stay for an hour and may exceed the limit. With the newest heartbeats first, the limit keeps
+# the running processes.
 _PROCESSES = sa.select(_PROCESS).order_by(_PROCESS.c.seen_at.desc(), _PROCESS.c.name).limit(MAX_ROWS)
 _ITEM = tables_fleet.rotation_item
 _ROTATIONS = sa.select(tables_fleet.rotation).order_by(tables_fleet.rotation.c.id.desc()).limit(MAX_ROTATIONS)

@@ -38,7 +38,7 @@ _JSON = "application/json"
 _TEXT = "text/plain; charset=utf-8"
 _MAX_CACHED = 16
 _MAX_ID = 36
-# Minimum size in bytes of a compressed body. Compression of shorter ones saves little.
+# Minimum size in bytes of a body that the server compresses. Compression of a shorter body saves little.
 _MIN_COMPRESSED = 1024
 _COMMON_HEADERS = {
     "Cache-Control": "no-store",

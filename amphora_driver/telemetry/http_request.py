@@ -20,12 +20,14 @@ from amphora_driver.secret import Secret
 MAX_HEAD_SIZE = 8192
 _MAX_HEADERS = 64
 _METHODS = ("GET", "HEAD")
-# Headers of a proxy, which forwards requests of other machines. Without a token, the status page refuses such requests.
+# Headers that a proxy adds when it forwards requests of other machines. Without a token, the status page refuses
+# requests with these headers.
 _FORWARDED = {
     *("forwarded", "via", "x-real-ip"),
     *("x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-forwarded-server"),
 }
-# Many proxies use HTTP/1.0 and add no header, while local clients use HTTP/1.1.
+# Many proxies send HTTP/1.0 without these headers, while local clients send HTTP/1.1. So without a token, the status
+# page also refuses HTTP/1.0.
 _PROXY_VERSION = "HTTP/1.0"
 
 

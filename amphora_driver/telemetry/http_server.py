@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from amphora_driver.telemetry.http_request import Request
 
 LOG = logging.getLogger(__name__)
-# Maximum number of connections. The oldest one is closed before a further one is accepted.
+# Maximum number of open connections. At the maximum, the server closes the oldest connection before the server accepts
+# a new connection.
 _MAX_CONNECTIONS = 16
 _BACKLOG = 32
 # A connection may take _CONNECTION_TIMEOUT seconds, a single read _READ_TIMEOUT seconds, and the close of the
@@ -114,7 +115,7 @@ class StatusServer:
 
     def _bind(self) -> socket.socket:
         family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
-        # Another process of the host may use the port at present, so the server tries again later.
+        # `create_server` raises an error while another process uses the port. The server then tries again later.
         made = socket.create_server((self._address, self.port), family=family, backlog=_BACKLOG)
         made.setblocking(False)
         self.port = made.getsockname()[1]
@@ -188,7 +189,8 @@ class StatusServer:
             with self._lock:
                 if number in self._open:
                     self._open[number] = (wrapped, self._open[number][1])
-            # Another thread closes a connection that exceeds its time limit, also during the handshake.
+            # The handshake starts after the entry in `_open`. So another thread can close the connection if the
+            # handshake exceeds the time limit.
             wrapped.do_handshake()
         except BaseException:
             wrapped.close()

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 # A process is dead after five missed heartbeats.
 DEAD_AFTER = 5 * HEARTBEAT_INTERVAL
-# Three replaced processes within this number of seconds are a restart loop. A single death has no lasting cause.
+# A group with _LOOP_DEATHS replaced processes within LOOP_SECONDS seconds is in a restart loop. Fewer deaths do not
+# indicate a lasting cause.
 LOOP_SECONDS = 600.0
 _LOOP_DEATHS = 3
 
@@ -75,7 +76,8 @@ def _build_group(kind: str, host: str, processes: Sequence[P], now: float) -> Pr
     ordered = sorted(processes, key=lambda one: one.seen_at)
     alive = tuple(one for one in ordered if now - one.seen_at <= DEAD_AFTER)
     dead = [one for one in ordered if now - one.seen_at > DEAD_AFTER]
-    # Each start replaces at most one dead process, the first of those without a successor.
+    # Each start of a process replaces at most one dead process. Of the dead processes without a successor, the start
+    # replaces the process that died first.
     starts = sorted(one.started_at for one in processes)
     replaced, missing = [], []
     for one in dead:

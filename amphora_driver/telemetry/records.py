@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
     from amphora_driver.database.engine import Database
 
-# Version of the document's format. A reader refuses another one.
+# Version of the document's format. A reader refuses a document with another version.
 FORMAT = 1
 MAX_ROWS = 50_000
-# Maximum number of fail-overs in the document about the whole fleet, beside the open ones.
+# The document about the whole fleet contains all open fail-overs, and this number of the newest fail-overs.
 MAX_FAILOVERS = 1000
 # Maximum number of certificates in the document about the whole fleet.
 MAX_CERTIFICATES = 1000
@@ -143,7 +143,8 @@ class RecordReader:
 
     def encode(self, scope: Scope) -> bytes:
         """Return a document as JSON; raises StoreError if the database does not answer."""
-        # While the database does not answer, a request must not keep its thread longer than its client waits.
+        # Another request may hold this lock while it waits for the database. This request then fails after
+        # _LOCK_SECONDS seconds, before its client gives up.
         if not self._lock.acquire(timeout=_LOCK_SECONDS):
             raise StoreError("read the records", "other requests still wait for the database", "Try again.")
         try:
@@ -216,11 +217,13 @@ def _fleet_queries() -> dict[str, sa.Select[Any]]:
     status, request, failover = tables.object_status.c, tables.request, tables_fleet.failover
     newest = sa.select(failover.c.id).order_by(failover.c.id.desc()).limit(MAX_FAILOVERS).subquery()
     shown_failover = sa.or_(failover.c.ended_at.is_(None), failover.c.id.in_(sa.select(newest.c.id)))
-    # Besides load balancers, only objects with a pending or unreported status are sent, because commands count these.
+    # Commands show the statuses of load balancers, and count the pending and unreported statuses of other objects. So
+    # the document contains no other statuses.
     shown_status = sa.or_(status.kind == _BALANCER, status.pending.is_not(None), status.version > status.reported)
     whole = (tables.job, tables.amphora, tables.amphora_heartbeat, tables.duty)
     expiring = _EXPIRING.subquery()
-    # The condition uses a join with `job`, because a condition on `kind` alone would read all objects.
+    # The query selects load balancers by a join with `job`, because a condition on the column `kind` alone would read
+    # all objects.
     work = tables.job.c
     # Objects with expiring certificates are sent too, because the list of these certificates shows the kind of their
     # objects.

@@ -142,7 +142,8 @@ def _check_strength(option: str, certificate: x509.Certificate) -> None:
     if weak:
         _refuse(option, "a certificate in its chain has a key that is too short")
     if certificate.issuer == certificate.subject:
-        # OpenSSL does not verify the signature of a self-signed certificate, so a weak hash is acceptable there.
+        # OpenSSL does not verify the signature of a self-signed certificate. So the driver accepts a weak hash in this
+        # signature.
         return
     signed_with = None
     with contextlib.suppress(*_LIBRARY_ERRORS):
@@ -204,7 +205,8 @@ def _certificates(option: str, blocks: Sequence[bytes]) -> list[x509.Certificate
     found: list[x509.Certificate] = []
     for block in blocks:
         one = _parse(option, partial(x509.load_pem_x509_certificate, block))
-        # The library parses names on first access and may then raise an error, so `_parse` accesses them.
+        # The library parses the names in a certificate on first access, which may raise an error. So `_parse` accesses
+        # the names and handles the error here.
         _parse(option, partial(attrgetter("subject", "issuer"), one))
         if one not in found:
             found.append(one)

@@ -21,7 +21,7 @@ from amphora_driver.validation.metadata_schema import KeySupport, MetadataSchema
 from amphora_driver.validation.unsupported import NOT_SUPPORTED
 
 SCHEMA = MetadataSchema("flavor", "flavor.json")
-# Keys that a flavor may contain only if the compute backend, or the network backend, supports them.
+# Keys that need support in the compute backend (COMPUTE_KEYS) or in the network backend (NETWORK_KEYS).
 COMPUTE_KEYS = ("compute_flavor", "amp_image_tag")
 NETWORK_KEYS = ("sriov_vip", "allow_member_sriov")
 LOG_KEYS = ("admin_log_targets", "tenant_log_targets")
@@ -84,8 +84,8 @@ def _key_support(
 
 
 def _check_limits(flavor: Mapping[str, Any], deployment: Deployment) -> None:
-    # A flavor's connection_limit must not exceed the limit of the whole amphora. The configured default may exceed it,
-    # because HAProxy then applies the limit of the amphora.
+    # A flavor's connection_limit must not exceed the connection limit of the whole amphora. The configured default
+    # needs no check, because HAProxy applies the lower of both limits.
     one = flavor.get("connection_limit")
     all_together = flavor.get("process_connection_limit", deployment.process_connection_limit)
     if one is not None and all_together is not None and all_together < one:

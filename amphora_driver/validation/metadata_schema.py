@@ -96,7 +96,7 @@ def _shorten(value: object) -> str:
 
 
 def _reason(error: jsonschema.ValidationError) -> str:
-    # The reason is written here, because the error text of jsonschema would repeat the whole invalid value.
+    # This function composes the reason, because the error text of jsonschema would contain the whole invalid value.
     wanted: Any = error.validator_value
     it = f"its item {_shorten(error.instance)}" if error.path else "it"
     rules = {

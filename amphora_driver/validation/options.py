@@ -105,7 +105,8 @@ def check_listener(listener: Listener) -> None:
 def _check_hsts(listener: Listener) -> None:
     age = listener.hsts_max_age
     if age is None:
-        # Octavia keeps the other HSTS options when a user disables HSTS. Without hsts_max_age, they have no effect.
+        # Octavia keeps the other HSTS options when a user disables HSTS. Without hsts_max_age, these options have no
+        # effect and need no check.
         return
     if listener.protocol is not ListenerProtocol.TERMINATED_HTTPS:
         reason = "only a TERMINATED_HTTPS listener can send the HSTS header"

@@ -150,7 +150,7 @@ def _topology(name: str | None, deployment: Deployment) -> Topology:
 
 
 def _backend(kind: str, name: str, backends: Mapping[str, Backend]) -> Backend:
-    # An existing load balancer may have a backend that the operator has disabled since.
+    # The operator may have disabled the backend of an existing load balancer.
     if name not in backends:
         raise UnsupportedOption(
             f"use the {kind} backend {name}",

@@ -49,16 +49,16 @@ _ERROR_JIT_BADOPTION = -45
 _ERROR_MATCHLIMIT = -47
 _FIRST_IS_START = 2
 
-# Limits of PCRE2's steps in trials with texts of 64 characters. A pattern passes if its steps grow with the fourth
-# power of the length: 64^4 / 4! is below a million.
+# Step limits of successive PCRE2 trials; a pattern that exceeds the last limit is refused. Steps that grow with the
+# fourth power of the text length stay below a million for 64 characters (64^4 / 4!).
 _TRIAL_STEPS = (100, 1_000, 8_000, 60_000, 400_000, 1_000_000)
 _TRIAL_LENGTH = 64
-# Limit of the total length of all test texts. PCRE2 counts its steps separately for each start position, so steps alone
-# are no limit.
+# Maximum number of bytes in all trial texts of a pattern; further texts are not tried. PCRE2 counts steps separately
+# for each start position, so the step limits alone do not limit the time.
 _TRIAL_OCTETS = 64 << 10
 
-# Spellings of `(?R)`, which are refused. The pattern becomes a part of a longer one, which `(?R)` would repeat as a
-# whole.
+# These spellings of `(?R)` are refused. The driver embeds the pattern in a longer pattern, and `(?R)` would repeat the
+# whole longer pattern.
 _WHOLE = re.compile(r"\(\?(?:R|0|&0)\)|\(\?[+-]?0\)|\\g[<'][+-]?0[>']")
 
 
@@ -117,8 +117,8 @@ def _judge(pattern: str, caseless: bool) -> PatternFacts | _Refusal:
     if _WHOLE.search(pattern):
         return _Refusal("it refers to itself as a whole", "Use a named group and refer to that group.")
     try:
-        # PCRE2 accepts settings such as (*UTF) only at the start of a pattern. An empty group in front makes it refuse
-        # them.
+        # PCRE2 accepts settings such as (*UTF) only at the start of a pattern. With an empty group before the settings,
+        # PCRE2 refuses the pattern.
         _Code(f"(?:){pattern}", flags)
     except _CompileError as error:
         return _Refusal(f"settings at its start are not permitted: {error}", "Remove the settings.")
