@@ -18,8 +18,6 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
-
 from simulated_fleet import at_rest, report
 from simulated_fleet.deployment import Deployment, Options
 

@@ -6,7 +6,7 @@
 Each amphora has a loopback address, a certificate and a heartbeat key of its own. One TCP socket listens on all
 addresses: the agent of a connection follows from the address that the client has chosen, and the TLS handshake shows
 the certificate of the amphora that the client expects. A client without a certificate of the controllers is refused.
-An amphora that is `lost` sends no heartbeats and reads no data, as a machine without power.
+An amphora without `has_power` sends no heartbeats and reads no data.
 
 `FOLDER/agents.json` has the options, `FOLDER/amphorae.jsonl` the amphorae, `FOLDER/control` is the socket for commands.
 """
@@ -32,10 +32,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from simulated_fleet import shape
-
 from amphora_agent.stats.heartbeat_codec import MAGIC
 from amphora_driver.certificates.ca import Authority
+from simulated_fleet import shape
 
 VERSION = "fleet"
 _HEADER = struct.Struct("!4s16sQQ")
@@ -60,11 +59,14 @@ class Amphora:
     settings_digest: str | None = None
     holds_vip: bool | None = None
     certificate: bytes | None = None
-    lost: bool = False
     busy: bool = False
     connections: int = 0
     sequence: int = 0
     packed: bytes = b""
+    has_power: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.has_power.set()
 
     def document(self) -> dict[str, Any]:
         counters = {
@@ -133,7 +135,7 @@ class Agents:
             await asyncio.sleep(_TICK)
 
     def _send(self, amphora: Amphora) -> None:
-        if amphora.lost:
+        if not amphora.has_power.is_set():
             return
         if amphora.busy:
             amphora.connections += 3
@@ -186,7 +188,7 @@ class Agents:
     async def serve(self) -> None:
         """Accept connections. A connection to a lost amphora stays open without an answer."""
         loop = asyncio.get_running_loop()
-        listener = socket.create_server(("0.0.0.0", self._port), backlog=1024, reuse_port=False)  # noqa: S104 - 127/8
+        listener = socket.create_server(("0.0.0.0", self._port), backlog=1024, reuse_port=False)
         listener.setblocking(False)
         tasks: set[asyncio.Task[None]] = set()
         while True:
@@ -200,8 +202,7 @@ class Agents:
         if amphora is None:
             connection.close()
             return
-        while amphora.lost:
-            await asyncio.sleep(1.0)
+        await amphora.has_power.wait()
         writer = None
         try:
             loop = asyncio.get_running_loop()
@@ -227,12 +228,15 @@ class Agents:
         method, path, _ = first.split(" ", 2)
         headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
         body = await reader.readexactly(int(headers.get("content-length", 0)))
-        while amphora.lost:
-            await asyncio.sleep(1.0)
+        await amphora.has_power.wait()
         status, document = self._handle(amphora, method, path, body)
         self._counts[f"{method} {path}"] += 1
         text = json.dumps(document).encode()
-        lines = [f"HTTP/1.1 {status} {_REASONS[status]}", "Content-Type: application/json", f"Content-Length: {len(text)}"]
+        lines = [
+            f"HTTP/1.1 {status} {_REASONS[status]}",
+            "Content-Type: application/json",
+            f"Content-Length: {len(text)}",
+        ]
         writer.write("\r\n".join([*lines, "", ""]).encode() + text)
         await writer.drain()
         return headers.get("connection", "").lower() != "close"
@@ -277,7 +281,11 @@ class Agents:
                 members.append(name)
         amphora.packed = b""
         self._send(amphora)
-        return {"generation": amphora.generation, "how": "runtime", "loaded": {"members": sum(map(len, amphora.pools.values()))}}
+        return {
+            "generation": amphora.generation,
+            "how": "runtime",
+            "loaded": {"members": sum(map(len, amphora.pools.values()))},
+        }
 
     def _renew(self, amphora: Amphora, pem: bytes) -> dict[str, Any]:
         context = self._server_context(pem)
@@ -323,7 +331,7 @@ class Agents:
 
     def _do_lose(self, amphora_ids: list[str]) -> None:
         for one in amphora_ids:
-            self._by_id[one].lost = True
+            self._by_id[one].has_power.clear()
 
     def _do_busy(self, percent: float) -> int:
         """Let the counters of this share of the amphorae grow with each heartbeat."""

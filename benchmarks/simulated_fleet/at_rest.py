@@ -15,7 +15,7 @@ from simulated_fleet import processes, shape
 from simulated_fleet.deployment import Deployment
 
 # The first heartbeats of all amphorae, and the first rounds of the duties of the controller, are not at rest.
-_SETTLE_INTERVALS = 2.5
+_SETTLE_INTERVALS, _SETTLE_SECONDS = 2.5, 20.0
 _PROBLEM = re.compile(r" (WARNING|ERROR|CRITICAL) |^Traceback")
 COMMANDS = (
     ("--version",),
@@ -33,7 +33,7 @@ PAGES = ("/", "/page.json", "/status.json", "/metrics", "/healthz")
 
 def measure(deployment: Deployment, seconds: float) -> dict[str, Any]:
     """Measure for some seconds, then each command and page."""
-    time.sleep(max(20.0, _SETTLE_INTERVALS * deployment.options.interval))
+    settle(deployment)
     found = measure_processes(deployment, seconds)
     return {
         **found,
@@ -44,6 +44,11 @@ def measure(deployment: Deployment, seconds: float) -> dict[str, Any]:
         "tables": measure_tables(deployment),
         "warnings": find_warnings(deployment),
     }
+
+
+def settle(deployment: Deployment) -> None:
+    """Wait until the first heartbeats and the first rounds of all duties are over."""
+    time.sleep(max(_SETTLE_SECONDS, _SETTLE_INTERVALS * deployment.options.interval))
 
 
 def find_warnings(deployment: Deployment) -> dict[str, list[str]]:
@@ -100,8 +105,12 @@ def run_command(deployment: Deployment, *words: str) -> dict[str, float]:
         popen.returncode = os.waitstatus_to_exitcode(status)
     seconds, cpu = time.monotonic() - begun, used.ru_utime + used.ru_stime
     return {
-        **{"seconds": seconds, "cpu": cpu, "bytes": len(output), "lines": output.count(b"\n")},
-        **{"status": popen.returncode, "memory": used.ru_maxrss / 1024},
+        "seconds": seconds,
+        "cpu": cpu,
+        "bytes": len(output),
+        "lines": output.count(b"\n"),
+        "status": popen.returncode,
+        "memory": used.ru_maxrss / 1024,
     }
 
 

@@ -11,10 +11,9 @@ import os
 import socket
 from typing import Any, ClassVar
 
-from simulated_fleet import shape
-
 from amphora_driver.compute.interface import Location, Machine, MachineState
 from amphora_driver.network.interface import Owners
+from simulated_fleet import shape
 
 VARIABLE = "SIMULATED_FLEET"
 

@@ -24,14 +24,14 @@ from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
-from simulated_fleet import backends, processes
-from simulated_fleet.rows import FleetRows
 
 from amphora_driver import config
 from amphora_driver.database import migrate
 from amphora_driver.database.engine import Database
 from sandbox import config_files
 from sandbox.settings import Settings
+from simulated_fleet import backends, processes
+from simulated_fleet.rows import FleetRows
 
 ROOT = Path(__file__).parents[2]
 USERS = ("controller", "health", "reporter", "operator")
@@ -62,6 +62,7 @@ class Options:
     interval: float = 10.0
     controllers: int = 1
     further: dict[str, dict[str, str]] = field(default_factory=dict)
+    # octavia-driver-agent as it is installed, without the provider agent: for measurements of its calls.
     plain_agent: bool = False
 
 
@@ -109,9 +110,13 @@ class Deployment:
 
     def start_driver_agent(self) -> Program:
         conf = self._configure("reporter", "reporter", {})
-        module = "octavia.cmd.driver_agent" if self.options.plain_agent else "sandbox.octavia_start"
-        arguments = ("--config-file", str(self.settings.octavia_configuration)) if self.options.plain_agent else ()
-        return self._start_service("reporter", module, conf, self._ports[3], *arguments)
+        if not self.options.plain_agent:
+            return self._start_service("reporter", "sandbox.octavia_start", conf, self._ports[3])
+        arguments = ("--config-file", str(self.settings.octavia_configuration))
+        program = self._start("reporter", "octavia.cmd.driver_agent", *arguments, conf=conf)
+        names = ("status", "stats", "get")
+        self._await(program, lambda: all((self.folder / f"run/{name}.sock").exists() for name in names))
+        return program
 
     def command(self, **request: Any) -> Any:
         """Let the process of the agents execute a command."""
@@ -200,6 +205,7 @@ class Deployment:
             agent_python=sys.executable,
             store_url=self.urls["operator"],
             octavia_url=self.octavia_url,
+            octavia_options={"driver_agent": {"enabled_provider_agents": ""}} if self.options.plain_agent else {},
         )
         config_files.write(self.settings)
         (self.folder / "run/sockets").mkdir(parents=True, exist_ok=True)
@@ -250,7 +256,9 @@ class Deployment:
             "amp_network": {"driver": "fleet"},
             "amp_agent": {"port": str(self.agent_port)},
             "amp_health": {
-                **{"bind_address": "127.0.0.1", "bind_port": str(self.health_port), "interval": str(interval)},
+                "bind_address": "127.0.0.1",
+                "bind_port": str(self.health_port),
+                "interval": str(interval),
                 "targets": f"127.0.0.1:{self.health_port}",
             },
             "amp_failover": {"silent_after": str(max(7.0, 2.4 * interval))},
@@ -327,7 +335,7 @@ def _execute(url: str, *statements: str) -> None:
 
 def _tables(url: str, name: str) -> list[str]:
     engine = sa.create_engine(url)
-    query = f"SELECT TABLE_NAME FROM information_schema.TABLES WHERE TABLE_SCHEMA = '{name}'"  # noqa: S608
+    query = f"SELECT TABLE_NAME FROM information_schema.TABLES WHERE TABLE_SCHEMA = '{name}'"
     with engine.connect() as connection:
         found = [f"{name}.{row[0]}" for row in connection.exec_driver_sql(query)]
     engine.dispose()

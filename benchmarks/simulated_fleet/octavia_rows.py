@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Octavia's own rows of the fleet, so that octavia-driver-agent accepts the reports. Runs in a process of its own.
 
-    python -m simulated_fleet.octavia_rows NUMBER
+python -m simulated_fleet.octavia_rows NUMBER
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 
 from octavia.common import service
 from octavia.db import api, models
-from simulated_fleet import shape
 
 from sandbox import octavia_schema, octavia_start
+from simulated_fleet import shape
 
 _BATCH = 200
 _STATUS = {"provisioning_status": "ACTIVE", "operating_status": "ONLINE", "enabled": True}
@@ -43,8 +43,12 @@ def _add(tree: Any, rows: dict[Any, list[dict[str, Any]]]) -> None:
     rows.setdefault(models.LoadBalancer, []).append(balancer)
     rows.setdefault(models.Vip, []).append(
         {
-            **{"load_balancer_id": tree.id, "ip_address": tree.vip.address, "port_id": tree.vip.port_id},
-            **{"subnet_id": tree.vip.subnet_id, "network_id": tree.vip.network_id, "octavia_owned": False},
+            "load_balancer_id": tree.id,
+            "ip_address": tree.vip.address,
+            "port_id": tree.vip.port_id,
+            "subnet_id": tree.vip.subnet_id,
+            "network_id": tree.vip.network_id,
+            "octavia_owned": False,
         }
     )
     for pool in tree.pools:
@@ -53,15 +57,29 @@ def _add(tree: Any, rows: dict[Any, list[dict[str, Any]]]) -> None:
         monitor = pool.healthmonitor
         rows.setdefault(models.HealthMonitor, []).append(
             {
-                **{**common, "id": monitor.id, "pool_id": pool.id, "type": "HTTP", "delay": monitor.delay},
-                **{"timeout": monitor.timeout, "fall_threshold": 3, "rise_threshold": 3, "http_method": "GET"},
-                **{"url_path": "/", "expected_codes": "200"},
+                **common,
+                "id": monitor.id,
+                "pool_id": pool.id,
+                "type": "HTTP",
+                "delay": monitor.delay,
+                "timeout": monitor.timeout,
+                "fall_threshold": 3,
+                "rise_threshold": 3,
+                "http_method": "GET",
+                "url_path": "/",
+                "expected_codes": "200",
             }
         )
         rows.setdefault(models.Member, []).extend(
             {
-                **{**common, "id": one.id, "pool_id": pool.id, "ip_address": one.address, "name": one.name},
-                **{"protocol_port": one.protocol_port, "weight": 1, "backup": False},
+                **common,
+                "id": one.id,
+                "pool_id": pool.id,
+                "ip_address": one.address,
+                "name": one.name,
+                "protocol_port": one.protocol_port,
+                "weight": 1,
+                "backup": False,
             }
             for one in pool.members
         )

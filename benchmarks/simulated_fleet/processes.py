@@ -98,7 +98,7 @@ class DatabaseCounters:
             sizes = [(name, 0) for (name,) in self._rows("SELECT name FROM sqlite_master WHERE type = 'table'")]
         found = {}
         for name, size in sizes:
-            rows = int(self._rows(f"SELECT count(*) FROM {name}")[0][0])  # noqa: S608 - a name of the database's own
+            rows = int(self._rows(f"SELECT count(*) FROM {name}")[0][0])
             if rows:
                 found[name] = (rows, float(size))
         return found

@@ -43,7 +43,7 @@ def _at_rest(found: dict[int, Any], database: str) -> list[str]:
     options = some["options"]
     lines = [f"## At rest, {database}", ""]
     lines += [
-        f"One heartbeat in {options['interval']:g} s for each amphora; {options['busy']:g} % of the amphorae have traffic.",
+        f"One heartbeat of each amphora in {options['interval']:g} s. {options['busy']:g} % of the amphorae have traffic.",
         "Load average of the machine (two processors) during the measurements: "
         + ", ".join(f"{one['load_average']:.1f}" for one in found.values())
         + ".",
@@ -60,10 +60,17 @@ def _at_rest(found: dict[int, Any], database: str) -> list[str]:
     rows += _rows(found, "start, s of processor time", PROCESSES, lambda one, name: _start(one, name, 1), "{:.1f}")
     rows += _rows(found, "start, s", PROCESSES, lambda one, name: _start(one, name, 0), "{:.1f}")
     lines += _table(head, rows)
-    lines += ["### Commands and pages", "", "Seconds, and seconds of processor time (of the client, or of the process).", ""]
+    lines += [
+        "### Commands and pages",
+        "",
+        "Seconds, and seconds of processor time (of the client, or of the process).",
+        "",
+    ]
     commands = dict.fromkeys(name for one in found.values() for name in one["commands"])
     pages = dict.fromkeys(name for one in found.values() for name in one["pages"])
-    rows = [[f"`amphoractl {name}`", *(_timed(one["commands"].get(name)) for one in found.values())] for name in commands]
+    rows = [
+        [f"`amphoractl {name}`", *(_timed(one["commands"].get(name)) for one in found.values())] for name in commands
+    ]
     rows += [[f"`GET {name}`", *(_timed(one["pages"].get(name)) for one in found.values())] for name in pages]
     lines += _table(head, rows)
     lines += ["### Tables", "", "Rows, and MiB with indexes.", ""]
@@ -73,7 +80,9 @@ def _at_rest(found: dict[int, Any], database: str) -> list[str]:
     lines += _table(head, rows)
     if len(found) > 1:
         files = {"cpu": "processor", "memory": "memory", "statements": "statements", "commands": "commands and pages"}
-        lines += [f"![{text} by number of load balancers](fleet/{database}-{name}.svg)\n" for name, text in files.items()]
+        lines += [
+            f"![{text} by number of load balancers](fleet/{database}-{name}.svg)\n" for name, text in files.items()
+        ]
     return lines
 
 
@@ -81,7 +90,10 @@ def _rows(
     found: dict[int, Any], what: str, names: dict[str, str], value: Callable[[Any, str], float | None], form: str
 ) -> list[list[str]]:
     return [
-        [f"{what}: {text}", *("" if (one := value(each, name)) is None else form.format(one) for each in found.values())]
+        [
+            f"{what}: {text}",
+            *("" if (one := value(each, name)) is None else form.format(one) for each in found.values()),
+        ]
         for name, text in names.items()
     ]
 
@@ -109,7 +121,9 @@ def _plot(found: dict[int, Any], folder: Path, database: str) -> None:
         return
     folder.mkdir(parents=True, exist_ok=True)
 
-    def series(names: dict[str, str], value: Callable[[Any, str], float | None]) -> dict[str, list[tuple[float, float]]]:
+    def series(
+        names: dict[str, str], value: Callable[[Any, str], float | None]
+    ) -> dict[str, list[tuple[float, float]]]:
         made = {
             text: [(size, y) for size, one in found.items() if (y := value(one, name)) is not None]
             for name, text in names.items()

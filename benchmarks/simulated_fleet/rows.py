@@ -16,7 +16,6 @@ from typing import Any
 
 import msgspec
 from oslo_config.cfg import ConfigOpts
-from simulated_fleet import shape
 
 from amphora_driver.certificates.trust_store import TrustStore
 from amphora_driver.database import tables
@@ -32,6 +31,7 @@ from amphora_driver.reconcile.desired_bundle import BundleInputs, build_bundles
 from amphora_driver.secret import Secret
 from amphora_driver.store import amphorae, desired_objects
 from amphora_driver.store.requests import Op
+from simulated_fleet import shape
 
 _BATCH = 50
 _DAY = 86400.0
@@ -70,15 +70,29 @@ class FleetRows:
         common = {"load_balancer_id": tree.id}
         found.setdefault("job", []).append(
             {
-                **{**common, "project_id": tree.project_id, "topology": tree.profile.topology.value},
-                **{"compute": tree.profile.compute, "network": tree.profile.network, "op": Op.APPLY},
-                **{"generation": 1, "committed": 1, "applied": 1, "dirty": False, "due_at": 0.0, "attempts": 0},
+                **common,
+                "project_id": tree.project_id,
+                "topology": tree.profile.topology.value,
+                "compute": tree.profile.compute,
+                "network": tree.profile.network,
+                "op": Op.APPLY,
+                "generation": 1,
+                "committed": 1,
+                "applied": 1,
+                "dirty": False,
+                "due_at": 0.0,
+                "attempts": 0,
             }
         )
         found.setdefault("request", []).append(
             {
-                **{**common, "generation": 1, "action": "create loadbalancer", "object_id": tree.id},
-                **{"accepted_at": self._now - _DAY, "applied_at": self._now - _DAY + 1, "outcome": "applied"},
+                **common,
+                "generation": 1,
+                "action": "create loadbalancer",
+                "object_id": tree.id,
+                "accepted_at": self._now - _DAY,
+                "applied_at": self._now - _DAY + 1,
+                "outcome": "applied",
             }
         )
         for node in desired_objects.iter_subtree(tree):
@@ -96,8 +110,13 @@ class FleetRows:
             heard = {"amphora_id": machine.id, "seen_at": self._now, "generation": 1, "epoch": 1, "sequence": 1}
             found.setdefault("amphora_heartbeat", []).append({**heard, "holds_vip": holds, "agent_version": "fleet"})
             yield {
-                **{"id": machine.id, "address": machine.management_address, "key": key.hex(), "generation": 1},
-                **{"digest": digests[machine.id], "settings_digest": self._settings, "holds_vip": holds},
+                "id": machine.id,
+                "address": machine.management_address,
+                "key": key.hex(),
+                "generation": 1,
+                "digest": digests[machine.id],
+                "settings_digest": self._settings,
+                "holds_vip": holds,
                 "listeners": [one.id for one in tree.listeners],
                 "pools": {
                     f"{pool.id}:{listener.id}": [one.id for one in pool.members]
@@ -125,14 +144,24 @@ class FleetRows:
         share = number * 0.618034 % 1.0
         issued = self._now - share * 0.95 * options.renew_at * options.validity_days * _DAY
         return {
-            **{"id": machine.id, "load_balancer_id": machine.load_balancer_id, "role": machine.role},
-            **{"state": machine.state.value, "compute_id": machine.id, "image": "fleet"},
-            **{"management_address": machine.management_address, "confirmed": 1, "confirmed_at": self._now - _DAY},
+            "id": machine.id,
+            "load_balancer_id": machine.load_balancer_id,
+            "role": machine.role,
+            "state": machine.state.value,
+            "compute_id": machine.id,
+            "image": "fleet",
+            "management_address": machine.management_address,
+            "confirmed": 1,
+            "confirmed_at": self._now - _DAY,
             "heartbeat_key": self._vault.seal(Secret(key), amphorae.key_location(machine.id)),
             "plugged": msgspec.json.encode(machine.plugged).decode(),
-            **{"certificate_issued_at": issued, "certificate_expires_at": issued + options.validity_days * _DAY},
-            **{"trusts": self._trusts, "audited_at": self._now - share * self._conf.amp_drift.interval},
-            **{"drifts": False, "created_at": self._now - 7 * _DAY, "booted_at": self._now - 7 * _DAY},
+            "certificate_issued_at": issued,
+            "certificate_expires_at": issued + options.validity_days * _DAY,
+            "trusts": self._trusts,
+            "audited_at": self._now - share * self._conf.amp_drift.interval,
+            "drifts": False,
+            "created_at": self._now - 7 * _DAY,
+            "booted_at": self._now - 7 * _DAY,
             "ready_at": self._now - 7 * _DAY,
         }
 
