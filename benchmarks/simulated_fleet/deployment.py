@@ -113,7 +113,7 @@ class Deployment:
         if not self.options.plain_agent:
             return self._start_service("reporter", "sandbox.octavia_start", conf, self._ports[3])
         arguments = ("--config-file", str(self.settings.octavia_configuration))
-        program = self._start("reporter", "octavia.cmd.driver_agent", *arguments, conf=conf)
+        program = self._start("reporter", "simulated_fleet.plain_driver_agent", *arguments, conf=conf)
         names = ("status", "stats", "get")
         self._await(program, lambda: all((self.folder / f"run/{name}.sock").exists() for name in names))
         return program
