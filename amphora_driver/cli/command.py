@@ -59,7 +59,7 @@ class PagedLister(Lister):
 
     def get_parser(self, prog_name: str) -> argparse.ArgumentParser:
         parser = super().get_parser(prog_name)
-        limit = "Largest number of rows (default: %(default)s); 0 for all."
+        limit = f"Largest number of rows (default: {_PAGE}); 0 for all."
         parser.add_argument("--limit", type=int, default=_PAGE, metavar="NUMBER", help=limit)
         parser.add_argument(
             "--marker", metavar="ID", help="Only rows after the row with this id, the last one of a page."
