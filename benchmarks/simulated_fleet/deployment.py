@@ -64,6 +64,8 @@ class Options:
     further: dict[str, dict[str, str]] = field(default_factory=dict)
     # octavia-driver-agent as it is installed, without the provider agent: for measurements of its calls.
     plain_agent: bool = False
+    # Only the rows of the provider, without digests of bundles: for measurements without agents and Octavia.
+    rows_only: bool = False
 
 
 class Deployment:
@@ -221,9 +223,12 @@ class Deployment:
         database = self.open_database()
         os.environ[backends.VARIABLE] = str(self.folder / "control")
         try:
-            count = FleetRows(config.load([str(self.configuration)]), database, self.folder).insert(number, members)
+            rows = FleetRows(config.load([str(self.configuration)]), database, self.folder)
+            count = rows.insert(number, members, bundles=not self.options.rows_only)
         finally:
             database.dispose()
+        if self.options.rows_only:
+            return count
         made = subprocess.run(
             [sys.executable, "-m", "simulated_fleet.octavia_rows", str(number)],
             env=self.environment(self.configuration), capture_output=True, text=True, check=False,

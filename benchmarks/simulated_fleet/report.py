@@ -43,7 +43,8 @@ def _at_rest(found: dict[int, Any], database: str) -> list[str]:
     options = some["options"]
     lines = [f"## At rest, {database}", ""]
     lines += [
-        f"One heartbeat of each amphora in {options['interval']:g} s. {options['busy']:g} % of the amphorae have traffic.",
+        f"One heartbeat of each amphora in {options['interval']:g} s.",
+        f"{options['busy']:g} % of the amphorae have traffic.",
         "Load average of the machine (two processors) during the measurements: "
         + ", ".join(f"{one['load_average']:.1f}" for one in found.values())
         + ".",

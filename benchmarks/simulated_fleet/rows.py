@@ -48,8 +48,12 @@ class FleetRows:
         self._settings = agent_settings(conf).digest
         self._now = time.time()
 
-    def insert(self, number: int, members: dict[int, int] | None = None) -> int:
-        """Insert the first load balancers; `members` has other numbers of members. Returns the number of amphorae."""
+    def insert(self, number: int, members: dict[int, int] | None = None, *, bundles: bool = True) -> int:
+        """Insert the first load balancers; `members` has other numbers of members. Returns the number of amphorae.
+
+        Without `bundles`, the agents have no digests of their bundles: the rows only can be used.
+        """
+        self._bundles = bundles
         machines, count = iter(shape.amphorae(number)), 0
         with (self._folder / "amphorae.jsonl").open("w", encoding="utf-8") as file:
             for some in _batches(number):
@@ -167,6 +171,8 @@ class FleetRows:
 
     def _digests(self, tree: Any, machines: tuple[Amphora, ...]) -> dict[str, str]:
         """The digests of the bundles that the amphorae have confirmed."""
+        if not self._bundles:
+            return dict.fromkeys((one.id for one in machines), "")
         recorded = BundleInputs(
             tree=tree,
             generation=1,
