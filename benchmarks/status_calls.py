@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures calls to the real octavia-driver-agent: processor time of each call and of each object.
 
-    .sandbox/test-venv/bin/python benchmarks/status_calls.py [--calls N] [--objects N,N]
+    .sandbox/test-venv/bin/python benchmarks/status_calls.py [--calls N] [--objects N,N] [--parallel N,N]
 
 Octavia's tables are in MariaDB; octavia-driver-agent runs as installed, without a provider agent. The processor time
 is that of octavia-driver-agent with its forks, and of MariaDB: it does not depend on the load of the machine.
@@ -31,26 +31,32 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--calls", type=int, default=10)
     parser.add_argument("--objects", default="1,10,100,300")
+    parser.add_argument("--parallel", default="4,8", help="numbers of calls at the same time")
+    parser.add_argument("--balancers", type=int, default=_BALANCERS, help="load balancers in Octavia's tables")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out/status_calls.json")
     chosen = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tempfile.TemporaryDirectory(prefix="adf-") as folder:
         options = Options(database="mariadb", plain_agent=True)
-        with Deployment(Path(folder), options).run(_BALANCERS) as deployment:
+        with Deployment(Path(folder), options).run(chosen.balancers) as deployment:
             deployment.start_driver_agent()
-            found = _measure(deployment, chosen.calls, list(map(int, chosen.objects.split(","))))
+            sizes, parallels = (
+                list(map(int, filter(None, one.split(",")))) for one in (chosen.objects, chosen.parallel)
+            )
+            found = _measure(deployment, chosen.calls, sizes, parallels, chosen.balancers)
     chosen.out.parent.mkdir(parents=True, exist_ok=True)
     chosen.out.write_text(json.dumps(found, indent=1))
-    print(json.dumps(found, indent=1))
     return 0
 
 
-def _measure(deployment: Deployment, calls: int, sizes: list[int]) -> list[dict[str, object]]:
+def _measure(
+    deployment: Deployment, calls: int, sizes: list[int], parallels: list[int], balancers: int
+) -> list[dict[str, object]]:
     run = deployment.folder / "run"
     library = driver_lib.DriverLibrary(
         status_socket=str(run / "status.sock"), stats_socket=str(run / "stats.sock"), get_socket=str(run / "get.sock")
     )
-    trees = [shape.load_balancer(number) for number in range(_BALANCERS)]
+    trees = [shape.load_balancer(number) for number in range(balancers)]
     members = [one.id for tree in trees for pool in tree.pools for one in pool.members]
     listeners = [one.id for tree in trees for one in tree.listeners]
     calls_of = {
@@ -58,11 +64,12 @@ def _measure(deployment: Deployment, calls: int, sizes: list[int]) -> list[dict[
         "statistics": lambda number, size: library.update_listener_statistics(_totals(_some(listeners, size), number)),
     }
     found: list[dict[str, object]] = []
-    cases = [(size, 1) for size in sizes] + [(sizes[-1], parallel) for parallel in (4, 8)]
+    cases = [(size, 1) for size in sizes] + [(sizes[-1], parallel) for parallel in parallels]
     for size, parallel in cases:
         for name, call in calls_of.items():
             times = _timed(deployment, lambda number, call=call, size=size: call(number, size), calls, parallel)
             found.append({"call": name, "objects": size, "parallel": parallel, **times})
+            print(json.dumps(found[-1]), flush=True)
     return found
 
 

@@ -331,7 +331,7 @@ def silence_row(one: JudgedAmphora, refusal: str, snapshot: LivenessSnapshot, no
 
 
 def failover_cause(one: JudgedAmphora, heard_at: float | None) -> FailoverTrigger:
-    """Return cause and reason of a fail-over. `heard_at` is the time of the last heartbeat, for display only."""
+    """Return cause and reason of a fail-over; `heard_at`, the time of the last heartbeat, is for display."""
     cause = one.verdict.cause or Cause.SILENT
     reason = {
         Cause.SILENT: "it sends no heartbeats and does not answer",
