@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures calls to the real octavia-driver-agent: processor time of each call and of each object.
 
-    .sandbox/test-venv/bin/python benchmarks/status_calls.py [--calls N] [--objects N,N] [--parallel N,N]
+    .sandbox/test-venv/bin/python benchmarks/status_calls.py [--calls N] [--objects N,N] [--parallel N,N] [--prepared]
 
 Octavia's tables are in MariaDB; octavia-driver-agent runs as installed, without a provider agent. The processor time
 is that of octavia-driver-agent with its forks, and of MariaDB: it does not depend on the load of the machine.
@@ -33,13 +33,14 @@ def main() -> int:
     parser.add_argument("--objects", default="1,10,100,300")
     parser.add_argument("--parallel", default="4,8", help="numbers of calls at the same time")
     parser.add_argument("--balancers", type=int, default=_BALANCERS, help="load balancers in Octavia's tables")
+    parser.add_argument("--prepared", action="store_true", help="compile the SQL statements before the first fork")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out/status_calls.json")
     chosen = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tempfile.TemporaryDirectory(prefix="adf-") as folder:
         options = Options(database="mariadb", plain_agent=True)
         with Deployment(Path(folder), options).run(chosen.balancers) as deployment:
-            deployment.start_driver_agent()
+            deployment.start_driver_agent(prepared=chosen.prepared)
             sizes, parallels = (
                 list(map(int, filter(None, one.split(",")))) for one in (chosen.objects, chosen.parallel)
             )

@@ -110,12 +110,14 @@ class Deployment:
         conf = self._configure("health", "health", {})
         return self._start_service("health", "amphora_driver.health.service", conf, self._ports[2])
 
-    def start_driver_agent(self) -> Program:
+    def start_driver_agent(self, *, prepared: bool = False) -> Program:
+        """Start octavia-driver-agent. `prepared`: with the sandbox's preparation before the first fork."""
         conf = self._configure("reporter", "reporter", {})
         if not self.options.plain_agent:
             return self._start_service("reporter", "sandbox.octavia_start", conf, self._ports[3])
         arguments = ("--config-file", str(self.settings.octavia_configuration))
-        program = self._start("reporter", "simulated_fleet.plain_driver_agent", *arguments, conf=conf)
+        module = "sandbox.octavia_start" if prepared else "simulated_fleet.plain_driver_agent"
+        program = self._start("reporter", module, *(() if prepared else arguments), conf=conf)
         names = ("status", "stats", "get")
         self._await(program, lambda: all((self.folder / f"run/{name}.sock").exists() for name in names))
         return program
