@@ -34,6 +34,8 @@ from amphora_driver.store.requests import Op
 from simulated_fleet import shape
 
 _BATCH = 50
+# Age of the oldest certificate as a part of the time until its renewal, so that no renewal is due during a measurement.
+_OLDEST = 0.8
 _DAY = 86400.0
 
 
@@ -146,7 +148,7 @@ class FleetRows:
         options = self._conf.amp_certificates
         # The golden ratio spreads the ages evenly over any number of amphorae.
         share = number * 0.618034 % 1.0
-        issued = self._now - share * 0.95 * options.renew_at * options.validity_days * _DAY
+        issued = self._now - share * _OLDEST * options.renew_at * options.validity_days * _DAY
         return {
             "id": machine.id,
             "load_balancer_id": machine.load_balancer_id,
