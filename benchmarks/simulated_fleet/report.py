@@ -19,11 +19,8 @@ Results = dict[str, Any]
 def write(results: Results, docs: Path) -> None:
     """Write `fleet-figures.md`, and the plots into `fleet/`."""
     lines = ["# Figures of a simulated fleet", ""]
-    lines += [
-        "`benchmarks/fleet.py` writes this page ([method](../../benchmarks/README.md#fleet)). The columns are",
-        "",
-    ]
-    lines[-2] += " numbers of load balancers."
+    lines += ["`benchmarks/fleet.py` writes this page ([method](../../benchmarks/README.md#fleet))."]
+    lines += ["The columns are numbers of load balancers.", ""]
     for database in ("mariadb", "postgresql", "sqlite"):
         found = _of(results, "rest", database)
         if found:
