@@ -18,7 +18,7 @@ import msgspec
 import sqlalchemy as sa
 
 from amphora_driver.cli import queries
-from amphora_driver.cli.command import AMPHORA, Lister, ShowOne, Table, argument
+from amphora_driver.cli.command import AMPHORA, Lister, PagedLister, ShowOne, Table, argument
 from amphora_driver.cli.formatting import Age, Counts, Partners, Ports, Timestamp, Value, YesNo
 from amphora_driver.database.tables import amphora, job
 from amphora_driver.model.amphora import AmphoraState, describe_resources
@@ -35,7 +35,7 @@ SPARES_HEAD = (
 )
 
 
-class ListAmphorae(Lister):
+class ListAmphorae(PagedLister):
     """List amphorae: load balancer, confirmed generation, VIPs and last heartbeat of each."""
 
     read_only_mode = True
@@ -62,7 +62,7 @@ class ListAmphorae(Lister):
         if parsed_args.stale:
             before = time.time() - self.app.conf.amp_failover.silent_after
             rows = [row for row in rows if queries.is_stale(row, before)]
-        return LIST_HEAD, map(_list_row, rows)
+        return LIST_HEAD, self.page(map(_list_row, rows), parsed_args)
 
 
 class ShowAmphora(ShowOne):

@@ -13,7 +13,7 @@ from typing import Any
 
 from amphora_driver.certificates import ca_rotation, trust_store
 from amphora_driver.certificates.ca import fingerprint
-from amphora_driver.cli.command import Lister, ShowOne, Table, argument
+from amphora_driver.cli.command import Lister, PagedLister, ShowOne, Table, argument
 from amphora_driver.cli.formatting import Timestamp, Value
 from amphora_driver.database.vault import Vault
 from amphora_driver.errors import CertificateError
@@ -40,7 +40,7 @@ class AmphoraIds(Value):
         return list(self._value)
 
 
-class ListCertificates(Lister):
+class ListCertificates(PagedLister):
     """List the certificates of amphorae, next expiry first: CA, expiry and state of each.
 
     States: `fine`: the renewal is not due. `due`: the renewal follows soon. `overdue`: the renewal is late. `expired`:
@@ -79,7 +79,7 @@ class ListCertificates(Lister):
                     ca_rotation.renewal_reason(one, desired, lifetime, now),
                 )
 
-        return _CERTIFICATES, rows()
+        return _CERTIFICATES, self.page(rows(), parsed_args)
 
 
 class ListCertificateAuthorities(Lister):

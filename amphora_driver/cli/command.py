@@ -5,18 +5,26 @@ from __future__ import annotations
 
 import argparse
 import getpass
+import itertools
+import logging
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from cliff import command, lister, show
 
+from amphora_driver.errors import UnknownObject
+
+LOG = logging.getLogger(__name__)
 # The names of a command-line argument, and the keyword parameters of `ArgumentParser.add_argument`.
 Argument = tuple[tuple[str, ...], dict[str, Any]]
 # The column names and the rows of a list command.
 Table = tuple[tuple[str, ...], Iterable[tuple[Any, ...]]]
 # Maximum number of characters of an operator's name in the database.
 _MAX_NAME_LENGTH = 128
+# Number of rows of a list without the option `--limit`. A command needs less than a second for them, half of which is
+# its start.
+_PAGE = 1000
 
 
 def argument(*names: str, **options: Any) -> Argument:
@@ -44,6 +52,44 @@ class Command(command.Command):
 
 class Lister(Command, lister.Lister):
     """A command that lists rows."""
+
+
+class PagedLister(Lister):
+    """A command that lists many rows, in pages. The first value of a row is its id."""
+
+    def get_parser(self, prog_name: str) -> argparse.ArgumentParser:
+        parser = super().get_parser(prog_name)
+        limit = f"Largest number of rows (default: {_PAGE}); 0 for all."
+        parser.add_argument("--limit", type=int, default=_PAGE, metavar="NUMBER", help=limit)
+        parser.add_argument(
+            "--marker", metavar="ID", help="Only rows after the row with this id, the last one of a page."
+        )
+        return parser
+
+    def page(self, rows: Iterable[tuple[Any, ...]], parsed_args: argparse.Namespace) -> Iterator[tuple[Any, ...]]:
+        """Yield the rows of one page; log a warning if more rows follow.
+
+        Raises:
+            UnknownObject: no row has the id of the marker.
+        """
+        following = iter(rows)
+        if parsed_args.marker:
+            skipped = itertools.dropwhile(lambda row: str(row[0]) != parsed_args.marker, following)
+            if next(skipped, None) is None:
+                raise UnknownObject(f"list the rows after {parsed_args.marker}", "no row has this id")
+            following = skipped
+        limit, last = parsed_args.limit, None
+        for number, row in enumerate(following):
+            if 0 < limit <= number:
+                LOG.warning(
+                    "the list ends after %d rows, and more rows follow: use --marker %s for the next rows, or "
+                    "--limit 0 for all rows",
+                    limit,
+                    last,
+                )
+                return
+            last = row[0]
+            yield row
 
 
 class ShowOne(Command, show.ShowOne):

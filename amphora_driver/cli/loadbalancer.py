@@ -17,7 +17,7 @@ import msgspec
 import sqlalchemy as sa
 
 from amphora_driver.cli import formatting, history, queries
-from amphora_driver.cli.command import LOAD_BALANCER, Command, Lister, ShowOne, Table, argument
+from amphora_driver.cli.command import LOAD_BALANCER, Command, Lister, PagedLister, ShowOne, Table, argument
 from amphora_driver.cli.formatting import Age, Counts, Remaining, Timestamp, Value, ValueList
 from amphora_driver.cli.jobs import waits_for
 from amphora_driver.cli.queries import LoadBalancerSummary
@@ -43,7 +43,7 @@ _STATUS_HELP = (
 )
 
 
-class ListLoadBalancers(Lister):
+class ListLoadBalancers(PagedLister):
     """List load balancers: statuses, desired and applied generation, amphorae, and pending changes."""
 
     read_only_mode = True
@@ -60,17 +60,22 @@ class ListLoadBalancers(Lister):
     def take_action(self, parsed_args: argparse.Namespace) -> Table:
         conditions = [job.c.project_id == parsed_args.project] if parsed_args.project else []
         conditions += [job.c.dirty] if parsed_args.unfinished else []
-        found: list[LoadBalancerSummary] = self.app.read(
-            lambda connection: queries.list_load_balancers(connection, *conditions)
-        )
-        if parsed_args.status:
-            words = tuple(word.upper() for word in parsed_args.status)
-            found = [one for one in found if any(status.upper().startswith(words) for status in _statuses(one))]
-        if parsed_args.stale:
-            before = time.time() - self.app.conf.amp_failover.silent_after
-            found = [one for one in found if any(queries.is_stale(machine, before) for machine in one.amphorae)]
+        words = tuple(word.upper() for word in parsed_args.status or ())
+        before = time.time() - self.app.conf.amp_failover.silent_after if parsed_args.stale else None
         head, now = LONG_HEAD if parsed_args.long else LIST_HEAD, time.time()
-        return head, (_row(one, now)[: len(head)] for one in found)
+
+        def is_wanted(one: LoadBalancerSummary) -> bool:
+            stale = before is None or any(queries.is_stale(machine, before) for machine in one.amphorae)
+            return stale and (not words or any(status.upper().startswith(words) for status in _statuses(one)))
+
+        def read(connection: sa.Connection) -> list[tuple[Any, ...]]:
+            marker = parsed_args.marker
+            after = queries.find_load_balancer_id(connection, marker) if marker else None
+            found = queries.iter_load_balancers(connection, *conditions, after=after)
+            rows = (_row(one, now)[: len(head)] for one in found if is_wanted(one))
+            return list(self.page(rows, argparse.Namespace(limit=parsed_args.limit, marker=None)))
+
+        return head, self.app.read(read)
 
 
 class ShowLoadBalancer(ShowOne):

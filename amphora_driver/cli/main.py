@@ -16,6 +16,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
@@ -43,6 +44,20 @@ CA_VARIABLE = "AMPHORACTL_STATUS_CA_FILE"
 T = TypeVar("T")
 
 
+class LazyCommands(CommandManager):
+    """The commands of a group of entry points. The class of a command is imported at its use."""
+
+    def load_commands(self, namespace: str) -> None:
+        """Add the commands of a group without an import.
+
+        The method of the base class imports the classes of all commands, for which it needs half of the time of a
+        command.
+        """
+        self.group_list.append(namespace)
+        found = {one.name.replace("_", " "): one for one in metadata.entry_points(group=namespace)}
+        self.commands |= {name: one for name, one in found.items() if name not in self.commands}
+
+
 class Amphoractl(App):
     """The application. Commands read with `read`; commands that write use `database`."""
 
@@ -52,7 +67,7 @@ class Amphoractl(App):
         super().__init__(
             description="Show and operate load balancers, amphorae and controllers; maintain database and keys.",
             version=installed_version(),
-            command_manager=CommandManager(COMMANDS) if commands is None else commands,
+            command_manager=LazyCommands(COMMANDS) if commands is None else commands,
             deferred_help=True,
             **streams,
         )

@@ -25,7 +25,7 @@ from amphora_driver.store.requests import Op
 from amphora_driver.telemetry.fleet_queries import read_name_and_addresses
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 _UNKNOWN = "unknown"
 # A row of the table `job` with the operation `spares` belongs to a pool of warm spares, not to a load balancer.
@@ -36,6 +36,8 @@ IS_LOAD_BALANCER = job.c.op != SPARES
 IS_NO_SPARE = sa.or_(job.c.op.is_(None), IS_LOAD_BALANCER)
 # Maximum number of ids in the error about an ambiguous prefix.
 _MAX_LISTED = 10
+# Number of load balancers that a list reads at once.
+_PART = 500
 
 
 class LoadBalancerSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,6 +61,25 @@ class LoadBalancerSummary(msgspec.Struct, frozen=True, kw_only=True):
     since: float | None = None
     failovers: Sequence[Any] = ()
     silent: frozenset[str] = frozenset()
+
+
+def iter_load_balancers(
+    connection: sa.Connection, *conditions: sa.ColumnElement[bool], after: str | None = None
+) -> Iterator[LoadBalancerSummary]:
+    """Yield the load balancers that meet the conditions, ordered by id, and read them in parts.
+
+    With `after`, only load balancers with a greater id.
+    """
+    own = job.c.load_balancer_id
+    while True:
+        here = conditions if after is None else (*conditions, own > after)
+        part = sa.select(own).where(IS_LOAD_BALANCER, *here).order_by(own).limit(_PART)
+        ids = connection.execute(part).scalars().all()
+        if ids:
+            yield from list_load_balancers(connection, *conditions, own.between(ids[0], ids[-1]))
+        if len(ids) < _PART:
+            return
+        after = ids[-1]
 
 
 def list_load_balancers(connection: sa.Connection, *conditions: sa.ColumnElement[bool]) -> list[LoadBalancerSummary]:

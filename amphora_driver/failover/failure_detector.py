@@ -53,6 +53,8 @@ _READ_EVERY = 0.5
 _DUTY_LEASE = 6.0
 # Seconds between two renewals of the lease of failure detection.
 _RENEW_EVERY = 1.5
+# Longest time in seconds for which the failure detector uses the amphorae of an earlier round without a new read.
+_REREAD_EVERY = 30.0
 # Pause in seconds after an unexpected error.
 _ERROR_BACKOFF = 1.0
 # Maximum number of load balancers that are set to ERROR in one turn. Each load balancer needs a transaction, during
@@ -86,6 +88,8 @@ class FailureDetector:
         self._history: float = max(4 * options.backoff_max, 60.0)
         self._has_witnesses = bool(options.witnesses)
         self._watch = rules.HeartbeatWatch(self._limits)
+        self._watched: silent_amphorae.WatchedAmphorae | None = None
+        self._reread_at = 0.0
         self._probe = ReachabilityProbe(agents, options.probe_timeout, options.witnesses)
         self._backoff = breaker_rules.FailoverBackoff(options.backoff_first, options.backoff_max)
         self._window = breaker_rules.SilenceWindow(options.breaker_window)
@@ -153,15 +157,18 @@ class FailureDetector:
         elif not self._holds_duty:
             return
         begun = time.monotonic()
+        known = self._watched if begun < self._reread_at else None
         snapshot, rows = self._database.read(
-            lambda c: (silent_amphorae.load_liveness_snapshot(c), circuit_breaker.read_breaker_rows(c))
+            lambda c: (silent_amphorae.load_liveness_snapshot(c, known), circuit_breaker.read_breaker_rows(c))
         )
         if snapshot.owner != self._owner:
             self._suspend("another controller holds the duty")
             return
         if not self._holds_duty:
             self._assume_duty(snapshot, rows)
-        self._watch.observe({one.amphora_id: one.order for one in snapshot.amphorae}, snapshot.beats, time.monotonic())
+        if snapshot.watched is not known:
+            self._watched, self._reread_at = snapshot.watched, begun + _REREAD_EVERY
+        self._watch.observe(snapshot.orders, snapshot.beats, time.monotonic())
         self._decide(snapshot, rows, begun)
 
     def _suspend(self, reason: str) -> None:
@@ -207,8 +214,7 @@ class FailureDetector:
             self._trial = max(snapshot.unserved, key=lambda one: one.id).load_balancer_id, now
 
     def _decide(self, snapshot: LivenessSnapshot, rows: dict[str, BreakerRow], now: float) -> None:
-        known = {one.amphora_id: one for one in snapshot.amphorae}
-        watched = {one for one, liveness in known.items() if liveness.state is AmphoraState.READY}
+        known, watched = snapshot.watched.by_id, snapshot.watched.ready
         late = self._watch.in_phase(Phase.LATE, now)
         self._probe.retain(late)
         self._probe_late(late, known, now)
@@ -223,7 +229,7 @@ class FailureDetector:
         overdue = len((self._watch.in_phase(Phase.OVERDUE, now).keys() & watched) - silent)
         permit = self._permit(snapshot, rows, self._window.population(watched), overdue, now)
         silences = self._request_failovers(snapshot, found, permit, now)
-        self._backoff.retain({one.load_balancer_id for one in snapshot.amphorae})
+        self._backoff.retain(snapshot.watched.load_balancers)
         self._records.write_changes(silences, self._breaker_rows(snapshot, now, len(silent), len(watched)))
 
     def _probe_late(self, late: dict[str, SilentPeriod], known: dict[str, AmphoraLiveness], now: float) -> None:
@@ -385,15 +391,17 @@ class FailureDetector:
     ) -> bool:
         """Open fail-overs of one load balancer; return False after a heartbeat of all its amphorae."""
         orders = {one.liveness.amphora_id: one.period.order for one in due}
-        present = {one.amphora_id for one in snapshot.amphorae if one.load_balancer_id == load_balancer_id}
+        present = snapshot.watched.of_load_balancer(load_balancer_id)
         at = self._database.now()
 
         def write(connection: sa.Connection) -> list[str]:
             still = silent_amphorae.lock_still_silent(connection, load_balancer_id, orders, self._owner)
+            heard = silent_amphorae.read_last_heard(connection, still)
             begun = [
                 one.liveness.amphora_id
                 for one in due
-                if one.liveness.amphora_id in still and self._open_failover(connection, one, at, now)
+                if (mine := one.liveness.amphora_id) in still
+                and self._open_failover(connection, one, heard.get(mine), at, now)
             ]
             if outage and len(begun) == len(due):
                 silent_amphorae.mark_not_served(connection, load_balancer_id, outage)
@@ -415,14 +423,18 @@ class FailureDetector:
             self._notify(local_socket.REPORTER)
         return True
 
-    def _open_failover(self, connection: sa.Connection, one: JudgedAmphora, at: float, now: float) -> bool:
+    def _open_failover(
+        self, connection: sa.Connection, one: JudgedAmphora, heard_at: float | None, at: float, now: float
+    ) -> bool:
         load_balancer_id, amphora_id = one.liveness.load_balancer_id, one.liveness.amphora_id
-        detail = rules.finding(one, now)
+        detail = rules.finding(one, heard_at, now)
         if self._backoff.is_replacement(load_balancer_id, amphora_id):
             # If the silent amphora is the replacement of an earlier fail-over, this event marks that fail-over as
             # failed.
             failovers.record_event(connection, load_balancer_id, Event.FAILED, at, amphora_id, detail)
-        if not failovers.open_failovers(connection, load_balancer_id, [amphora_id], rules.failover_cause(one), at):
+        if not failovers.open_failovers(
+            connection, load_balancer_id, [amphora_id], rules.failover_cause(one, heard_at), at
+        ):
             return False
         failovers.record_event(connection, load_balancer_id, Event.FOUND, at, amphora_id, detail)
         return True

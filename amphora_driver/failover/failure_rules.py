@@ -310,8 +310,7 @@ class JudgedAmphora(msgspec.Struct, frozen=True, kw_only=True):
 def outage_reason(snapshot: LivenessSnapshot, load_balancer_id: str, found: list[JudgedAmphora]) -> str:
     """Return why no amphora serves a load balancer; empty if an amphora may serve."""
     dead = {one.liveness.amphora_id for one in found if one.verdict.dead}
-    all_ids = {one.amphora_id for one in snapshot.amphorae if one.load_balancer_id == load_balancer_id}
-    if not dead or not all_ids <= dead:
+    if not dead or not snapshot.watched.of_load_balancer(load_balancer_id) <= dead:
         return ""
     if len(dead) == 1:
         return f"amphora {next(iter(dead))} sends no heartbeats and does not answer"
@@ -332,20 +331,20 @@ def silence_row(one: JudgedAmphora, refusal: str, snapshot: LivenessSnapshot, no
     )
 
 
-def failover_cause(one: JudgedAmphora) -> FailoverTrigger:
-    """Return cause and reason of a fail-over."""
+def failover_cause(one: JudgedAmphora, heard_at: float | None) -> FailoverTrigger:
+    """Return cause and reason of a fail-over; `heard_at`, the time of the last heartbeat, is for display."""
     cause = one.verdict.cause or Cause.SILENT
     reason = {
         Cause.SILENT: "it sends no heartbeats and does not answer",
         Cause.MUTE: "it answers and sends no heartbeats",
         Cause.NEVER_SPOKE: "it has never sent a heartbeat",
     }[cause]
-    return FailoverTrigger(cause=cause, reason=reason, silent_since=one.liveness.heard_at)
+    return FailoverTrigger(cause=cause, reason=reason, silent_since=heard_at)
 
 
-def finding(one: JudgedAmphora, now: float) -> str:
-    """Return the text of the event that opens a fail-over."""
-    at = one.liveness.heard_at
+def finding(one: JudgedAmphora, heard_at: float | None, now: float) -> str:
+    """Return the text of the event that opens a fail-over; see `failover_cause`."""
+    at = heard_at
     date = "" if at is None else dt.datetime.fromtimestamp(at, dt.timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
     ready = f"no heartbeat since it became ready at {date or 'an unknown time'}"
     last = f"last heartbeat at {date}" if one.period.ever_heard else ready

@@ -96,7 +96,7 @@ class Reporter:
         self._ended = threading.Event()
         # For each object with a refused status: the monotonic time of the next report, and the back-off in seconds.
         self._refused: dict[str, tuple[float, float]] = {}
-        self._last_reported = ""
+        self._last_reported = self._last_listener = ""
 
     def run(self, is_stopped: Callable[[], bool]) -> None:
         """Report after every wake-up, and at least once per poll interval, until `is_stopped` returns True."""
@@ -125,8 +125,8 @@ class Reporter:
     def _report_statistics_until_stopped(self) -> None:
         while not self._ended.wait(self._conf.amp_queue.poll_interval):
             try:
-                if time.monotonic() < self._held_until:
-                    self.report_statistics()
+                while self._holds_duty() and not self._ended.is_set() and self.report_statistics():
+                    pass
             except _UNREACHABLE as error:
                 LOG.warning("the provider agent could not report statistics to Octavia and tries again: %s", error)
 
@@ -367,14 +367,20 @@ class Reporter:
         self._refused.pop(report.object_id, None)
         return True
 
-    def report_statistics(self) -> None:
-        """Report the totals of listeners that have changed since their last report."""
-        totals = self._database.read(lambda connection: listener_stats.list_due_totals(connection, _MAX_ROWS))
+    def report_statistics(self) -> bool:
+        """Report the totals of listeners that have changed since their last report, in one call to Octavia.
+
+        The result is whether the call was full, so that the totals of more listeners may be due.
+        """
+        after = self._last_listener
+        totals = self._database.read(lambda c: listener_stats.list_due_totals(c, _MAX_ROWS, after))
         if not totals:
-            return
+            return False
         with metrics.octavia_call("statistics"):
             self.library.update_listener_statistics({"listeners": [one.to_octavia() for one in totals]})
         self._database.write(lambda connection: listener_stats.mark_totals_reported(connection, totals))
+        self._last_listener = totals[-1].listener_id
+        return len(totals) == _MAX_ROWS
 
 
 def build_status_document(reports: Sequence[status_outbox.StatusReport]) -> dict[str, list[dict[str, str]]]:

@@ -7,14 +7,33 @@ Active connections include existing amphorae only.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import sqlalchemy as sa
 
+from amphora_driver.database.rows import chunks
 from amphora_driver.database.tables import amphora, job, listener_statistics
 
 _COUNTERS = ("active_connections", "bytes_in", "bytes_out", "request_errors", "total_connections")
+
+
+# The SQL statements are module constants, because SQLAlchemy needs more time to build a statement than to execute it.
+_IDS: sa.BindParameter[Any] = sa.bindparam("ids", expanding=True)
+_OF_LISTENERS = listener_statistics.c.listener_id.in_(_IDS)
+_LOCK_VERSIONS = (
+    sa.select(listener_statistics.c.listener_id, listener_statistics.c.version)
+    .where(_OF_LISTENERS)
+    .order_by(listener_statistics.c.listener_id, listener_statistics.c.amphora_id)
+    .with_for_update()
+)
+_MARK_REPORTED = (
+    listener_statistics.update()
+    .where(_OF_LISTENERS, listener_statistics.c.version > listener_statistics.c.reported)
+    .values(reported=listener_statistics.c.version)
+)
 
 
 class ListenerTotals(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,15 +52,21 @@ class ListenerTotals(msgspec.Struct, frozen=True, kw_only=True):
         return {"id": self.listener_id, **{name: getattr(self, name) for name in _COUNTERS}}
 
 
-def list_due_totals(connection: sa.Connection, limit: int) -> list[ListenerTotals]:
-    """Return the totals that Octavia has not received in their newest version."""
+def list_due_totals(connection: sa.Connection, limit: int, after: str = "") -> list[ListenerTotals]:
+    """Return the totals that Octavia has not received in their newest version, ordered by listener.
+
+    Ids after `after`, the last reported listener, come first. A listener whose counters always change then delays no
+    other one.
+    """
     table = listener_statistics
     changed = (
         sa.select(table.c.listener_id)
         .join(job, job.c.load_balancer_id == table.c.load_balancer_id)
         .where(table.c.version > table.c.reported, job.c.committed > 0)
+        .group_by(table.c.listener_id)
+        .order_by(sa.case((table.c.listener_id > after, 0), else_=1), table.c.listener_id)
     )
-    listener_ids = connection.execute(changed.distinct().limit(limit)).scalars().all()
+    listener_ids = connection.execute(changed.limit(limit)).scalars().all()
     if not listener_ids:
         return []
     counters: dict[str, sa.ColumnElement[int]] = {name: table.c[name] for name in (*_COUNTERS, "version")}
@@ -54,17 +79,19 @@ def list_due_totals(connection: sa.Connection, limit: int) -> list[ListenerTotal
         .group_by(table.c.listener_id)
     )
     # MariaDB and PostgreSQL return sums as Decimal, so they are converted.
-    return [
-        ListenerTotals(listener_id=row.listener_id, **{name: int(getattr(row, name)) for name in counters})
-        for row in rows
-    ]
+    found = {row.listener_id: {name: int(getattr(row, name)) for name in counters} for row in rows}
+    return [ListenerTotals(listener_id=one, **found[one]) for one in listener_ids if one in found]
 
 
 def mark_totals_reported(connection: sa.Connection, totals: Sequence[ListenerTotals]) -> None:
     """Record that Octavia has received totals. A listener with newer counters stays due."""
-    table = listener_statistics
-    for one in totals:
-        mine = table.c.listener_id == one.listener_id
-        now = connection.execute(sa.select(sa.func.sum(table.c.version)).where(mine)).scalar()
-        if now is not None and int(now) == one.version:
-            connection.execute(table.update().where(mine).values(reported=table.c.version))
+    sent = {one.listener_id: one.version for one in totals}
+    for ids in chunks(sorted(sent)):
+        # The rows are locked, so that no writer can change a counter between this statement and the UPDATE. Such a
+        # counter would count as reported.
+        now: Counter[str] = Counter()
+        for listener_id, version in connection.execute(_LOCK_VERSIONS, {"ids": ids}):
+            now[listener_id] += version
+        unchanged = [one for one in ids if now[one] == sent[one]]
+        if unchanged:
+            connection.execute(_MARK_REPORTED, {"ids": unchanged})

@@ -7,16 +7,17 @@ which writes a row only on a change. The loss of a row has no effect.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import sqlalchemy as sa
 
 from amphora_driver.database import clock
-from amphora_driver.database.rows import chunks, load_as, to_struct
+from amphora_driver.database.rows import chunks, load_as
 from amphora_driver.database.tables import amphora, amphora_heartbeat, duty, job, object_status
 from amphora_driver.database.tables_fleet import failover, failover_event, process, silent_amphora
+from amphora_driver.errors import StoreError
 from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.model.enums import Kind, Operating
 from amphora_driver.store import status_outbox
@@ -36,18 +37,33 @@ _SERVED = (Operating.ONLINE.value, Operating.DEGRADED.value, Operating.NO_MONITO
 
 
 class AmphoraLiveness(msgspec.Struct, frozen=True, kw_only=True):
-    """One amphora's liveness.
-
-    `order` is epoch and sequence of the last heartbeat. `heard_at` is the time of the last heartbeat, or the time of
-    readiness before the first heartbeat.
-    """
+    """An amphora that should send heartbeats."""
 
     amphora_id: str
     load_balancer_id: str
     state: AmphoraState
     address: str | None
-    order: tuple[int, int] | None
-    heard_at: float | None
+
+
+class WatchedAmphorae:
+    """All amphorae that should send heartbeats. The detector reads them again only after a change.
+
+    Attributes:
+        by_id: all that are not booting, of load balancers that are not being deleted. Pools of spares detect the
+            failures of their own amphorae.
+        ready: the ids of the ready ones.
+        load_balancers: the ids of their load balancers.
+    """
+
+    def __init__(self, amphorae: Iterable[AmphoraLiveness], fingerprint: Sequence[object] = ()) -> None:
+        self.by_id = {one.amphora_id: one for one in amphorae}
+        self.ready = {one.amphora_id for one in self.by_id.values() if one.state is AmphoraState.READY}
+        self.load_balancers = {one.load_balancer_id for one in self.by_id.values()}
+        self.fingerprint = fingerprint
+
+    def of_load_balancer(self, load_balancer_id: str) -> set[str]:
+        """Return the ids of the amphorae of a load balancer."""
+        return {one.amphora_id for one in self.by_id.values() if one.load_balancer_id == load_balancer_id}
 
 
 class UnservedFailover(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,14 +79,14 @@ class LivenessSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         owner: process that holds the duty now; None if no process does.
         epoch: increases with each change of the owner.
-        amphorae: all that are not booting, of load balancers that are not being deleted. Pools of spares detect the
-            failures of their own amphorae.
+        orders: epoch and sequence of the last heartbeat by amphora id; None before the first heartbeat.
         beats: by health manager, the number of proofs that it receives heartbeats.
         at: time of the snapshot by the database's clock; for display only.
     """
 
     owner: str | None
-    amphorae: tuple[AmphoraLiveness, ...]
+    watched: WatchedAmphorae
+    orders: dict[str, tuple[int, int] | None]
     beats: dict[str, int]
     unserved: tuple[UnservedFailover, ...]
     at: float
@@ -98,17 +114,43 @@ class SilentAmphora(msgspec.Struct, frozen=True, kw_only=True):
     verdict: str
 
 
-_HEARD = (
+_WATCHED = (
     sa.select(
         amphora.c.id.label("amphora_id"),
         *(amphora.c.load_balancer_id, amphora.c.state, amphora.c.management_address.label("address")),
-        *(amphora_heartbeat.c.epoch, amphora_heartbeat.c.sequence),
-        sa.func.coalesce(amphora_heartbeat.c.seen_at, amphora.c.ready_at).label("heard_at"),
     )
     .join(job, job.c.load_balancer_id == amphora.c.load_balancer_id)
-    .outerjoin(amphora_heartbeat, amphora_heartbeat.c.amphora_id == amphora.c.id)
     .where(amphora.c.state != AmphoraState.BOOTING.value, job.c.op == Op.APPLY)
     .order_by(amphora.c.load_balancer_id, amphora.c.created_at, amphora.c.id)
+)
+# Every amphora that comes, goes, changes its state or its owner changes a number or a newest time of these groups.
+_GROUPS = (
+    sa.select(
+        *(amphora.c.state, job.c.op, sa.func.count()),
+        *(sa.func.max(amphora.c.ready_at), sa.func.max(amphora.c.created_at)),
+    )
+    .join(job, job.c.load_balancer_id == amphora.c.load_balancer_id)
+    .group_by(amphora.c.state, job.c.op)
+    .order_by(amphora.c.state, job.c.op)
+)
+# A client needs eight times as long to read tens of thousands of rows as to read and split a few long texts. So the
+# database joins the heartbeats of all amphorae whose ids begin with the same two characters.
+_HEARTBEAT = (
+    amphora_heartbeat.c.amphora_id
+    + sa.literal_column("' '")
+    + sa.cast(amphora_heartbeat.c.epoch, sa.String(20))
+    + sa.literal_column("' '")
+    + sa.cast(amphora_heartbeat.c.sequence, sa.String(20))
+)
+_HEARTBEATS = sa.select(
+    sa.func.count().label("number"),
+    sa.func.sum(sa.func.length(_HEARTBEAT)).label("size"),
+    sa.func.aggregate_strings(_HEARTBEAT, ",").label("joined"),
+).group_by(sa.func.substr(amphora_heartbeat.c.amphora_id, 1, 2))
+_LAST_HEARD = (
+    sa.select(amphora.c.id, sa.func.coalesce(amphora_heartbeat.c.seen_at, amphora.c.ready_at).label("at"))
+    .outerjoin(amphora_heartbeat, amphora_heartbeat.c.amphora_id == amphora.c.id)
+    .where(amphora.c.id.in_(sa.bindparam("ids", expanding=True)))
 )
 _BEATS = sa.select(process.c.name, process.c.beat).where(process.c.kind == ProcessKind.HEALTH_MANAGER.value)
 _GOING = sa.select(failover.c.id, failover.c.load_balancer_id).where(
@@ -116,21 +158,57 @@ _GOING = sa.select(failover.c.id, failover.c.load_balancer_id).where(
 )
 
 
-def load_liveness_snapshot(connection: sa.Connection) -> LivenessSnapshot:
-    """Read the input of one detection round."""
+def load_liveness_snapshot(connection: sa.Connection, known: WatchedAmphorae | None = None) -> LivenessSnapshot:
+    """Read the input of one detection round. `known` are the amphorae of an earlier round.
+
+    While no amphora or load balancer comes, goes or changes its state, the snapshot contains `known`.
+    """
     now = clock.now(connection)
     held = sa.select(duty.c.owner, duty.c.epoch, now.label("at")).where(duty.c.name == DUTY, duty.c.leased_until > now)
     mine = connection.execute(held).first()
-    heard = connection.execute(_HEARD).all()
-    orders = (None if row.epoch is None else (row.epoch, row.sequence) for row in heard)
+    watched = _load_watched(connection, known)
+    orders = load_heartbeat_orders(connection)
     return LivenessSnapshot(
         owner=None if mine is None else mine.owner,
-        amphorae=tuple(to_struct(row, AmphoraLiveness, order=order) for row, order in zip(heard, orders, strict=True)),
+        watched=watched,
+        orders={one: orders.get(one) for one in watched.by_id},
         beats={row.name: row.beat for row in connection.execute(_BEATS)},
         unserved=tuple(load_as(connection, UnservedFailover, _GOING)),
         at=0.0 if mine is None else float(mine.at),
         epoch=0 if mine is None else mine.epoch,
     )
+
+
+def _load_watched(connection: sa.Connection, known: WatchedAmphorae | None) -> WatchedAmphorae:
+    fingerprint = [tuple(row) for row in connection.execute(_GROUPS)]
+    if known is not None and known.fingerprint == fingerprint:
+        return known
+    return WatchedAmphorae(load_as(connection, AmphoraLiveness, _WATCHED), fingerprint)
+
+
+def load_heartbeat_orders(connection: sa.Connection) -> dict[str, tuple[int, int]]:
+    """Return epoch and sequence of the last heartbeat of every amphora.
+
+    Raises:
+        StoreError: the server has shortened a text.
+    """
+    found = {}
+    for row in connection.execute(_HEARTBEATS):
+        if len(row.joined) != int(row.size) + row.number - 1:
+            raise StoreError(
+                "read the last heartbeats",
+                "the server has shortened a text",
+                "Raise group_concat_max_len of the database server to at least 1 MiB.",
+            )
+        for one in row.joined.split(","):
+            amphora_id, epoch, sequence = one.split(" ")
+            found[amphora_id] = (int(epoch), int(sequence))
+    return found
+
+
+def read_last_heard(connection: sa.Connection, amphora_ids: Collection[str]) -> dict[str, float | None]:
+    """Return the times of the last heartbeats; of readiness, for an amphora without a heartbeat."""
+    return {row.id: row.at for row in connection.execute(_LAST_HEARD, {"ids": sorted(amphora_ids)})}
 
 
 def load_recent_failovers(connection: sa.Connection, seconds: float) -> dict[str, RecentFailovers]:

@@ -3,6 +3,7 @@
 
 import itertools
 import time
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -10,7 +11,7 @@ import sqlalchemy as sa
 from fleet_rows import NOW, identifier, rows, write
 
 from amphora_driver.errors import StoreError
-from amphora_driver.telemetry import fleet_queries
+from amphora_driver.telemetry import fleet_queries, snapshot_cache
 from amphora_driver.telemetry.alerts import Level, find_notices, worst_level
 from amphora_driver.telemetry.fleet_snapshot import BreakerInfo, DetectorInfo
 from amphora_driver.telemetry.snapshot_cache import SnapshotCache, open_read_only
@@ -284,6 +285,27 @@ def test_concurrent_readers_share_one_snapshot(url):
         assert all(cache.get_view() is first for _ in range(100))
         now[0] += 1.5
         assert cache.get_view().number == first.number + 1
+    finally:
+        cache.close()
+
+
+def test_slow_reads_use_a_tenth_of_a_processor(url, monkeypatch):
+    now, used = [100.0], [0.0]
+    cache = SnapshotCache(open_read_only(url), 3.0, 0, lambda: now[0])
+    read = fleet_queries.read_fleet
+
+    def slow_read(*arguments):
+        used[0] += 0.4
+        return read(*arguments)
+
+    monkeypatch.setattr(fleet_queries, "read_fleet", slow_read)
+    monkeypatch.setattr(snapshot_cache, "time", SimpleNamespace(thread_time=lambda: used[0]))
+    try:
+        begun = now[0]
+        for _ in range(1000):
+            cache.get_view()
+            now[0] += 0.1
+        assert 0.05 < used[0] / (now[0] - begun) <= 0.11
     finally:
         cache.close()
 

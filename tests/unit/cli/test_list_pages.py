@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lists of a large fleet have pages: `--limit` and `--marker`."""
+
+import json
+import uuid
+
+import migrated
+import pytest
+
+from amphora_driver.cli import queries
+from amphora_driver.database.engine import Database
+from amphora_driver.database.tables import amphora, job
+
+NUMBER = 7
+
+
+@pytest.fixture
+def configuration(tmp_path, monkeypatch):
+    """Load balancers with one amphora each. The commands read them in parts of two."""
+    monkeypatch.setattr(queries, "_PART", 2)
+    url = f"sqlite:///{tmp_path}/db.sqlite"
+    migrated.write(url)
+    database = Database(url)
+
+    def fill(connection):
+        for number in range(NUMBER):
+            lb = str(uuid.uuid5(uuid.NAMESPACE_OID, str(number)))
+            work = {"load_balancer_id": lb, "op": "apply", "generation": 1, "project_id": f"p{number % 2}"}
+            connection.execute(job.insert().values(**work))
+            machine = {
+                "id": str(uuid.uuid4()),
+                "load_balancer_id": lb,
+                "role": "STANDALONE",
+                "state": "ready",
+                "heartbeat_key": b"",
+            }
+            times = {"created_at": 1.0, "certificate_issued_at": 1.0, "certificate_expires_at": 1e10 + number}
+            connection.execute(amphora.insert().values(**machine, **times))
+
+    database.write(fill)
+    database.dispose()
+    path = tmp_path / "amphora-driver.conf"
+    path.write_text(f"[amp_database]\nconnection = {url}\n")
+    return path
+
+
+def ids(amphoractl, configuration, *words):
+    status, out, err = amphoractl(configuration, *words, "-f", "json")
+    assert status == 0, err
+    return [next(iter(row.values())) for row in json.loads(out)], err
+
+
+@pytest.mark.parametrize("words", [("loadbalancer", "list"), ("amphora", "list"), ("certificate", "list")])
+def test_the_pages_together_are_the_whole_list(amphoractl, configuration, words):
+    everything, err = ids(amphoractl, configuration, *words, "--limit", "0")
+    assert len(everything) == len(set(everything)) == NUMBER
+    assert "more rows follow" not in err
+    found, marker = [], ()
+    for size in (3, 3, 1):
+        page, err = ids(amphoractl, configuration, *words, "--limit", "3", *marker)
+        assert len(page) == size
+        assert ("more rows follow" in err) is (size == 3), err
+        found, marker = found + page, ("--marker", page[-1])
+    assert found == everything
+    assert ids(amphoractl, configuration, *words, *marker)[0] == []
+
+
+def test_a_page_of_a_filtered_list_is_full(amphoractl, configuration):
+    one = ("loadbalancer", "list", "--project", "p1")
+    everything, _ = ids(amphoractl, configuration, *one)
+    assert len(everything) == NUMBER // 2
+    page, _ = ids(amphoractl, configuration, *one, "--limit", "2")
+    assert page == everything[:2]
+    page, _ = ids(amphoractl, configuration, *one, "--stale", "--limit", "2", "--marker", page[0])
+    assert page == everything[1:3]
+
+
+@pytest.mark.parametrize("words", [("loadbalancer", "list"), ("amphora", "list")])
+def test_an_unknown_marker_is_an_error(amphoractl, configuration, words):
+    status, _, err = amphoractl(configuration, *words, "--marker", "unknown")
+    assert status != 0
+    assert "unknown" in err
