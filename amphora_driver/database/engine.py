@@ -67,6 +67,8 @@ _WRITE_LOCK_SECONDS = 15.0
 _POOL_OPTIONS = {"pool_size": 5, "max_overflow": 43, "pool_timeout": 5}
 # `Database` checks the schema again after ten seconds.
 SCHEMA_VALID_SECONDS = 10.0
+# Maximum size of a text that MySQL or MariaDB joins from several rows. The default of MySQL is 1,024 bytes.
+_JOINED_TEXT_BYTES = 16 * 2**20
 _WRITE, _READ = "write to the database", "read from the database"
 _POOL_EXHAUSTED = "every connection of the pool is in use"
 _COMMIT_MARKER = "amphora_commit_marker"
@@ -352,6 +354,7 @@ def _connect_arguments(url: sa.URL, answer_timeout: float) -> dict[str, Any]:
 def _begin_mariadb(dbapi_connection: Any, _record: Any) -> None:
     cursor = dbapi_connection.cursor()
     settings = f"SET SESSION time_zone='+00:00', innodb_lock_wait_timeout={_LOCK_SECONDS}"
+    settings += f", group_concat_max_len={_JOINED_TEXT_BYTES}"
     if "mariadb" in str(dbapi_connection.get_server_info()).lower():
         settings += f", idle_transaction_timeout={_IDLE_SECONDS}"
     cursor.execute(settings)

@@ -198,7 +198,7 @@ def load_heartbeat_orders(connection: sa.Connection) -> dict[str, tuple[int, int
             raise StoreError(
                 "read the last heartbeats",
                 "the server has shortened a text",
-                "Raise group_concat_max_len of the database server to at least 1 MiB.",
+                "Raise max_allowed_packet of the database server to at least 16 MiB.",
             )
         for one in row.joined.split(","):
             amphora_id, epoch, sequence = one.split(" ")

@@ -123,7 +123,7 @@ def test_a_shortened_text_is_an_error(mariadb_url):
         with engine.connect() as connection:
             fill(connection, [f"aa{number:034}" for number in range(50)])
             connection.exec_driver_sql("SET SESSION group_concat_max_len = 1024")
-            with pytest.raises(StoreError, match="group_concat_max_len"):
+            with pytest.raises(StoreError, match="max_allowed_packet"):
                 silent_amphorae.load_heartbeat_orders(connection)
             connection.exec_driver_sql("SET SESSION group_concat_max_len = 1048576")
             assert len(silent_amphorae.load_heartbeat_orders(connection)) == 50
