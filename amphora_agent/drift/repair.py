@@ -153,7 +153,7 @@ class DriftRepair:
             self._checker.repair(found)
         except AgentError as error:
             _log.warning(
-                "The agent could not repair configuration drift of the amphora, and tries again after some checks: %s",
+                "The agent could not repair configuration drift of the amphora, and tries again at a later check: %s",
                 error,
             )
             unrepaired: tuple[Difference, ...] = tuple(found)

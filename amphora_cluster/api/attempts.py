@@ -120,8 +120,8 @@ class FailedAttempts:
             paused = [self._count(memory, kind, name, free) for kind, name, free in self._limits(caller)]
         for kind, name, number, seconds in filter(None, paused):
             LOG.warning(
-                "%d authentications failed for %s %s, so the API answers requests of unknown callers from "
-                "there with status 429 for %g s",
+                "%d authentications failed for %s %s, so the API answers unknown callers of this address or group "
+                "with status 429 for %g s",
                 number, kind, printable(name, 64), seconds,
             )  # fmt: skip
 

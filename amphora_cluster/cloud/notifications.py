@@ -117,8 +117,8 @@ class NovaNotifications:
             self._on_servers(collected)
         except Exception:
             LOG.exception(
-                "the controller could not use %d notifications of Nova, and finds the changes of the servers at the "
-                "next poll",
+                "the controller could not process %d notifications of Nova, and finds the changes of the servers at "
+                "the next poll",
                 len(collected),
             )
 

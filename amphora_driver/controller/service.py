@@ -90,7 +90,8 @@ class Controller:
             trust.credentials()
         except StoreError as error:
             LOG.warning(
-                "the controller starts although it cannot read the certificate authorities; each job tries again: %s",
+                "the controller starts although it cannot read the certificate authorities; each job tries to read "
+                "them again: %s",
                 error,
             )
         context = ReconcileContext(

@@ -120,8 +120,8 @@ class FailureDetector:
             except (AmphoraDriverError, OSError) as error:
                 if self._holds_duty:
                     LOG.warning(
-                        "the failure detector cannot read heartbeats from the database, so the silent periods of all "
-                        "amphorae start again: %s",
+                        "the failure detector cannot read heartbeats from the database, so the detector measures the "
+                        "silent periods of all amphorae from zero again: %s",
                         error,
                     )
                 self._suspend("the database is not available")
@@ -136,8 +136,8 @@ class FailureDetector:
             self.release_duty("this controller is stopping")
         except (AmphoraDriverError, OSError) as error:
             LOG.info(
-                "the controller could not hand over the failure detection; another controller starts it "
-                "after the lease expires: %s",
+                "the controller could not hand over the failure detection; another controller starts the failure "
+                "detection after the lease expires: %s",
                 error,
             )
 

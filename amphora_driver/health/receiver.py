@@ -367,8 +367,8 @@ class Receiver:
             self._logged_at = now
             amphorae = dict(self.refused_by_amphora.most_common(_MAX_NAMED))
             numbers = (
-                "the health manager refused a heartbeat: %s Heartbeats refused since the start, by "
-                "reason: %s; those with a valid signature, by amphora: %s"
+                "the health manager refused a heartbeat: %s Heartbeats refused since the start, by reason: %s; "
+                "refused heartbeats with a valid signature, by amphora: %s"
             )
             LOG.warning(numbers, refusal, dict(self.refused), amphorae)
 

@@ -363,8 +363,8 @@ class DriftAuditor:
 
         if self._database.write(write):
             LOG.warning(
-                "the drift audit requests that the configuration of load balancer %s is pushed again, "
-                "because amphora %s has another one: %s",
+                "the drift audit requests another push of the configuration of load balancer %s, because amphora %s "
+                "has a different configuration: %s",
                 of,
                 amphora.id,
                 why,
@@ -398,8 +398,8 @@ class DriftAuditor:
         why = "renderer: this version renders the load balancer in another way"
         if self._database.write(lambda c: config_drift.revoke_confirmation(c, first.id, recorded.generation, why)):
             LOG.info(
-                "the drift audit requests that the configuration of load balancer %s is pushed again, "
-                "because this version of the driver renders it differently",
+                "the drift audit requests another push of the configuration of load balancer %s, because this "
+                "version of the driver renders a different configuration",
                 of,
             )
             self._on_due()

@@ -146,8 +146,8 @@ class OrphanCleaner:
         if _is_plausible(len(due), len(existing)):
             return due
         LOG.error(
-            "the orphan cleanup found that %d of %d objects (%s) of backend %s have no owner, and removes none of "
-            "them, because these are too many. Check whether the database has lost rows, and whether another "
+            "the orphan cleanup found %d of %d objects (%s) of backend %s without an owner, and removes no object, "
+            "because crashes cannot explain so many. Check whether the database has lost rows, and whether another "
             "deployment has the same name. If neither is true, remove objects without an owner manually",
             len(due), len(existing), kind.value, backend,
         )  # fmt: skip

@@ -220,7 +220,7 @@ class Groups:
                 LOG.log(
                     level,
                     "the network backend uses the security group %s, but could not delete the newer group %s of the "
-                    "same name, and tries again at its next list: %s",
+                    "same name; the backend tries again at the next list of groups: %s",
                     kept["id"],
                     one["id"],
                     translate(error, "delete it"),

@@ -163,8 +163,8 @@ class OctaviaAuditor:
         found = self._library().get_loadbalancer(load_balancer_id)
         if found is None:
             unknown = (
-                "Octavia does not know load balancer %s, but the driver keeps it; `amphoractl "
-                "loadbalancer resync --remove-unknown` deletes it"
+                "Octavia does not know load balancer %s, but the driver keeps its record; `amphoractl loadbalancer "
+                "resync --remove-unknown` deletes the load balancer"
             )
             LOG.warning(unknown, load_balancer_id)
             return False

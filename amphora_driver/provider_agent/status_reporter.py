@@ -285,8 +285,9 @@ class Reporter:
                 self._update_octavia("barrier", {"loadbalancers": [barrier]})
             except octavia_errors.UpdateStatusError as error:
                 refused = (
-                    "Octavia refused a test update of load balancer %s. The provider agent repeats the update in "
-                    "the next round, and reports no statuses of this load balancer before it succeeds: %s"
+                    "Octavia refused a test update of load balancer %s. The provider agent repeats the test update "
+                    "in the next round, and reports no statuses of this load balancer until the test update "
+                    "succeeds: %s"
                 )
                 LOG.warning(refused, load_balancer_id, error.fault_string)
                 failed.add(load_balancer_id)

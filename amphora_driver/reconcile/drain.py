@@ -104,7 +104,10 @@ class AmphoraRemoval:
             # A more urgent job may have interrupted the request. Then `ensure_may_act` ends this job, and a later job
             # repeats the request.
             self._job.ensure_may_act()
-            message = "amphora %s cannot forward open connections to amphora %s, so the VIP handover ends them: %s"
+            message = (
+                "amphora %s cannot forward open connections to amphora %s, so the VIP handover ends these "
+                "connections: %s"
+            )
             LOG.warning(message, partner.id, amphora.id, error)
             drain = 0.0
         left = self._release_vips(amphora, drain, direct_answers=direct_answers)

@@ -121,8 +121,8 @@ class BundlePush:
         except _GenerationConflict:
             of, generation = view.load_balancer_id, view.generation
             LOG.info(
-                "load balancer %s: an amphora serves generation %d of the configuration with other "
-                "content, so the controller pushes the content again under the next number",
+                "load balancer %s: an amphora serves different content under generation number %d, so the controller "
+                "pushes its configuration under the next number",
                 of,
                 generation,
             )

@@ -142,7 +142,7 @@ class SpareSteps:
             if taken[0]:
                 return
         LOG.warning(
-            "load balancer %s: the controller boots a new amphora, because spare pool %s has no usable one",
+            "load balancer %s: the controller boots a new amphora, because spare pool %s has no usable spare amphora",
             of,
             pool_id,
         )

@@ -148,7 +148,7 @@ def test_another_rendering_is_pushed_slowly(lab, balancer):
     lab.restart()
     for each in (balancer, second):
         lab.until(lambda of=each: lab.settled(of) > before[of.id], "the new rendering is pushed")
-    times = told(lab, "this version of the driver renders it differently")
+    times = told(lab, "this version of the driver renders a different configuration")
     assert len(times) == 2
     assert times[1] - times[0] >= dt.timedelta(seconds=0.9 * PAUSE), "the controller pauses between the pushes"
     assert lab.amphoractl("loadbalancer", "diff", balancer.id)[:2] == (0, "")
