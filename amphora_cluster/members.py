@@ -62,8 +62,7 @@ def weight_of(server: Server, weight: Weight) -> int:
         value = server.vcpus
     elif weight.kind is WeightKind.METADATA:
         text = server.metadata.get(weight.key, "").strip()
-        # isdecimal() accepts the digits of all scripts, which int() can also read. isdecimal() does not accept a minus
-        # sign.
+        # int() can read every text that isdecimal() accepts. A text with a minus sign is invalid, as any other text.
         value = int(text) if text.isdecimal() and len(text) < 10 else None
     return max(0, min(MOST_WEIGHT, weight.number if value is None else value))
 

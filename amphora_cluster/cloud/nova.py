@@ -111,7 +111,8 @@ class _Interfaces(msgspec.Struct, frozen=True):
     interfaceAttachments: list[_Interface]  # noqa: N815 - Nova's name
 
 
-# The addresses of a server at the last read of its subnets, and the subnet of each address.
+# The addresses of a server when its subnets were read, and the subnet of each address. The subnets are read again only
+# if the addresses have changed.
 _Known = tuple[tuple[tuple[str, int], ...], dict[str, str]]
 
 

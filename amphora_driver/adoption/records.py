@@ -51,7 +51,7 @@ class Step(str, Enum):
     REPORT = "report"
     # The former amphorae still exist, without traffic.
     KEEP = "keep"
-    # The former machines, ports and the security group are removed.
+    # The controller removes the machines, the ports and the security group of the former provider.
     REMOVE = "remove"
 
     # The load balancer becomes PENDING_UPDATE again, before the way back from `KEEP`.

@@ -200,10 +200,10 @@ amphora = sa.Table(
     # End of the connection drain after the handover of the VIPs; NULL while the amphora may hold VIPs.
     sa.Column("drains_until", sa.Double, nullable=True),
     sa.Column("certificate_expires_at", sa.Double, nullable=True),
-    # The CA that issued the amphora's certificate (NULL: the configured files), and the CAs whose client certificates
-    # the agent accepts, in the notation of `certificates/ca_rotation.py`.
     sa.Column("certificate_issued_at", sa.Double, nullable=True),
+    # The CA that issued the amphora's certificate; NULL if the CA is in the configured files.
     sa.Column("certificate_authority", sa.BigInteger, nullable=True),
+    # The CAs whose client certificates the agent accepts, in the notation of `certificates/ca_rotation.py`.
     sa.Column("trusts", sa.String(255), nullable=True),
     # Image of the amphora's machine, in the notation of the compute backend.
     sa.Column("image", sa.String(255), nullable=True),

@@ -57,8 +57,9 @@ _PROBE_MAGIC, _PROBE_SIZE = b"AHM1", 32
 # Targets of the self-test if the health manager listens on a wildcard address.
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
-# Number of Linux's socket option SO_MEMINFO (since Linux 4.12), for which Python's socket module has no name. Of the
-# nine numbers, the first is the used memory, the second its limit, and the last the number of lost datagrams.
+# Number of Linux's socket option SO_MEMINFO (since Linux 4.12), for which Python's socket module has no name. The
+# kernel returns nine integers: the first is the used receive memory, the second its limit, and the last counts lost
+# datagrams.
 _SO_MEMINFO = 55
 _MEMINFO = struct.Struct("=9I")
 # Parts of the receive buffer that are in use when the omission of a part begins, and when all omissions end.
@@ -278,7 +279,8 @@ class Receiver:
                 size, sender = receive(buffer)
                 self._handle_datagram(view[:size], sender[0], retried=False, forwarded=forwarded)
         except BlockingIOError:
-            # The buffer is empty, and the next datagram may come much later.
+            # The receiver measures the overload only with datagrams. Without this measurement, an overload that has
+            # ended would last until the next datagram.
             if self.overload.omitted:
                 self.overload.measure()
             return True

@@ -49,7 +49,8 @@ _IDLE_FLUSH_INTERVAL = 1.0
 _STOP_TIMEOUT = 20.0
 # Age in seconds of the last successful write, above which `GET /healthz` returns 503.
 _MAX_FLUSH_AGE = 15.0
-# Seconds after which a receiver of a group reads again which receiver processes which load balancer.
+# Receivers of a group divide the load balancers among themselves. Each receiver reads the division from the database at
+# this interval in seconds.
 _DISTRIBUTION_INTERVAL = 5.0
 # A receiver of a group is not working if the self-test of another one is older than this multiple of the interval.
 _GROUP_TEST_AGE = 1.75

@@ -175,7 +175,7 @@ class StatusWriter:
         self._is_overloaded = is_overloaded
         self._batches = BatchWriter(database)
         self._states: dict[str, _LoadBalancerState] = {}
-        # The load balancer of each amphora, at the last read.
+        # Load balancer id by amphora id, as read from the database last.
         self._owners: dict[str, str] = {}
         # Amphorae with heartbeats since the last flush to the database.
         self._updated: dict[str, LastReport] = {}

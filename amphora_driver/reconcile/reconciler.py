@@ -55,7 +55,7 @@ _MAX_PAUSE = 25.0
 _PAUSE_PER_BOOT = 0.05
 # An amphora of a new pair takes the VIPs after three to four VRRP advertisement intervals (RFC 9568, section 6.1).
 _MIN_ADVERTS, _MAX_ADVERTS = 3, 4
-# Additional seconds that a busy amphora may need to take the VIPs.
+# Seconds that a busy amphora may take the VIPs later than VRRP requires.
 _VIP_MARGIN = 3.0
 # Missed heartbeats after which an amphora is silent. A silent amphora does not delay the push to its partner.
 _MISSED_HEARTBEATS = 3
