@@ -13,8 +13,9 @@ OPTIONS: dict[str, dict[cfg.Opt, str]] = {
         cfg.PortOpt("bind_port", default=9879): "UDP port on which the health manager receives heartbeats. 0 to 65535.",
         cfg.IntOpt("receivers", default=1, min=1, max=64): (
             "Number of processes of this health manager that receive heartbeats on bind_port. Each process handles a "
-            "part of the load balancers. With several, process n serves its status page at health_bind_port + n. One "
-            "process receives about 10,000 small heartbeats per second. 1 to 64."
+            "part of the load balancers. The first process serves its status page on health_bind_port, the second one "
+            "on health_bind_port + 101, the third one on health_bind_port + 102, and so on. One process receives about "
+            "10,000 small heartbeats per second. 1 to 64."
         ),
         cfg.ListOpt("targets", default=[]): (
             "Addresses of all health managers as address:port, separated by commas. Every amphora sends its heartbeats "
