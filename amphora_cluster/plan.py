@@ -14,9 +14,9 @@ Semantics, for each server:
   shows OFFLINE and NO_MONITOR for moments after changes, and a consumer of this state replaces servers.
 * **Leaving by request.** The server is DRAINING: a DRAIN step sets weight 0, unless the weight is 0 already. The drain
   begins when no own member has another weight or a pending change. It ends after `drain_seconds`. With `drain_on_idle`
-  it ends earlier if the listeners have no connection, but not within STATISTICS_AGE seconds: an older number may not
-  count a connection that was opened just before the drain. Then the members are removed, and the server is LEFT until
-  it vanishes or joins by request. With `drain_seconds` 0 the members are removed at once. A leave that takes
+  it ends earlier if the listeners have no connection, but not within `Moment.statistics_age` seconds: an older number
+  may not count a connection that was opened just before the drain. Then the members are removed, and the server is LEFT
+  until it vanishes or joins by request. With `drain_seconds` 0 the members are removed at once. A leave that takes
   `join_timeout` longer than its drain is FAILED with the reason, and continues: it becomes LEFT when it succeeds. A
   leave is also FAILED while a foreign member has the server's address and port, because the server still receives
   requests.
@@ -58,8 +58,6 @@ from amphora_cluster.model import (
 
 # Seconds until the next pass over a group while members are being added or drained.
 WATCH_SECONDS = 1.0
-# Maximum age in seconds of Octavia's statistics, which providers report at intervals.
-STATISTICS_AGE = 10.0
 
 NOT_SHOWN = "The source of the group does not show the server."
 NOT_SELECTED = "The selector of the group does not select the server any more."
@@ -73,10 +71,12 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         now: seconds since 1970, for the records.
         elapsed: seconds that have certainly elapsed since a recorded time of a server: too few rather than too many.
+        statistics_age: maximum age in seconds of Octavia's statistics, which providers report at intervals.
     """
 
     now: float
     elapsed: Callable[[str, float], float]
+    statistics_age: float
 
 
 class _Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -207,7 +207,7 @@ def _drain_ended(group: Group, pool: Pool, node: Node, at: Moment) -> tuple[bool
     longest = group.drain_seconds - at.elapsed(node.server_id, node.drain_began_at)
     earliest = longest
     if group.drain_on_idle and pool.active_connections is not None:
-        earliest = min(longest, longest - group.drain_seconds + STATISTICS_AGE)
+        earliest = min(longest, longest - group.drain_seconds + at.statistics_age)
     if longest <= 0 or (earliest <= 0 and pool.active_connections == 0):
         return True, at.now + WATCH_SECONDS
     return False, at.now + min(longest, max(earliest, WATCH_SECONDS))

@@ -2,7 +2,7 @@
 """A stub of Nova's API for tests without a Nova: servers, server groups and interfaces, over HTTP.
 
 It has the properties of Nova on which cluster membership depends: pages with links, the filter by tag only, servers of
-a cell that does not answer (missing in pages, UNKNOWN by id), and 404 for a deleted server.
+a cell that does not answer (missing in pages, UNKNOWN by id), 404 for a deleted server, and 400 for a page after one.
 """
 
 import json
@@ -23,12 +23,14 @@ class NovaStub:
         fails: the HTTP status of all answers; None to serve.
         most: the longest page of Nova.
         down: ids of servers in a cell that does not answer.
+        after_page: called with the ids of the servers of a page before its answer.
     """
 
     def __init__(self):
         self.lock = threading.Lock()
         self.servers, self.groups, self.subnets = {}, {}, {}
         self.calls, self.fails, self.most, self.down = Counter(), None, 1000, set()
+        self.after_page = lambda ids: None
         self.url = ""
 
     def add(self, server_id, *addresses, name="", subnet_id="", project_id="sandbox", **more):
@@ -80,9 +82,13 @@ class NovaStub:
         if "tags" in query:
             found = [one for one in found if set(query["tags"][0].split(",")) <= set(one["tags"])]
         if "marker" in query:
+            if query["marker"][0] not in self.servers:
+                message = f"marker [{query['marker'][0]}] not found"
+                return 400, {"badRequest": {"code": 400, "message": message}}
             found = [one for one in found if one["id"] > query["marker"][0]]
         size = min(int(query.get("limit", [self.most])[0]), self.most)
         links = {"servers_links": [{"rel": "next", "href": "unused"}]} if len(found) > size else {}
+        self.after_page([one["id"] for one in found[:size]])
         return 200, {"servers": found[:size], **links}
 
 

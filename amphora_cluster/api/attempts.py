@@ -8,7 +8,7 @@ Invariants:
 * The number of failures without a pause is limited for each source address, and for each group from all addresses.
   Each further failure begins a pause, and each pause is twice as long as the one before. The pause of a group is for
   addresses with a failure only.
-* During a pause, a request is refused before the database is read and before its body is read.
+* During a pause, a request is refused before the database is read.
 * A caller that authenticated before is not limited, so that no client can lock it out. A token is known after its first
   use. A signed request shows only the id of its token. It is known for its source address only, and only until a
   request with this id and from this address fails.

@@ -103,7 +103,7 @@ def _service() -> Service:
 
 
 def _authenticated(service: Service, group_id: str) -> Received:
-    """Authenticate the request; raises Throttled before its body is read."""
+    """Authenticate the request; raises Throttled before the database is read."""
     headers = {name.lower(): value for name, value in request.headers.items()}
     tokens = request.args.getlist("token")
     source = _source(service)

@@ -98,7 +98,8 @@ MEMBERS: tuple[Argument, ...] = (
     argument(
         "--no-drain-on-idle",
         action="store_true",
-        help="A drain always lasts for --drain-seconds. By default it ends when the statistics show no connection.",
+        help="A drain always lasts for --drain-seconds. By default it ends when the statistics show no connection, but "
+        "not before the time of the option [amp_cluster] statistics_age.",
     ),
 )
 

@@ -31,6 +31,10 @@ class Missing(CloudError):
     """An object of the user does not exist."""
 
 
+class ListChanged(CloudError):
+    """The last object of a page was deleted, so the service cannot continue the list after it."""
+
+
 class Busy(CloudError):
     """The load balancer accepts no change now, because another one is in progress.
 
@@ -54,6 +58,8 @@ def translate(error: ApiError, wanted: str) -> CloudError:
     """
     reason = printable(f"{error.message} ({error.request})", _MOST)
     match error.status:
+        case 400 if error.message.lower().startswith("marker"):
+            return ListChanged(wanted, reason)
         case 401:
             remedy = "Give the group a new application credential."
             return CredentialRefused(wanted, reason, remedy, final=True)

@@ -23,7 +23,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from amphora_cluster.cloud.errors import CloudError, Missing
+from amphora_cluster.cloud.errors import CloudError, ListChanged, Missing
 from amphora_cluster.cloud.heat import HeatStacks
 from amphora_cluster.cloud.session import CloudConnection
 from amphora_cluster.members import GONE
@@ -35,6 +35,8 @@ MICROVERSION = "2.69"
 _HEADERS = {"OpenStack-API-Version": f"compute {MICROVERSION}"}
 _FIXED = "fixed"
 _MOST_SUBNETS = 50_000
+# Maximum number of times that a list begins again, because the last server of a page was deleted.
+_MOST_RESTARTS = 3
 
 
 class _Address(msgspec.Struct, frozen=True):
@@ -208,9 +210,16 @@ class NovaServers:
     def _pages(self, params: Sequence[tuple[str, str]], wanted: str) -> list[ServerRecord]:
         limit = ("limit", str(self._connection.settings.page_size))
         found: list[ServerRecord] = []
+        restarts = 0
         while True:
             last = [("marker", found[-1].id)] if found else []
-            page: _Servers = self._get("/servers/detail", _Servers, wanted, [*params, limit, *last])
+            try:
+                page: _Servers = self._get("/servers/detail", _Servers, wanted, [*params, limit, *last])
+            except ListChanged:
+                if not found or restarts == _MOST_RESTARTS:
+                    raise
+                found, restarts = [], restarts + 1
+                continue
             found += page.servers
             # A page may be shorter than the requested limit although more servers follow. Only the last page has no
             # link to the next one.

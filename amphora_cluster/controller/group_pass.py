@@ -48,6 +48,7 @@ class PassSettings(msgspec.Struct, frozen=True, kw_only=True):
     poll_interval: float
     retry_first: float
     retry_most: float
+    statistics_age: float
 
 
 class _View(msgspec.Struct, frozen=True, kw_only=True):
@@ -372,7 +373,8 @@ class GroupPass:
         return None
 
     def _moment(self, group: Group, now: float) -> Moment:
-        return Moment(now=now, elapsed=self._elapsed.of_group(group.id, now))
+        elapsed = self._elapsed.of_group(group.id, now)
+        return Moment(now=now, elapsed=elapsed, statistics_age=self._settings.statistics_age)
 
     def _moved(self, group: Group, nodes: tuple[Node, ...]) -> None:
         for node in nodes:

@@ -92,7 +92,12 @@ class Controller:
         self._passes = PassStore(self._database)
         self._groups = GroupStore(self._database, config.load_vault(conf))
         self._requests = RequestStore(self._database)
-        settings = PassSettings(poll_interval=own.poll_interval, retry_first=own.retry_first, retry_most=own.retry_most)
+        settings = PassSettings(
+            poll_interval=own.poll_interval,
+            retry_first=own.retry_first,
+            retry_most=own.retry_most,
+            statistics_age=own.statistics_age,
+        )
         cloud = clouds or Clouds(options.settings(conf)).get
         elapsed = ElapsedTimes(self._database.seconds_since_clock_jump)
         self._group_pass = GroupPass(

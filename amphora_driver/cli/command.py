@@ -22,7 +22,7 @@ Argument = tuple[tuple[str, ...], dict[str, Any]]
 Table = tuple[tuple[str, ...], Iterable[tuple[Any, ...]]]
 # Maximum number of characters of an operator's name in the database.
 _MAX_NAME_LENGTH = 128
-# Number of rows of a list without the option `--limit`. A command needs less than a second for them, half of which is
+# Number of rows of a table without the option `--limit`. A command needs less than a second for them, half of which is
 # its start.
 _PAGE = 1000
 
@@ -59,8 +59,8 @@ class PagedLister(Lister):
 
     def get_parser(self, prog_name: str) -> argparse.ArgumentParser:
         parser = super().get_parser(prog_name)
-        limit = f"Largest number of rows (default: {_PAGE}); 0 for all."
-        parser.add_argument("--limit", type=int, default=_PAGE, metavar="NUMBER", help=limit)
+        limit = f"Largest number of rows; 0 for all (default: {_PAGE} in a table, otherwise all)."
+        parser.add_argument("--limit", type=int, metavar="NUMBER", help=limit)
         parser.add_argument(
             "--marker", metavar="ID", help="Only rows after the row with this id, the last one of a page."
         )
@@ -79,6 +79,9 @@ class PagedLister(Lister):
                 raise UnknownObject(f"list the rows after {parsed_args.marker}", "no row has this id")
             following = skipped
         limit, last = parsed_args.limit, None
+        if limit is None:
+            # A program that reads the output does not see the warning.
+            limit = _PAGE if getattr(parsed_args, "formatter", "table") == "table" else 0
         for number, row in enumerate(following):
             if 0 < limit <= number:
                 LOG.warning(

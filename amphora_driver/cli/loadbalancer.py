@@ -73,7 +73,8 @@ class ListLoadBalancers(PagedLister):
             after = queries.find_load_balancer_id(connection, marker) if marker else None
             found = queries.iter_load_balancers(connection, *conditions, after=after)
             rows = (_row(one, now)[: len(head)] for one in found if is_wanted(one))
-            return list(self.page(rows, argparse.Namespace(limit=parsed_args.limit, marker=None)))
+            # The rows begin after the marker already.
+            return list(self.page(rows, argparse.Namespace(**{**vars(parsed_args), "marker": None})))
 
         return head, self.app.read(read)
 

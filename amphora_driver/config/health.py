@@ -13,8 +13,9 @@ OPTIONS: dict[str, dict[cfg.Opt, str]] = {
         cfg.PortOpt("bind_port", default=9879): "UDP port on which the health manager receives heartbeats. 0 to 65535.",
         cfg.IntOpt("receivers", default=1, min=1, max=64): (
             "Number of processes of this health manager that receive heartbeats on bind_port. Each process handles a "
-            "part of the load balancers. With several, process n serves its status page at health_bind_port + n. One "
-            "process receives about 10,000 small heartbeats per second. 1 to 64."
+            "part of the load balancers. The first process serves its status page on health_bind_port, the second one "
+            "on health_bind_port + 101, the third one on health_bind_port + 102, and so on. One process receives about "
+            "10,000 small heartbeats per second. 1 to 64."
         ),
         cfg.ListOpt("targets", default=[]): (
             "Addresses of all health managers as address:port, separated by commas. Every amphora sends its heartbeats "
@@ -30,7 +31,8 @@ OPTIONS: dict[str, dict[cfg.Opt, str]] = {
         ),
         cfg.FloatOpt("statistics_interval", default=2.0, min=0.0): (
             "Seconds between two writes of the statistics of one load balancer. Counters in between are added in "
-            "memory. 10 is suitable for thousands of amphorae. At least 0."
+            "memory. 10 is suitable for thousands of amphorae. With cluster membership, the sum of this option, "
+            "interval and 5 seconds must stay below [amp_cluster] statistics_age. At least 0."
         ),
         cfg.IntOpt("near_limit", default=85, min=50, max=100): (
             "Percentage of a limit (connections, CPU, memory, file descriptors, tracked connections) from which an "

@@ -66,10 +66,12 @@ def similar_names(request: PortRequest) -> tuple[str, ...]:
 
 def amphora_mac(deployment_id: str, request: PortRequest) -> str:
     """Return the MAC address of a port of an amphora. The ports on one network have different ones."""
-    if request.purpose is PortPurpose.MANAGEMENT:
-        kind: tuple[str, ...] = (PortPurpose.MANAGEMENT.value,)
-    else:
-        kind = (DIRECT,) if request.vnic_type == DIRECT else ()
+    kind: tuple[str, ...] = ()
+    if request.vnic_type == DIRECT:
+        kind = (DIRECT,)
+    elif request.purpose is not PortPurpose.MANAGEMENT:
+        # Management ports of running amphorae have the address without this part.
+        kind = ("traffic",)
     return derive_mac(deployment_id, request.amphora_id, request.network_id, *kind)
 
 

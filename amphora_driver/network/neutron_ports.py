@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ports of amphorae in Neutron.
 
-Invariant: a port is created in one request with addresses, address pairs, groups and mark. The MAC address
-derives from amphora, network and type. Neutron accepts a MAC address only once on a network, so two processes never
-create two ports. An amphora has at most one ordinary port and one SR-IOV port on a network.
+Invariant: a port is created in one request with addresses, address pairs, groups and mark. The MAC address derives from
+amphora, network, type, and whether it is a management port. Neutron accepts a MAC address only once on a network, so
+two processes never create two ports. An amphora has at most one management port, one ordinary port and one SR-IOV port
+on a network.
 """
 
 from __future__ import annotations

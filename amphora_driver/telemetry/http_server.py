@@ -268,11 +268,19 @@ def _close_gracefully(connection: socket.socket) -> None:
             pass
 
 
+def port_of(port: int, index: int) -> int:
+    """Return the port of one of several processes: the configured port for the first one, with index 0.
+
+    The ports after the configured one are the defaults of other processes.
+    """
+    return port if index == 0 else port + 100 + index
+
+
 class Telemetry:
     """The status page of a process; a context manager around the work of the process.
 
     `is_working` returns the result of the health check. Without a configured port, `server` is None. Several processes
-    of one kind on one host have an `index`, which is added to the port.
+    of one kind on one host have an `index`, from which `port_of` computes their ports.
     """
 
     def __init__(
@@ -298,7 +306,7 @@ class Telemetry:
         )
         records = RecordReader(database, process.version, read_options(conf))
         handler = RequestHandler(self._snapshots, records, process, TokenFile(options.token_file), is_working)
-        self.server = StatusServer(options.bind_address, port + index, handler, options.certificate)
+        self.server = StatusServer(options.bind_address, port_of(port, index), handler, options.certificate)
 
     def __enter__(self) -> Telemetry:
         if self.server is not None:

@@ -77,7 +77,7 @@ def measure_processes(deployment: Deployment, seconds: float) -> dict[str, Any]:
         "load_average": processes.load_average(),
         "seconds": passed,
         "cpu": used,
-        "memory": {name: processes.memory_mib(one.pids()) for name, one in deployment.programs.items()},
+        "memory": _memory(deployment),
         "statements": after,
         "agents": {name: (now[name] - work.get(name, 0)) / passed for name in now},
     }
@@ -87,6 +87,13 @@ def _cpu(deployment: Deployment) -> dict[str, float]:
     found = {name: processes.cpu_seconds(one.pids()) for name, one in deployment.programs.items()}
     if deployment.database_pid:
         found["database"] = processes.cpu_seconds([deployment.database_pid])
+    return found
+
+
+def _memory(deployment: Deployment) -> dict[str, float]:
+    found = {name: processes.memory_mib(one.pids()) for name, one in deployment.programs.items()}
+    if deployment.database_pid:
+        found["database"] = processes.memory_mib(processes.family(deployment.database_pid))
     return found
 
 

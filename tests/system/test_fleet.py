@@ -71,9 +71,10 @@ def measured(folder, number):
         # Each amphora has sent at least two heartbeats meanwhile, and the last ones are recorded.
         assert after - before >= 2 * deployment.amphorae, (before, after)
         assert found["agents"].get("GET /v2/bundle", 0) > 0, "no agent was asked over mutual TLS"
+        assert found["memory"]["database"] > 0
         # The controller verifies a renewed certificate by a handshake without a request.
         assert found["agents"].get("broken", 0) <= found["agents"].get("PUT /v2/certificate", 0)
-        listed = at_rest.run_command(deployment, "loadbalancer", "list", "-f", "value", "-c", "ID")
+        listed = at_rest.run_command(deployment, "loadbalancer", "list", "--limit", "0", "-f", "value", "-c", "ID")
         assert listed["lines"] == number
         return deployment.amphorae, found
 

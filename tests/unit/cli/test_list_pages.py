@@ -7,7 +7,7 @@ import uuid
 import migrated
 import pytest
 
-from amphora_driver.cli import queries
+from amphora_driver.cli import command, queries
 from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import amphora, job
 
@@ -73,6 +73,20 @@ def test_a_page_of_a_filtered_list_is_full(amphoractl, configuration):
     assert page == everything[:2]
     page, _ = ids(amphoractl, configuration, *one, "--stale", "--limit", "2", "--marker", page[0])
     assert page == everything[1:3]
+
+
+@pytest.mark.parametrize("words", [("loadbalancer", "list"), ("amphora", "list"), ("certificate", "list")])
+def test_only_a_table_has_a_limit_by_default(amphoractl, configuration, words, monkeypatch):
+    monkeypatch.setattr(command, "_PAGE", 3)
+    for form, rows in (("table", 3), ("json", NUMBER), ("value", NUMBER), ("csv", NUMBER), ("yaml", NUMBER)):
+        status, out, err = amphoractl(configuration, *words, "-f", form)
+        assert status == 0, err
+        everything = ids(amphoractl, configuration, *words, "--limit", "0")[0]
+        assert sum(one in out for one in everything) == rows, form
+        assert ("more rows follow" in err) is (rows < NUMBER), form
+    status, out, err = amphoractl(configuration, *words)
+    assert (status, "more rows follow" in err) == (0, True)
+    assert len(ids(amphoractl, configuration, *words, "--limit", "2")[0]) == 2
 
 
 @pytest.mark.parametrize("words", [("loadbalancer", "list"), ("amphora", "list")])

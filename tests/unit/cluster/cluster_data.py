@@ -18,6 +18,7 @@ from amphora_cluster.model import (
 from amphora_cluster.plan import Moment, plan
 
 NOW = 10_000.0
+STATISTICS_AGE = 10.0
 SUBNET = "subnet-1"
 
 
@@ -83,7 +84,7 @@ EMPTY = pool()
 
 def moment(now=NOW):
     """A time of a clock that is never set."""
-    return Moment(now=now, elapsed=lambda _, recorded: now - recorded)
+    return Moment(now=now, elapsed=lambda _, recorded: now - recorded, statistics_age=STATISTICS_AGE)
 
 
 def planned(group, servers=(), pool=EMPTY, nodes=(), now=NOW):

@@ -9,11 +9,11 @@ plan.
 from collections import Counter
 
 import msgspec
-from cluster_data import address, group, member, moment, pool, server
+from cluster_data import STATISTICS_AGE, address, group, member, moment, pool, server
 
 from amphora_cluster.members import GONE, endpoint_of, wanted_members
 from amphora_cluster.model import Criterion, NodeState, Request, RequestKind, StepKind, Weight, WeightKind
-from amphora_cluster.plan import NOT_SHOWN, STATISTICS_AGE, plan
+from amphora_cluster.plan import NOT_SHOWN, plan
 from amphora_cluster.requests import apply_request, outcome, serving
 
 STATUSES = ("ACTIVE", "ACTIVE", "ACTIVE", "BUILD", "SHUTOFF", "ERROR", "DELETED")

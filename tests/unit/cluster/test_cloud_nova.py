@@ -103,6 +103,27 @@ class TestLists:
         assert stub.calls["servers/detail"] == 4
         assert ids(make(page_size=asked).servers(selected("list", servers=tuple(wanted)))) == wanted
 
+    @pytest.mark.parametrize(("deletions", "complete"), [(1, True), (3, True), (4, False)])
+    def test_the_list_begins_again_if_the_last_server_of_a_page_is_deleted(self, make, stub, deletions, complete):
+        for number in range(10):
+            stub.add(f"{number:02}", f"192.0.2.{number}", tags=["web"])
+        deleted = []
+
+        def delete_the_last(page):
+            if len(deleted) < deletions:
+                deleted.append(page[-1])
+                stub.servers.pop(page[-1])
+
+        stub.after_page = delete_the_last
+        if complete:
+            wanted = [f"{number:02}" for number in (0, 1, *range(2 + deletions, 10))]
+            assert ids(make(page_size=3).servers(selected("tag", "web"))) == wanted
+        else:
+            with pytest.raises(CloudError, match="marker") as caught:
+                make(page_size=3).servers(selected("tag", "web"))
+            assert not caught.value.final
+        assert len(deleted) == deletions
+
     def test_groups_of_an_owner_share_a_list(self, make, fleet):
         nova = make(server_list_age=60.0)
         assert ids(nova.servers(selected("metadata", "role=web"))) == ["a", "c"]

@@ -17,7 +17,7 @@ from amphora_cluster.metrics import METRICS
 from amphora_cluster.model import Node, NodeState, Request, RequestKind
 from amphora_driver.errors import UnknownObject
 
-POLL = 5.0
+POLL, STATISTICS_AGE = 5.0, 12.0
 
 
 class Scene:
@@ -34,7 +34,7 @@ class Scene:
 
     def start(self):
         """Start a controller."""
-        settings = PassSettings(poll_interval=POLL, retry_first=1.0, retry_most=60.0)
+        settings = PassSettings(poll_interval=POLL, retry_first=1.0, retry_most=60.0, statistics_age=STATISTICS_AGE)
         elapsed = ElapsedTimes(lambda: self.steady - self.jumped_at, lambda: self.steady)
         self.group_pass = GroupPass(
             self.stores.passes, self.now, self.stores.groups.open_credential, self.cloud.get, settings, elapsed
@@ -370,6 +370,19 @@ def test_connections_are_read_while_servers_drain_only(scene):
     scene.step(5.0)
     assert scene.states()["a"] is NodeState.LEFT
     assert scene.cloud.calls[-1] == ("read_pool", False)
+
+
+def test_a_drain_ends_early_after_the_configured_age_of_statistics(stores):
+    scene = Scene(stores, drain_seconds=100)
+    scene.serve("a", "b")
+    scene.request(RequestKind.LEAVE, "a")
+    scene.step()
+    scene.cloud.connections = 0
+    scene.step(1.0)
+    scene.step(STATISTICS_AGE - 1.0)
+    assert len(scene.cloud.members) == 2
+    scene.step(1.0)
+    assert len(scene.cloud.members) == 1
 
 
 # --- deletion ---

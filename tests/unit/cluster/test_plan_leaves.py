@@ -2,10 +2,10 @@
 """Servers that leave by request, and servers that vanish (plan.py)."""
 
 import pytest
-from cluster_data import NOW, group, member, node, planned, pool, server, steps_of
+from cluster_data import NOW, STATISTICS_AGE, group, member, node, planned, pool, server, steps_of
 
 from amphora_cluster.model import NodeState
-from amphora_cluster.plan import NOT_SELECTED, NOT_SHOWN, STATISTICS_AGE, WATCH_SECONDS
+from amphora_cluster.plan import NOT_SELECTED, NOT_SHOWN, WATCH_SECONDS
 
 
 def leaving(state=NodeState.DRAINING, **changes):

@@ -89,6 +89,23 @@ def test_the_mac_address_follows_from_the_owner():
     assert len({objects.derive_mac(deployment, AMPHORA, net) for deployment in "ab" for net in "cd"} | {mac}) == 5
 
 
+def test_each_port_of_an_amphora_on_a_network_has_its_own_mac_address():
+    made = {
+        name: objects.amphora_mac("one", request(**values))
+        for name, values in {
+            "management": {"purpose": PortPurpose.MANAGEMENT},
+            "vip": {"purpose": PortPurpose.VIP},
+            "member": {"purpose": PortPurpose.MEMBER},
+            "direct": {"vnic_type": "direct"},
+        }.items()
+    }
+    # VIPs and members on one network share one port.
+    assert made["vip"] == made["member"]
+    assert len(set(made.values())) == 3
+    # Running amphorae have a management port with this address.
+    assert made["management"] == objects.derive_mac("one", AMPHORA, "n")
+
+
 def test_tags_are_short_enough_for_each_neutron():
     found = objects.tags("d" * 40, LB, AMPHORA)
     assert len(found) == 3

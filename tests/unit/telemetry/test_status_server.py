@@ -13,7 +13,9 @@ from contextlib import contextmanager
 
 import pytest
 from fleet_rows import rows, write
+from oslo_config import types
 
+from amphora_cluster import config as cluster_config
 from amphora_driver import config, metrics
 from amphora_driver.certificates.ca import Authority, create_authority
 from amphora_driver.secret import Secret
@@ -256,6 +258,23 @@ def test_without_a_port_there_is_no_server(url):
         assert telemetry.server is None
     conf = options(url, bind_port=0, health_bind_port=1)
     assert isinstance(Telemetry(conf, ProcessKind.HEALTH_MANAGER, "h", lambda: True).server, StatusServer)
+
+
+def test_the_ports_of_several_receivers_are_no_defaults_of_other_options(url):
+    defaults = {
+        (group, opt.name): opt.default
+        for groups in (config.GROUPS, cluster_config.GROUPS)
+        for group, options in groups.items()
+        for opt in options
+        if isinstance(opt.type, types.Port)
+    }
+    own = defaults.pop(("amp_status_page", "health_bind_port"))
+    assert {9878, 9879, 9880} <= set(defaults.values())
+    most = next(opt for opt in config.GROUPS["amp_health"] if opt.name == "receivers").type.max
+    conf = options(url)
+    ports = [Telemetry(conf, ProcessKind.HEALTH_MANAGER, "h", lambda: True, index).server.port for index in range(most)]
+    assert (most, ports[0], len(set(ports))) == (64, own, most)
+    assert not set(ports) & set(defaults.values())
 
 
 def test_an_unavailable_database_is_reported(tmp_path):
