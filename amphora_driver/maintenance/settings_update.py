@@ -86,7 +86,8 @@ class LogFiles:
             except OSError:
                 found.append(None)
             else:
-                found.append((state.st_ino, state.st_mtime_ns, state.st_size))
+                # A change of mode or group, which can make a file readable, changes st_ctime_ns only.
+                found.append((state.st_ino, state.st_mtime_ns, state.st_ctime_ns, state.st_size))
         return found
 
 

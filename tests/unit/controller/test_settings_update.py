@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings of agents: choice of the amphorae, update of those with other settings, failures and old agents."""
 
+import errno
 import hashlib
 import json
 import logging
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -401,6 +404,27 @@ def test_an_unusable_client_certificate_changes_nothing(control, pool, shown_cer
     assert certificates_of(control) == {FORMER.certificate_pem + FORMER.key_pem}
     shown_certificate(NEW.pem)
     assert made.run_round(pool) == MANY
+
+
+def test_a_file_is_read_again_when_only_its_mode_changes(control, pool, shown_certificate, monkeypatch):
+    """The test user may read each file, so the first attempt fails by a replaced method."""
+    made, path = update(control), Path(control.conf.amp_logs.client_certificate)
+    assert made.run_round(pool) == MANY
+
+    def refuse(*_arguments, **_options):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    shown_certificate(NEW.pem)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_text", refuse)
+        assert made.run_round(pool) == 0
+    before = path.stat()
+    # The clock of the file system has coarse steps.
+    while (after := path.stat()).st_ctime_ns == before.st_ctime_ns:
+        path.chmod(0o640)
+    assert (after.st_ino, after.st_mtime_ns, after.st_size) == (before.st_ino, before.st_mtime_ns, before.st_size)
+    assert made.run_round(pool) == MANY
+    assert certificates_of(control) == {NEW.certificate_pem + NEW.key_pem}
 
 
 def test_lines_of_amphorae_are_metrics(control, pool):
