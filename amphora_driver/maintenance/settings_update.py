@@ -25,7 +25,8 @@ from amphora_driver.deadline import Deadline
 from amphora_driver.errors import AgentError, AgentRefused, AmphoraDriverError, ConfigurationError
 from amphora_driver.model.loadbalancer import LoadBalancer
 from amphora_driver.reconcile.defaults import agent_settings, log_defaults, log_files, log_settings
-from amphora_driver.render.agent_settings import AgentSettings
+from amphora_driver.render.agent_settings import AgentSettings, LogTarget
+from amphora_driver.secret import Secret
 from amphora_driver.store import amphorae, desired_objects
 from amphora_driver.store.amphorae import ReachableAmphora
 
@@ -46,7 +47,7 @@ _RETRY_AFTER = 60.0
 _INTERVALS = 2
 # Seconds between two checks whether the round must end.
 _CHECK_EVERY = 0.2
-_NOT_FOUND = 404
+_BAD_REQUEST, _NOT_FOUND = 400, 404
 
 
 def choose_amphorae(
@@ -157,8 +158,7 @@ class SettingsUpdate:
             except ConfigurationError as error:
                 failure = f"settings: {error.happened}"
             else:
-                if reported.settings_digest != wanted.digest:
-                    failure = self._send(amphora_id, address, wanted)
+                failure = self._send(amphora_id, address, reported.settings_digest, wanted)
         self._count_log_lines(amphora_id, reported.log_lines)
         if failure:
             self._put_off(amphora_id)
@@ -190,7 +190,10 @@ class SettingsUpdate:
         reported = self._agents.bundle_state(one.id, one.management_address, deadline=deadline)
         return self.compare(one.id, one.management_address, reported, root)
 
-    def _send(self, amphora_id: str, address: str, wanted: AgentSettings) -> str:
+    def _send(self, amphora_id: str, address: str, present: str, wanted: AgentSettings) -> str:
+        """Send settings to an agent that reports another digest; return why it still has other settings."""
+        if present == wanted.digest:
+            return ""
         deadline = Deadline(_AGENT_TIMEOUT, f"change the settings of amphora {amphora_id}")
         try:
             actual = self._agents.put_settings(amphora_id, address, wanted.encode(), deadline=deadline).digest
@@ -199,6 +202,12 @@ class SettingsUpdate:
                 # Status 404 comes from an agent of an earlier version, which has no settings to compare. This agent has
                 # replaced the queried agent since the query.
                 return ""
+            reduced = _without_certificates(wanted)
+            if isinstance(error, AgentRefused) and error.status == _BAD_REQUEST and reduced != wanted:
+                # An agent of an earlier version refuses all settings because of the unknown key. Without the other
+                # settings, it would send its heartbeats to former targets.
+                reason = "its agent does not support the client certificate of log targets: replace the amphora"
+                return self._send(amphora_id, address, present, reduced) or f"settings: {reason}"
             return f"settings: it has other heartbeat settings or log targets than configured: {error.happened}"
         if actual != wanted.digest:
             return "settings: it reports other settings than those that it has accepted"
@@ -209,6 +218,21 @@ class SettingsUpdate:
 
     def _put_off(self, amphora_id: str) -> None:
         self._due_at[amphora_id] = time.monotonic() + min(_RETRY_AFTER, self._interval)
+
+
+def _without_certificates(settings: AgentSettings) -> AgentSettings:
+    """Return the settings without client certificates of log targets.
+
+    Each target decides whether it accepts lines without one.
+    """
+
+    def reduced(targets: Sequence[LogTarget]) -> tuple[LogTarget, ...]:
+        return tuple(msgspec.structs.replace(one, client_certificate=Secret(b"")) for one in targets)
+
+    logs = msgspec.structs.replace(
+        settings.logs, admin=reduced(settings.logs.admin), tenant=reduced(settings.logs.tenant)
+    )
+    return msgspec.structs.replace(settings, logs=logs)
 
 
 def _log_result(one: ReachableAmphora, answer: Future[str]) -> int:

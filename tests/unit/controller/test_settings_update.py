@@ -26,7 +26,6 @@ from amphora_driver.maintenance.drift_audit import DriftAuditor
 from amphora_driver.maintenance.settings_update import SettingsUpdate, choose_amphorae
 from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.reconcile.defaults import agent_settings, validate_defaults
-from amphora_driver.render.agent_conf import render_agent_conf
 from amphora_driver.render.agent_settings import render_agent_settings
 from amphora_driver.store import desired_objects
 from amphora_driver.store.amphorae import LastHeartbeat, ReachableAmphora, record_heartbeats
@@ -47,6 +46,7 @@ class Agents(FakeCloud):
         self.settings = {}
         self.failure = {}
         self.old = set()
+        self.without_certificates = set()
         self.queried = []
         self.sent = []
         self.bodies = {}
@@ -67,6 +67,8 @@ class Agents(FakeCloud):
         self.sent.append(amphora_id)
         if amphora_id in self.failure:
             raise self.failure[amphora_id]
+        if amphora_id in self.without_certificates and b"client_certificate" in body:
+            raise AgentRefused("change", "logs.admin has a target with other keys than url, authorization", status=400)
         digest = hashlib.sha256(body).hexdigest()
         self.bodies[amphora_id] = json.loads(body)
         self.settings[amphora_id] = digest
@@ -125,30 +127,11 @@ def test_unknown_amphorae_are_queried_first(due_at, most, chosen):
     assert [one.id for one in choose_amphorae(ready, due_at, 10.0, most)] == [*chosen]
 
 
-@pytest.mark.parametrize(
-    ("given", "canonical"),
-    [
-        ("192.0.2.10:9879", "192.0.2.10:9879"),
-        (" '[2001:DB8:0::1]:80' ", "[2001:db8::1]:80"),
-        ("2001:db8::1:80", "[2001:db8::1]:80"),
-    ],
-)
-def test_a_target_has_one_spelling(given, canonical):
-    assert render_agent_settings([given], 3, 30).heartbeat.targets == (canonical,)
-
-
 @pytest.mark.parametrize("target", ["health.example:9879", "192.0.2.10", "192.0.2.10:0", "192.0.2.10:x", ""])
 def test_an_invalid_target_prevents_the_start(control, target):
     control.conf.set_override("targets", [target], "amp_health")
     with pytest.raises(ConfigurationError, match=r"\[amp_health\] targets"):
         validate_defaults(control.conf)
-
-
-def test_agent_conf_has_exact_intervals():
-    made = render_agent_settings(["192.0.2.1:1", "[2001:db8::1]:2"], 1234567.25, 0.1)
-    text = render_agent_conf("am", port=9443, services="systemd", settings=made)
-    assert "interval = 1234567.25\ntargets = 192.0.2.1:1, [2001:db8::1]:2\n" in text
-    assert "[audit]\ninterval = 0.1\n" in text
 
 
 # -- rounds ------------------------------------------------------------------------------------------------------------
@@ -207,7 +190,8 @@ def test_an_old_agent_gets_no_settings(control, pool):
 
 
 @pytest.mark.parametrize(
-    "failure", [AgentUnreachable("change", "away"), AgentRefused("change", "disk full", status=500)]
+    "failure",
+    [AgentUnreachable("change", "away"), *(AgentRefused("change", "disk full", status=one) for one in (400, 500))],
 )
 def test_a_failed_update_is_repeated_later(control, pool, caplog, failure):
     caplog.set_level(logging.INFO)
@@ -406,6 +390,28 @@ def test_an_unusable_client_certificate_changes_nothing(control, pool, shown_cer
     assert made.run_round(pool) == MANY
 
 
+def test_an_agent_that_knows_no_client_certificate_gets_the_other_settings(control, pool, shown_certificate, caplog):
+    first = ids(control)[0]
+    control.cloud.without_certificates.add(first)
+    made = update(control)
+    assert made.run_round(pool) == MANY
+    assert control.cloud.bodies[first]["heartbeat"]["targets"] == ["192.0.2.2:9879"]
+    assert logs_of(control, first)["admin"] == [{"url": "tls://192.0.2.9:6514", "authorization": ""}]
+    assert logs_of(control, first)["authorities"] == logs_of(control, ids(control)[1])["authorities"] != ""
+    assert f"cannot change the settings of amphora {first}" in caplog.text
+    assert "does not support the client certificate of log targets: replace the amphora" in caplog.text
+    assert control.cloud.sent.count(first) == 2
+    assert made.run_round(pool) == 0, "the update is postponed"
+    made._due_at[first] = 0.0
+    assert made.run_round(pool) == 1
+    assert control.cloud.sent.count(first) == 3, "the agent has the settings without the certificate"
+    assert caplog.text.count("replace the amphora") == 2
+    control.cloud.without_certificates.clear()
+    made._due_at[first] = 0.0
+    assert made.run_round(pool) == 1
+    assert certificates_of(control) == {FORMER.certificate_pem + FORMER.key_pem}
+
+
 def test_a_file_is_read_again_when_only_its_mode_changes(control, pool, shown_certificate, monkeypatch):
     """The test user may read each file, so the first attempt fails by a replaced method."""
     made, path = update(control), Path(control.conf.amp_logs.client_certificate)
@@ -479,3 +485,15 @@ def test_settings_that_an_agent_refuses_are_drift(control, audits, pool):
     assert words == "settings: it has other heartbeat settings or log targets than configured: disk full"
     dirty = control.database.read(lambda c: c.execute(sa.select(job.c.dirty)).scalars().all())
     assert dirty == [False] * MANY, "a push does not change settings"
+
+
+@pytest.mark.usefixtures("shown_certificate")
+def test_a_missing_client_certificate_is_drift(control, audits, pool):
+    first = ids(control)[0]
+    control.cloud.without_certificates.add(first)
+    for sent in (2, 3):
+        assert audits.run_round(pool) == MANY
+        words = "settings: its agent does not support the client certificate of log targets: replace the amphora"
+        assert findings(control)[first] == (True, words)
+        assert control.cloud.sent.count(first) == sent
+        control.database.write(lambda c: c.execute(amphora.update().values(audited_at=None)))
