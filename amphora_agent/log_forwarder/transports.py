@@ -250,8 +250,9 @@ class Requests:
     def send(self, lines: Sequence[bytes]) -> None:
         import http.client  # noqa: PLC0415 (saves memory without such a target)
 
-        if self._connection is not None and self._connection.sock is not None and _is_closed(self._connection.sock):
+        if self._connection is not None and (self._connection.sock is None or _is_closed(self._connection.sock)):
             # The server may have closed the connection, which was idle for some time. So the forwarder opens a new one.
+            # After `Connection: close`, http.client would open one without the wait for the target's check.
             self.close()
         try:
             if self._connection is None:
