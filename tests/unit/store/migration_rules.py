@@ -48,6 +48,10 @@ def _expand_breaches(before, after, statements):
         yield from _changed_columns(table, after[name])
         for rule in _rules(after[name]) - _rules(table):
             yield f"{name}: adds {rule}"
+    for name in after.keys() - before.keys():
+        for one in after[name].foreign_key_constraints:
+            if one.referred_table.name in before:
+                yield f"{name}: refers to {one.referred_table.name}, from which older processes delete rows"
     for statement in statements:
         changed = re.match(r"\s*(UPDATE|DELETE FROM)\s+\W?(\w+)", statement)
         if changed and changed[2] in before and not changed[2].endswith("_version"):

@@ -64,6 +64,10 @@ BATCH = 'with op.batch_alter_table("process") as table: '
         ),
         ('op.execute("UPDATE process SET jobs = 0")', "process: changes rows"),
         ('op.execute("DELETE FROM process")', "process: changes rows"),
+        (
+            'op.create_table("new", sa.Column("lb", sa.Text, sa.ForeignKey("job.load_balancer_id")))',
+            "new: refers to job, from which older processes delete rows",
+        ),
         ('op.create_index("quick", "process", ["host"])', None),
         ('op.create_table("new", sa.Column("id", sa.Integer, primary_key=True))', None),
         ('op.add_column("process", sa.Column("new", sa.Integer, nullable=True))', None),
