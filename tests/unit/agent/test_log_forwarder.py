@@ -149,25 +149,27 @@ def read_messages(connection, number):
 
 
 def test_waiting_lines_survive_a_change_of_their_target(forwarder, tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    used = LogTarget(f"tcp://127.0.0.1:{port}")
-    configure(forwarder, LogSettings((used,), queue_bytes=1 << 20))
-    before = forwarder._admin[used]
-    before.queue.put([b"on the way"])
-    while not before._error:
-        before._stopping.wait(0.01)
-    waiting = [b"%03d" % number for number in range(200)]
-    before.queue.put(waiting)
-    with socket.create_server(("127.0.0.1", port)) as server:
+    with socket.socket() as server:
+        # A bound socket that does not listen refuses connections, and no other process gets its port.
+        server.bind(("127.0.0.1", 0))
         server.settimeout(30)
+        used = LogTarget(f"tcp://127.0.0.1:{server.getsockname()[1]}")
+        configure(forwarder, LogSettings((used,), queue_bytes=1 << 20))
+        before = forwarder._admin[used]
+        before.queue.put([b"on the way"])
+        while not before._error:
+            before._stopping.wait(0.01)
+        waiting = [b"%03d" % number for number in range(200)]
+        before.queue.put(waiting)
         configure(forwarder, LogSettings((used,), queue_bytes=1 << 19))
+        before._thread.join(30)
+        assert not before._thread.is_alive()
+        # Only now can a connection succeed, so it is one of the new target.
+        server.listen()
         connection, _ = server.accept()
         with connection:
             connection.settimeout(30)
             assert read_messages(connection, len(waiting)) == waiting
-    before._thread.join(30)
-    assert not before._thread.is_alive()
     assert status_of(forwarder, tmp_path)["lost"] == 1, "the line on the way"
 
 
