@@ -136,8 +136,9 @@ def delete_excess(connection: sa.Connection, keep: int, limit: int) -> int:
     if excess <= 0:
         return 0
     found = connection.execute(sa.select(_ROW.id).where(waiting).order_by(_ROW.id).limit(excess)).scalars().all()
-    delete(connection, found)
-    return len(found)
+    # A notification may become due between the two statements, so the condition is a part of both.
+    drop = _DELETE.where(waiting)
+    return sum(connection.execute(drop, {"ids": some}).rowcount for some in chunks(found))
 
 
 def _lives(row: Any) -> bool:

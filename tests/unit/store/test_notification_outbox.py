@@ -123,6 +123,24 @@ def test_the_oldest_of_too_many_waiting_notifications_are_dropped(recorder, any_
     assert sorted(left) == [1, 4], "the due one and the newest waiting one are left"
 
 
+def test_a_notification_that_becomes_due_before_the_deletion_is_kept(recorder, any_database):
+    recorder.update_object(Kind.LOAD_BALANCER, "other", {"name": "new"})
+    # SQLite has one writer at a time, so there the same transaction makes the notification due.
+    alone = any_database.engine.dialect.name == "sqlite"
+
+    def drop(connection):
+        def become_due(*event):
+            if event[2].startswith("DELETE"):
+                outbox.release(connection, {"lb": 1}) if alone else release(any_database, lb=1)
+
+        sa.event.listen(connection, "before_cursor_execute", become_due)
+        return outbox.delete_excess(connection, 1, 10)
+
+    assert any_database.write(drop) == 1, "the creation of the other load balancer"
+    assert due(any_database) == [(Event.CREATE, "lb", "lb")]
+    assert number(any_database) == 2
+
+
 def test_a_load_balancer_without_a_row_has_no_payload(database):
     create(database, "lb")
     database.write(lambda c: c.execute(sa.text("DELETE FROM desired_object")))
