@@ -242,12 +242,17 @@ class _AmphoraState:
     def merge(self, report: Report, now: float, order: Order) -> bool:
         """Add the values of a newer datagram, and drop the values of another generation.
 
-        Return whether the datagram names all objects, and repeats everything but counters.
+        Return whether no status changes: the datagram names all objects and repeats everything but counters, or it is
+        a difference to an unknown report, of which only counters are used.
         """
         if report.full is None:
             self._base, self._base_order = report, order
         elif self._base is not None and self._base_order == (order[0], report.full):
             report = _apply_difference(self._base, report)
+        else:
+            # The statuses of a load balancer must not follow from the changed objects alone.
+            self._add_counters(report.listeners)
+            return True
         self._add_counters(report.listeners)
         whole = self._whole
         if whole is not None:

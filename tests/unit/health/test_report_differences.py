@@ -191,11 +191,20 @@ def test_a_complete_report_on_request():
     assert found == [None, 1, None, 3]
 
 
-def test_a_difference_of_another_epoch_is_a_report_about_some_objects():
+def test_a_difference_of_another_epoch_gives_counters_and_no_states():
     manager, report = Manager(), document()
     manager.hear(Sender(epoch=1).send(report))
     late = Sender(epoch=2)
     late.send(report)
+    changed, *_ = report["listeners"]
+    report["listeners"][changed] |= {"status": "FULL", "bytes_in": 7}
+    difference = late.send(report)
+    before = manager.statuses()
+    manager.hear(difference)
+    assert (manager.statuses(), manager.totals[changed]) == (before, 7)
     manager.now += EXPIRY + 1
     manager.hear(late.send(report))
     assert manager.statuses() == ({}, {})
+    (found,) = late.send(report, complete=True)
+    manager.hear([found])
+    assert manager.statuses() == expected(report)
