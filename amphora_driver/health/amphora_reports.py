@@ -39,9 +39,10 @@ _BEFORE_ALL: Order = (-1, -1)
 
 
 class LastReport(msgspec.Struct, frozen=True):
-    """The last heartbeat of an amphora without the states of its objects, and two times of its receipt.
+    """The last heartbeat of an amphora without the states of its objects, and the times of its receipt.
 
-    `monotonic` is a time of `time.monotonic()`, `wall` is in seconds since 1970. A generation of 0 means none.
+    `monotonic` is a time of `time.monotonic()`, `wall` is in seconds since 1970. `read_at` is the `monotonic` of the
+    last heartbeat whose values were read (`accept`, not `accept_time`). A generation of 0 means none.
     """
 
     monotonic: float
@@ -53,6 +54,7 @@ class LastReport(msgspec.Struct, frozen=True):
     drifted: LastDrift | None = None
     agent_version: str | None = None
     usage: Mapping[str, int] = {}
+    read_at: float = 0.0
 
 
 class AmphoraReports:
@@ -106,6 +108,7 @@ class AmphoraReports:
                 drifted=report.drifted,
                 agent_version=report.agent_version,
                 usage=report.usage,
+                read_at=now,
             )
             is_same = (
                 state.merge(report, now, order)

@@ -85,7 +85,7 @@ class DriftReports:
                 continue
             if period is None:
                 self._periods[amphora_id] = _DriftPeriod(now)
-            elif last.monotonic > period.since + self._interval and period.is_due(now):
+            elif last.read_at > period.since + self._interval and period.is_due(now):
                 kinds = ", ".join(one[:32] for one in last.drift[:_MAX_KINDS])
                 found_at = "" if last.drifted is None else _format_time(last.drifted.at)
                 found.append(UnrepairedDrift(amphora_id, expected, kinds, _INTERFACE_KIND in last.drift, found_at))
@@ -109,7 +109,7 @@ class DriftReports:
                 continue
             self._reported.add(amphora_id)
             period = self._periods.get(amphora_id)
-            lasts = period is not None and last.monotonic > period.since + self._interval
+            lasts = period is not None and last.read_at > period.since + self._interval
             if lasts and last.generation == confirmed.get(amphora_id, 0) and amphora_id not in marked:
                 changed[amphora_id] = True
         return changed

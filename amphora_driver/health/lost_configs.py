@@ -5,6 +5,7 @@ A restarted amphora has lost the user keys in its memory and serves an older gen
 
 Invariant: the health manager may process a heartbeat long after a confirmation that follows the heartbeat. So two
 heartbeats at least one interval apart have to be behind the same confirmed generation, without a newer one in between.
+A heartbeat whose values were not read (overload) proves nothing about the generation.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class LostConfigDetector:
             confirmed_before, since = self._suspected.get(amphora_id, (None, now))
             if confirmed_before != expected:
                 self._suspected[amphora_id] = (expected, now)
-            elif last.monotonic > since + self._interval:
+            elif last.read_at > since + self._interval:
                 found.append(LostConfig(amphora_id, expected, last.generation))
         return found
 

@@ -33,7 +33,7 @@ def test_each_heartbeat_is_accepted_once_and_in_order(received):
     assert not received.accept(heartbeat(5), 1)
     assert not received.accept(heartbeat(4), 1)
     assert received.accept(heartbeat(6), 2)
-    assert received.last_report("a") == LastReport(2, 1000.0, 1, (1, 6))
+    assert received.last_report("a") == LastReport(2, 1000.0, 1, (1, 6), read_at=2)
 
 
 def test_a_new_epoch_starts_at_any_sequence_and_ends_the_former_epoch(received):
@@ -116,7 +116,7 @@ def test_the_start_of_uninterrupted_heartbeats(received):
 def test_take_heard_returns_each_heartbeat_once(received):
     received.accept(heartbeat(1), 5)
     received.accept(heartbeat(2, Report(None)), 6)
-    assert received.take_updated() == {"a": LastReport(6, 1000.0, 0, (1, 2))}
+    assert received.take_updated() == {"a": LastReport(6, 1000.0, 0, (1, 2), read_at=6)}
     assert received.take_updated() == {}
     assert received._states.keys() == {"a"}
 

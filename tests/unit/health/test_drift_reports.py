@@ -3,15 +3,16 @@
 
 from itertools import pairwise
 
-from amphora_driver.health.amphora_reports import LastReport
+from amphora_driver.health.amphora_reports import AmphoraReports, LastReport
 from amphora_driver.health.drift_reports import DriftNotice, DriftReports, UnrepairedDrift
-from amphora_driver.health.status import LastDrift
+from amphora_driver.health.heartbeat_codec import Heartbeat
+from amphora_driver.health.status import LastDrift, Report
 
 INTERVAL = 3.0
 
 
 def heard(at, *words, generation=8, drifted=None):
-    return {"am": LastReport(at, at, generation, (1, int(at * 10)), None, words, drifted)}
+    return {"am": LastReport(at, at, generation, (1, int(at * 10)), None, words, drifted, read_at=at)}
 
 
 def among(drifts, at, *words, generation=8, confirmed=8):
@@ -133,3 +134,19 @@ def test_the_push_reason_contains_the_time_of_the_finding():
     said = heard(14.0, "files", drifted=LastDrift(at=1000000000.0, sentences=("x",), repaired=False))
     (broken,) = drifts.find_unrepaired(said, {"am": 8}, 14.0)
     assert broken.found_at == "2001-09-09 01:46:40 UTC"
+
+
+def test_heartbeats_that_are_not_read_during_overload_show_no_lasting_drift():
+    drifts, reports, confirmed = DriftReports(INTERVAL), AmphoraReports(), {"am": 8}
+
+    def find(at):
+        updated = reports.take_updated()
+        return drifts.find_changed_marks(updated, confirmed, set()), drifts.find_unrepaired(updated, confirmed, at)
+
+    assert reports.accept(Heartbeat("am", 1, 1, Report(8, drift=("files",))), 10.0)
+    assert find(10.0) == ({}, [])
+    for order, at in ((2, 14.0), (3, 18.0)):
+        assert reports.accept_time("am", (1, order), at)
+        assert find(at) == ({}, []), "the drift is that of 10.0"
+    assert reports.accept(Heartbeat("am", 1, 4, Report(8, drift=("files",))), 22.0)
+    assert find(22.0) == ({"am": True}, [UnrepairedDrift("am", 8, "files", replug=False)])

@@ -286,6 +286,7 @@ def understood(heartbeat: Heartbeat, drifts: DriftReports, turn: int) -> None:
         drifted=report.drifted,
         agent_version=report.agent_version,
         usage=report.usage,
+        read_at=now,
     )
     heard, confirmed = {amphora: seen}, {amphora: 8}
     drifts.find_changed_marks(heard, confirmed, set())

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lost configurations: an amphora without its generation is marked only after its confirmation has settled."""
 
-from amphora_driver.health.amphora_reports import LastReport
+from amphora_driver.health.amphora_reports import AmphoraReports, LastReport
+from amphora_driver.health.heartbeat_codec import Heartbeat
 from amphora_driver.health.lost_configs import LostConfig, LostConfigDetector
+from amphora_driver.health.status import Report
 
 INTERVAL = 3.0
 
 
 def heard(at, generation):
-    return {"am": LastReport(at, at, generation, (1, int(at * 10)))}
+    return {"am": LastReport(at, at, generation, (1, int(at * 10)), read_at=at)}
 
 
 def among(losses, at, generation, confirmed, now=None):
@@ -58,3 +60,14 @@ def test_deleted_amphorae_are_forgotten():
     among(losses, 10.0, 0, 8)
     losses.retain(set())
     assert among(losses, 20.0, 0, 8) == []
+
+
+def test_heartbeats_that_are_not_read_during_overload_show_no_lost_configuration():
+    losses, reports = LostConfigDetector(INTERVAL), AmphoraReports()
+    assert reports.accept(Heartbeat("am", 1, 1, Report(7)), 10.0)
+    assert losses.find_lost(reports.take_updated(), {"am": 8}, 10.0) == []
+    for order, at in ((2, 13.0), (3, 16.0), (4, 19.0)):
+        assert reports.accept_time("am", (1, order), at)
+        assert losses.find_lost(reports.take_updated(), {"am": 8}, at) == [], "the generation is that of 10.0"
+    assert reports.accept(Heartbeat("am", 1, 5, Report(7)), 22.0)
+    assert losses.find_lost(reports.take_updated(), {"am": 8}, 22.0) == [LostConfig("am", 8, 7)]
