@@ -18,7 +18,7 @@ import heapq
 import logging
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 import sqlalchemy as sa
@@ -93,6 +93,10 @@ class _LoadBalancerState(msgspec.Struct):
         if own is not None and own.status.value != recorded:
             self.statuses = {one: known for one, known in self.statuses.items() if one != load_balancer_id}
             self.settled = False
+
+    def add_counters(self, amphora_id: str, counters: Mapping[str, ListenerReport]) -> None:
+        """Add newer counters of an amphora to those that are not written yet."""
+        self.counters = {**self.counters, amphora_id: {**self.counters.get(amphora_id, {}), **counters}}
 
     def retain(self, amphora_ids: Iterable[str]) -> None:
         """Drop the statistics of other amphorae and of deleted listeners from memory."""
@@ -293,7 +297,7 @@ class StatusWriter:
         """Add the changed rows of a load balancer to its pending write."""
         state = self._states[load_balancer_id]
         for amphora_id, counters in self._reports.take_counters(state.recorded.amphorae).items():
-            state.counters = {**state.counters, amphora_id: {**state.counters.get(amphora_id, {}), **counters}}
+            state.add_counters(amphora_id, counters)
         if state.tree is None:
             state.counters = {}
             return
@@ -356,12 +360,22 @@ class StatusWriter:
         state.invalidate_changed_status(load_balancer_id, one.operating)
         if counted != state.counted or not self._changed.isdisjoint(one.amphorae):
             state.settled = False
+        self._keep_counters(state.recorded.amphorae.keys() - one.amphorae.keys())
         state.recorded, state.counted, state.live = one, counted, list(reports)
         state.valid_until = now + _REFRESH_INTERVAL * random.uniform(0.75, 1.25)  # noqa: S311 - no secret
         self._queue_statistics(load_balancer_id, now)
         return _CurrentReports(load_balancer_id, state, reports, counted)
 
+    def _keep_counters(self, amphora_ids: Iterable[str]) -> None:
+        """Move the last counters of deleted amphorae to their load balancers, whose totals include them."""
+        for amphora_id, counters in self._reports.take_counters(amphora_ids).items():
+            load_balancer_id = self._owners.get(amphora_id, "")
+            if (state := self._states.get(load_balancer_id)) is not None:
+                state.add_counters(amphora_id, counters)
+                self._queue_statistics(load_balancer_id, time.monotonic())
+
     def _forget_unknown(self, amphora_ids: set[str]) -> None:
+        self._keep_counters(amphora_ids)
         self._reports.forget(amphora_ids)
         for amphora_id in amphora_ids:
             self._owners.pop(amphora_id, None)
@@ -414,13 +428,15 @@ class StatusWriter:
         # without a row belongs to a deleted amphora.
         known = self._reports.known_ids()
         owners = self._database.read(amphorae.load_balancer_ids)
-        self._reports.forget(known - owners.keys())
-        self._on_departed(known - owners.keys())
+        departed = known - owners.keys()
+        self._keep_counters(departed)
+        self._reports.forget(departed)
+        self._on_departed(departed)
         self._heartbeats = {amphora_id: one for amphora_id, one in self._heartbeats.items() if amphora_id in owners}
         self._owners = {one: owners[one] for one in self._owners if one in owners}
         self._findings.retain(owners)
         served = set(owners.values())
-        self._states = {one: state for one, state in self._states.items() if one in served}
+        self._states = {one: state for one, state in self._states.items() if one in served or state.counters}
         for state in self._states.values():
             state.retain(owners)
         self._batches.forget_old_refusals()

@@ -41,6 +41,12 @@ class Fleet(HealthManager):
     def counted(self):
         return {one.listener_id: one.bytes_in for one in self.rows(listener_statistics)}
 
+    def total(self, listener_id):
+        return sum(one.bytes_in for one in self.rows(listener_statistics) if one.listener_id == listener_id)
+
+    def delete_amphora(self, amphora_id):
+        self.database.write(lambda c: amphorae.delete_amphora(c, amphora_id))
+
 
 @pytest.fixture
 def fleet(database):
@@ -141,6 +147,45 @@ def test_the_last_counters_of_a_listener_that_is_no_longer_served_are_written(fl
     fleet.flush()
     fleet.flush(last=True)
     assert fleet.counted()["li1"] == 9
+
+
+def test_the_last_counters_of_an_amphora_that_sends_after_its_deletion_are_written(fleet):
+    fleet.say(count=9)
+    fleet.flush()
+    fleet.delete_amphora("am1")
+    fleet.say(count=10, word="DOWN")
+    fleet.flush()
+    assert "am1" not in fleet.reports.known_ids()
+    fleet.flush(last=True)
+    assert fleet.total("li1") == 10
+
+
+@pytest.mark.parametrize("flushes", [1, 3])
+def test_the_last_counters_of_an_amphora_that_the_cleanup_forgets_are_written(fleet, monkeypatch, flushes):
+    monkeypatch.setattr(status_writer, "_CLEANUP_INTERVAL", 0.0)
+    fleet.say(count=9)
+    fleet.delete_amphora("am1")
+    for _ in range(flushes):
+        fleet.flush()
+    assert "am1" not in fleet.reports.known_ids()
+    assert fleet.total("li1") == 5
+    fleet.flush(last=True)
+    assert fleet.total("li1") == 9
+    assert fleet.writer._states.keys() == {"lb2", "lb3"}
+
+
+def test_the_last_counters_of_a_replaced_amphora_are_written(fleet):
+    fleet.amphora("am-new", "lb1")
+    fleet.say(count=9)
+    fleet.say("am-new", "1", count=0)
+    fleet.flush()
+    fleet.say(count=10)
+    fleet.flush()
+    fleet.delete_amphora("am1")
+    fleet.say("am-new", "1", word="DOWN", count=3)
+    fleet.flush()
+    fleet.flush(last=True)
+    assert fleet.total("li1") == 13
 
 
 def test_a_failed_write_of_statistics_is_repeated(fleet):
