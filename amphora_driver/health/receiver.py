@@ -224,16 +224,26 @@ class Receiver:
             self.refused_by_amphora.pop(amphora_id, None)
 
     def receives_probe(self, seconds: float = 1.0) -> bool:
-        """Send a probe to the socket, and return whether `run` reads it in time. Not thread-safe."""
+        """Send a probe to each socket, and return whether `run` reads all of them in time. Not thread-safe.
+
+        A receiver of a group also gets heartbeats that other receivers forward to its second socket.
+        """
+        deadline = time.monotonic() + seconds
+        if not self._is_received(self._send_probe, seconds):
+            return False
+        member = self._member
+        return member is None or self._is_received(
+            lambda probe: member.forward(member.index, memoryview(probe)), max(0.0, deadline - time.monotonic())
+        )
+
+    def _is_received(self, send: Callable[[bytes], None], seconds: float) -> bool:
         self._probe_received.clear()
         probe = _PROBE_MAGIC + secrets.token_bytes(_PROBE_SIZE)
         while self._member is not None and not self._member.is_own_probe(probe):
             probe = _PROBE_MAGIC + secrets.token_bytes(_PROBE_SIZE)
         self._probe = probe
         try:
-            with socket.socket(self._socket.family, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
-                sender.setblocking(False)
-                sender.sendto(probe, self._address)
+            send(probe)
         except OSError as error:
             LOG.warning(
                 "the health manager fails its self-test, because it cannot send a probe to its heartbeat socket: %s",
@@ -243,6 +253,11 @@ class Receiver:
         received = self._probe_received.wait(seconds)
         self._probe = b""
         return received
+
+    def _send_probe(self, probe: bytes) -> None:
+        with socket.socket(self._socket.family, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
+            sender.setblocking(False)
+            sender.sendto(probe, self._address)
 
     def _accept_probe(self, datagram: memoryview) -> bool:
         """Return whether the datagram is the outstanding probe. The receiver accepts each probe once."""

@@ -138,6 +138,14 @@ def test_a_probe_reaches_its_own_receiver(group):
         assert all(one.receives_probe(10.0) for one in group.receivers)
 
 
+def test_the_self_test_fails_if_forwarded_datagrams_are_lost(group):
+    # A connected socket receives only from its peer, so the kernel drops what the receivers forward to it.
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as peer:
+        peer.bind(("127.0.0.1", 0))
+        group.members[1].forwarded.connect(peer.getsockname())
+        assert [one.receives_probe(0.5) for one in group.receivers] == [True, False, True]
+
+
 def test_short_and_unknown_datagrams_are_refused(group):
     group.send(b"", b"AHB1", datagram(uuid.UUID(int=77), 1))
     until(lambda: sum(sum(one.refused.values()) for one in group.receivers) == 3)
