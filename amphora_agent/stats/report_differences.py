@@ -16,6 +16,9 @@ COMPLETE_EVERY = 4
 # A complete report that fits into one packet of an Ethernet network saves nothing as a difference. A difference is at
 # most twice as long as the complete report, and must fit into one datagram.
 LEAST_BYTES, MOST_BYTES = 1400, 30_000
+# The health manager ignores the states in differences to reports with more listeners, pools and members. Many listeners
+# with one pool repeat its members, which are short after compression.
+MOST_NAMES = 5_000
 
 Document = dict[str, Any]
 
@@ -37,7 +40,7 @@ class ReportDifferences:
 
     def record(self, document: Document, sequence: int, sizes: list[int]) -> None:
         """Record a complete report: the sequence of its first datagram, and the sizes of its datagrams."""
-        is_suitable = len(sizes) == 1 and LEAST_BYTES <= sizes[0] <= MOST_BYTES
+        is_suitable = len(sizes) == 1 and LEAST_BYTES <= sizes[0] <= MOST_BYTES and _count_names(document) <= MOST_NAMES
         self._listeners.clear()
         self._members.clear()
         self._complete, self._sequence, self._sent = document if is_suitable else None, sequence, 1
@@ -59,6 +62,11 @@ class ReportDifferences:
             "listeners": {name: document["listeners"][name] for name in sorted(self._listeners)},
             "pools": {name: _some(document["pools"][name], members) for name, members in sorted(self._members.items())},
         }
+
+
+def _count_names(document: Document) -> int:
+    members = sum(len(pool["members"]) for pool in document["pools"].values())
+    return len(document["listeners"]) + len(document["pools"]) + members
 
 
 def _have_equal_objects(before: Document, document: Document) -> bool:

@@ -25,6 +25,9 @@ from amphora_driver.health.status import LastDrift, ListenerReport, PoolReport, 
 # Limit of the object ids in memory for one amphora. A faulty amphora may report new ids for ever; above the limit, its
 # earlier reports are dropped.
 _MAX_NAMES = 50_000
+# Differences refer only to complete reports with at most this number of names; agents know this limit. A difference
+# costs its sender almost nothing, but may cost the health manager as much as the complete report.
+_MAX_BASE_NAMES = 5_000
 # The health manager keeps the counters of at most this number of listeners of one amphora between two writes.
 _MAX_COUNTED = 5_000
 # A heartbeat after a longer silence counts as changed, because another process may have recorded the silence. The limit
@@ -218,7 +221,7 @@ class _AmphoraState:
     """The values that one amphora reported, each with the time of the report.
 
     If the last datagram names all objects, `_whole` is its report, and the values of single objects are empty. `_base`
-    is the last complete report, to which differences refer.
+    is the last complete report, to which differences refer, unless it has too many names.
     """
 
     __slots__ = (
@@ -249,7 +252,7 @@ class _AmphoraState:
         a difference to an unknown report, of which only counters are used.
         """
         if report.full is None:
-            self._base, self._base_order = report, order
+            self._base, self._base_order = (report if _has_few_names(report) else None), order
         elif self._base is not None and self._base_order == (order[0], report.full):
             report = _apply_difference(self._base, report)
         else:
@@ -373,6 +376,11 @@ def _is_repetition(before: Report, report: Report) -> bool:
         and report.listeners.keys() == known.keys()
         and all(known[key].status == listener.status for key, listener in report.listeners.items())
     )
+
+
+def _has_few_names(report: Report) -> bool:
+    members = sum(len(pool.members) for pool in report.pools.values())
+    return len(report.listeners) + len(report.pools) + members <= _MAX_BASE_NAMES
 
 
 def _apply_difference(base: Report, difference: Report) -> Report:

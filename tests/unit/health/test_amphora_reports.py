@@ -177,6 +177,22 @@ def test_a_repeated_report_takes_no_more_memory(received):
     assert len(received._states["a"]._pools["p"].parts) == 2
 
 
+@pytest.mark.parametrize("kind", ["listeners", "pools", "members"])
+def test_a_difference_to_a_huge_report_changes_no_state(received, kind):
+    def send(sequence, names):
+        listeners = {"l": OPEN} | (dict.fromkeys(names, OPEN) if kind == "listeners" else {})
+        members = dict.fromkeys(names, "UP") if kind == "members" else {}
+        pools = {"p": pool(x="UP", **members)} | ({one: pool() for one in names} if kind == "pools" else {})
+        received.accept(heartbeat(sequence, Report(1, listeners, pools)), 0)
+        difference = Report(1, {"l": ListenerReport("FULL", bytes_in=sequence)}, full=sequence)
+        received.accept(heartbeat(sequence + 1, difference), 0)
+        assert received.take_counters(["a"])["a"]["l"].bytes_in == sequence
+        return received.live_reports(["a"], 0)["a"].listeners["l"].status
+
+    assert send(1, [f"n{number}" for number in range(4997)]) == "FULL"
+    assert send(3, [f"n{number}" for number in range(4998)]) == "OPEN"
+
+
 def test_several_threads_use_the_reports(received):
     def send(amphora_id):
         for number in range(300):

@@ -185,6 +185,23 @@ def test_short_and_very_long_reports_are_always_complete(monkeypatch):
     assert {one.report.full for _ in range(3) for one in sender.send(document())} == {None}
 
 
+@pytest.mark.parametrize(("members", "is_complete"), [(98, False), (99, True)])
+def test_reports_with_very_many_names_are_always_complete(members, is_complete):
+    """50 listeners use one pool, so the report is short in spite of its names."""
+    sender, manager, report = Sender(), Manager(), document(listeners=50, members=0)
+    shared = {identity("member", number): "UP" for number in range(members)}
+    report["pools"] = {
+        f"{identity('pool')}:{one}": {"status": "UP", "members": dict(shared)} for one in report["listeners"]
+    }
+    manager.hear(sender.send(report))
+    report["listeners"][identity("listener", 0)]["status"] = "FULL"
+    (found,) = sender.send(report)
+    assert (found.report.full is None) is is_complete
+    manager.hear([found])
+    assert manager.statuses() == expected(report)
+    assert max(sender.sizes) < report_differences.MOST_BYTES
+
+
 def test_a_complete_report_on_request():
     sender = Sender()
     found = [sender.send(document(), complete=number == 2)[0].report.full for number in range(4)]
