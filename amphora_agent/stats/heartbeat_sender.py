@@ -89,11 +89,12 @@ class HeartbeatSender(Sender):
             self._collector.write()
         except OSError as error:
             self._record_error("write the counters", error)
-        # All datagrams of a heartbeat go to the same targets, even if the settings change meanwhile.
-        settings = self._settings
         if self._is_complete:
             self._is_complete = False
             self._differences.forget()
+        # All datagrams of a heartbeat go to the same targets, even if the settings change meanwhile. The request for a
+        # complete report follows new settings, so the settings are read after it: new targets need that report.
+        settings = self._settings
         difference = self._differences.find(document)
         first, sizes = self._sequence + 1, []
         amphora, key = settings.amphora_id, settings.heartbeat_key

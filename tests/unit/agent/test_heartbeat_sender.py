@@ -53,13 +53,20 @@ def collector():
 
 
 @pytest.fixture
-def sender(tmp_path, receiving, collector):
-    paths = Paths(tmp_path)
-    paths.var.mkdir(parents=True)
-    settings = SimpleNamespace(
-        amphora_id=uuid.uuid4(), heartbeat_key=KEY, interval=0.05, targets=(Target(*receiving.getsockname()),)
-    )
-    made = HeartbeatSender(settings, paths, collector, lambda: 1, lambda: None, dict)
+def paths(tmp_path):
+    made = Paths(tmp_path)
+    made.var.mkdir(parents=True)
+    return made
+
+
+def settings_for(receiving):
+    targets = (Target(*receiving.getsockname()),)
+    return SimpleNamespace(amphora_id=uuid.uuid4(), heartbeat_key=KEY, interval=0.05, targets=targets)
+
+
+@pytest.fixture
+def sender(paths, receiving, collector):
+    made = HeartbeatSender(settings_for(receiving), paths, collector, lambda: 1, lambda: None, dict)
     made.start()
     yield made
     made.close()
@@ -92,3 +99,36 @@ def test_a_requested_heartbeat_is_complete(sender, receiving):
     sender.send_now()
     found = [read(receiving).report.full for _ in range(3)]
     assert None in found
+
+
+class ChangedSender(HeartbeatSender):
+    """Its settings change directly before it looks for a request for a complete report."""
+
+    change = None
+
+    @property
+    def _is_complete(self):
+        change, self.change = self.change, None
+        if change is not None:
+            self.update(change)
+        return self._complete
+
+    @_is_complete.setter
+    def _is_complete(self, value):
+        self._complete = value
+
+
+def test_the_first_heartbeat_to_a_new_target_is_complete(paths, receiving, collector):
+    sender = ChangedSender(settings_for(receiving), paths, collector, lambda: 1, lambda: None, dict)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as new:
+        new.bind(("127.0.0.1", 0))
+        new.settimeout(10)
+        for _ in range(2):
+            sender._send()
+        sender.change = settings_for(new)
+        for _ in range(2):
+            sender._send()
+        assert [read(new).report.full for _ in range(2)] == [None, 3]
+    assert [read(receiving).report.full for _ in range(2)] == [None, 1]
+    for link in sender._sockets.values():
+        link.close()
