@@ -5,8 +5,8 @@ Invariant: the receive loop waits for the socket only. Keys come from a cache (`
 database nor datagrams with invented ids delay authentic heartbeats or cause much database load.
 
 If more heartbeats arrive than the health manager can process, statistics are omitted first, then statuses, and the
-times of heartbeats never. An omission delays a value and loses none: counters are absolute, and the next heartbeat
-repeats all statuses.
+times of heartbeats never. An omission delays a value and loses none: counters are absolute, and the next complete
+heartbeat repeats all statuses.
 """
 
 from __future__ import annotations
