@@ -18,6 +18,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 from amphora_driver.errors import ConfigurationError
 
@@ -33,8 +34,14 @@ _WORD = struct.Struct("!I")
 _LOOPBACK = "127.0.0.1"
 _TIME = struct.Struct("=d")
 
-Bind = Callable[[str, int], socket.socket]
-"""Returns a UDP socket with this address and port, which shares the port with others."""
+
+class Bind(Protocol):
+    """Returns a UDP socket with this address and port.
+
+    Port 0 means any free port. `shared` permits further sockets with this port.
+    """
+
+    def __call__(self, address: str, port: int, *, shared: bool) -> socket.socket: ...
 
 
 def word_of(amphora_id: str) -> int:
@@ -112,10 +119,11 @@ class ReceiverGroup:
     def __init__(self, bind: Bind, address: str, port: int, number: int) -> None:
         self._receiving: list[socket.socket] = []
         for _ in range(number):
-            self._receiving.append(bind(address, port))
+            self._receiving.append(bind(address, port, shared=True))
             port = self._receiving[0].getsockname()[1]
         self.port = port
-        self._forwarded = [bind(_LOOPBACK, 0) for _ in range(number)]
+        # For port 0, the kernel may choose the same port for two sockets that share their ports.
+        self._forwarded = [bind(_LOOPBACK, 0, shared=False) for _ in range(number)]
         self._tested = mmap.mmap(-1, number * _TIME.size)
         try:
             _attach(self._receiving[0], number)

@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from collections.abc import Set as AbstractSet
-from functools import partial
 
 import cotyledon
 import sqlalchemy as sa
@@ -282,8 +281,7 @@ def main() -> int:
         return 1
     options, group = conf.amp_health, None
     if options.receivers > 1:
-        shared = partial(bind_socket, shared=True)
-        group = ReceiverGroup(shared, options.bind_address, options.bind_port, options.receivers)
+        group = ReceiverGroup(bind_socket, options.bind_address, options.bind_port, options.receivers)
     manager = cotyledon.ServiceManager()
     manager.add(HealthManagerService, workers=options.receivers, args=(conf, group))
     manager.run()

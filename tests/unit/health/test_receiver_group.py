@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 import uuid
-from functools import partial
 
 import psutil
 import pytest
@@ -60,7 +59,7 @@ class Group:
     """Receivers in threads; `heard` has the amphorae that each one has accepted."""
 
     def __init__(self, number):
-        self.group = ReceiverGroup(partial(bind_socket, shared=True), "127.0.0.1", 0, number)
+        self.group = ReceiverGroup(bind_socket, "127.0.0.1", 0, number)
         self.members = [self.group.member(index) for index in range(number)]
         self.heard = [[] for _ in self.members]
         self.receivers = [
@@ -144,6 +143,13 @@ def test_the_self_test_fails_if_forwarded_datagrams_are_lost(group):
         peer.bind(("127.0.0.1", 0))
         group.members[1].forwarded.connect(peer.getsockname())
         assert [one.receives_probe(0.5) for one in group.receivers] == [True, False, True]
+
+
+def test_only_the_sockets_for_amphorae_share_a_port(group):
+    sockets = [[one.receiving for one in group.members], [one.forwarded for one in group.members]]
+    shared = [{one.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT) for one in some} for some in sockets]
+    assert shared == [{1}, {0}]
+    assert [len({one.getsockname() for one in some}) for some in sockets] == [1, RECEIVERS]
 
 
 def test_short_and_unknown_datagrams_are_refused(group):
