@@ -202,10 +202,10 @@ class StatusWriter:
         unread = self._find_unread(begun)
         parts = [unread[start : start + _PART] for start in range(0, len(unread), _PART)] or [[]]
         changed = len(parts) > 1 and self._write([], last=last)
-        for part in parts:
+        for number, part in enumerate(parts):
             is_late = not last and time.monotonic() - begun > _FLUSH_SECONDS
-            if is_late and part is not parts[0]:
-                metrics.count_postponed("statuses", len(self._updated))
+            if is_late and number > 0:
+                metrics.count_postponed("statuses", sum(map(len, parts[number:])))
                 break
             waits = is_late or (not last and self._is_overloaded())
             if waits:

@@ -7,6 +7,7 @@ import pytest
 import sqlalchemy as sa
 from test_status_writer import ALL_WELL, HealthManager
 
+from amphora_driver import metrics
 from amphora_driver.database.tables import amphora_heartbeat, listener_statistics
 from amphora_driver.errors import StoreError
 from amphora_driver.health import status_writer
@@ -259,6 +260,20 @@ def test_with_too_much_work_times_come_first_and_statistics_last(fleet, monkeypa
     monkeypatch.setattr(status_writer, "_FLUSH_SECONDS", HOUR)
     fleet.flush()
     assert set(fleet.counted().values()) == {9}
+
+
+def test_only_postponed_statuses_count_as_postponed(fleet, monkeypatch):
+    counted = []
+    monkeypatch.setattr(metrics, "count_postponed", lambda what, number: counted.append((what, number)))
+    monkeypatch.setattr(status_writer, "_FLUSH_SECONDS", -1.0)
+    monkeypatch.setattr(status_writer, "_PART", 1)
+    fleet.say("am1", "1", word="DOWN")
+    fleet.say("am2", "2", word="DOWN")
+    fleet.say("am3", "3", count=6)
+    for _ in range(2):
+        fleet.flush()
+    assert [number for what, number in counted if what == "statuses"] == [1]
+    assert [fleet.operating()[one] for one in ("me1", "me2", "me3")] == ["ERROR", "ERROR", "ONLINE"]
 
 
 def test_a_restored_database_gets_rows_again(fleet, monkeypatch):
