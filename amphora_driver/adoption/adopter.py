@@ -32,6 +32,7 @@ from amphora_driver.deadline import Deadline, apply_deadline
 from amphora_driver.errors import AgentError, AmphoraDriverError, Conflict, RequestError
 from amphora_driver.maintenance.duty_loop import run_duty
 from amphora_driver.model.network import VipRequest
+from amphora_driver.network.interface import NotYet
 from amphora_driver.queue.jobs import acquire_duty, release_duty
 from amphora_driver.reconcile.vip_allocation import vip_ports
 from amphora_driver.store import amphorae, desired_objects
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
     from amphora_driver.agent.client import AgentClient
     from amphora_driver.database.engine import Database
+    from amphora_driver.model.loadbalancer import Vip
     from amphora_driver.plugins import Catalogue
     from amphora_driver.reconcile.context import ReconcileContext
 
@@ -244,11 +246,27 @@ class Adopter:
         progress = self._progress(found)
         if progress.attempts >= self._context.conf.amp_controller.give_up_after:
             return Move(step=Step.RESTORE, reason=f"the new amphorae do not serve: {progress.error}")
+        reason = progress.error
         if progress.served and progress.amphorae == len(before.amphorae):
-            return Move(step=Step.CUT)
+            # A refusal of Neutron must come before the former amphorae are cut off.
+            claimed = None if before.vip_owned else self._claim_vip_port(before)
+            if not isinstance(claimed, NotYet):
+                return Move(step=Step.CUT)
+            reason = claimed.reason
         if self._seconds_in_step(found) > self._options.prepare_timeout:
-            return Move(step=Step.RESTORE, reason="the new amphorae do not serve in time")
-        return Wait(reason=progress.error)
+            return Move(step=Step.RESTORE, reason=f"the new amphorae do not serve in time: {reason}")
+        return Wait(reason=reason)
+
+    def _claim_vip_port(self, before: OctaviaState) -> tuple[Vip, ...] | NotYet:
+        """Mark the VIP port of the user as in use. Octavia does not mark it, and keeps a port of its own."""
+        of = before.load_balancer_id
+        tree = self._database.read(lambda c: desired_objects.load_tree(c, of))
+        wanted = [
+            VipRequest(subnet_id=vip.subnet_id, network_id=vip.network_id, address=vip.address, port_id=vip.port_id)
+            for vip in tree.vips
+        ]
+        network = self._context.catalogue.network(tree.profile.network)
+        return network.allocate_vip(of, before.project_id, wanted)
 
     def _cut(self, found: Adoption, before: OctaviaState) -> Move | Wait:
         if problem := self._problem(found, before):
@@ -273,23 +291,14 @@ class Adopter:
             return Move(step=Step.RESTORE, reason=str(error))
         return Move(step=Step.REPORT, values={"committed_at": self._database.now()})
 
-    def _report(self, found: Adoption, before: OctaviaState) -> Move | Wait:
+    def _report(self, found: Adoption, _before: OctaviaState) -> Move | Wait:
+        if found.revert:
+            return Move(step=Step.RELOCK)
         if self._seconds_in_step(found) < _SETTLE_SECONDS:
             return Wait()
         of = found.load_balancer_id
         tree = self._database.read(lambda c: desired_objects.load_tree(c, of))
-        if not before.vip_owned:
-            self._claim_vip_port(tree.profile.network, before, of)
         return Move(step=Step.KEEP, values={"reporting": True}, change=lambda c: records.begin_reports(c, of, tree))
-
-    def _claim_vip_port(self, network: str | None, before: OctaviaState, load_balancer_id: str) -> None:
-        """Mark the VIP port of the user as in use. Octavia does not mark it, and keeps a port of its own."""
-        tree = self._database.read(lambda c: desired_objects.load_tree(c, load_balancer_id))
-        wanted = [
-            VipRequest(subnet_id=vip.subnet_id, network_id=vip.network_id, address=vip.address, port_id=vip.port_id)
-            for vip in tree.vips
-        ]
-        self._context.catalogue.network(network).allocate_vip(load_balancer_id, before.project_id, wanted)
 
     def _keep(self, found: Adoption, _before: OctaviaState) -> Move | Wait:
         progress = self._progress(found)

@@ -43,7 +43,7 @@ class OctaviaState(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         provider: the name in Octavia's table; None for a row without one.
         status: the provisioning status.
-        vip_owned: Octavia has created the VIP port.
+        vip_owned: Octavia has created the VIP port; None if the table does not say it.
         vnic_types: the types of the VIP port and of the members' ports.
         amphorae: the amphorae that are not deleted.
         member_ports: the ids of the amphorae's ports on other networks.
@@ -58,7 +58,7 @@ class OctaviaState(msgspec.Struct, frozen=True, kw_only=True):
     status: str
     topology: str | None
     vip_port_id: str | None
-    vip_owned: bool = True
+    vip_owned: bool | None = True
     availability_zone: str | None = None
     server_group_id: str | None = None
     vnic_types: frozenset[str] = frozenset()

@@ -191,6 +191,7 @@ class OctaviaDatabase:
         query = sa.select(table).where(table.c.load_balancer_id == load_balancer_id, table.c.status != _DELETED)
         amphorae = [dict(row) for row in connection.execute(query.order_by(table.c.id)).mappings()]
         ports = self._member_ports(connection, [row["id"] for row in amphorae])
+        owned = vip.get("octavia_owned")
         children = {name: found for name, found in rows.items() if name != "load_balancer"}
         return OctaviaState(
             load_balancer_id=load_balancer_id,
@@ -201,7 +202,7 @@ class OctaviaDatabase:
             availability_zone=balancer.get("availability_zone"),
             server_group_id=balancer["server_group_id"],
             vip_port_id=vip.get("port_id"),
-            vip_owned=bool(vip.get("octavia_owned")),
+            vip_owned=None if owned is None else bool(owned),
             vnic_types=frozenset(one["vnic_type"] for one in (vip, *rows["member"]) if one.get("vnic_type")),
             amphorae=tuple(_old_amphora(row) for row in amphorae),
             member_ports=tuple(sorted(row["port_id"] for row in ports)),

@@ -87,6 +87,8 @@ def _refusals(state: OctaviaState, tree: LoadBalancer, around: Circumstances) ->
         found.append(f"it uses ports of the type {', '.join(other)} (SR-IOV)")
     if any(not vip.address or not vip.subnet_id for vip in tree.vips) or not state.vip_port_id:
         found.append("a VIP has no address, subnet or port")
+    if state.vip_owned is None:
+        found.append("Octavia's table vip does not say who owns the VIP port")
     return [*found, *_of_amphorae(state), *_of_listeners(tree)]
 
 

@@ -50,6 +50,12 @@ def test_a_load_balancer_is_read_with_its_amphorae(octavia):
     assert octavia.read("unknown") is None
 
 
+@pytest.mark.parametrize(("value", "owned"), [("NULL", None), ("0", False), ("1", True)])
+def test_the_owner_of_the_vip_port_can_be_unknown(octavia, engine, value, owned):
+    write(engine, f"UPDATE vip SET octavia_owned = {value} WHERE load_balancer_id = '{LB}'")
+    assert octavia.read(LB).vip_owned is owned
+
+
 def test_a_deleted_load_balancer_is_unknown(octavia, engine):
     set_status(engine, "DELETED")
     assert octavia.read(LB) is None

@@ -150,6 +150,27 @@ def test_a_refusal_of_neutron_leads_back(lab):
     assert_reverted(lab)
 
 
+def test_a_refused_port_of_a_user_leads_back_before_the_cut(lab):
+    """The network backend does not know the VIP port, so it refuses the claim."""
+    lab.begin()
+    lab.change_octavia(f"UPDATE vip SET octavia_owned = 0 WHERE load_balancer_id = '{LB}'")
+    lab.ask()
+    lab.rounds(Step.CUT)
+    assert lab.step() is Step.REVERTED
+    assert "allocate a VIP" in lab.found().reason
+    assert_reverted(lab)
+
+
+def test_a_revert_during_the_report_leads_back(lab):
+    lab.begin(pair=True)
+    lab.ask(remove_after=KEPT)
+    lab.rounds(Step.REPORT)
+    lab.revert()
+    lab.rounds(Step.KEEP)
+    assert lab.step() is Step.REVERTED
+    assert_reverted(lab)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
