@@ -206,8 +206,11 @@ class Adopter:
         return Wait(reason=str(error))
 
     def _record(self, found: Adoption, result: Move) -> Adoption | None:
+        # From `RESTORE` on, the former amphorae have the VIPs.
+        held = {"vips_held": True} if result.step is Step.RESTORE else {}
+
         def write(connection: sa.Connection) -> Adoption | None:
-            if not records.move(connection, found, result.step, result.reason, **result.values):
+            if not records.move(connection, found, result.step, result.reason, **{**result.values, **held}):
                 return None
             if result.change is not None:
                 result.change(connection)
@@ -316,13 +319,21 @@ class Adopter:
 
     def _relock(self, found: Adoption, before: OctaviaState) -> Move | Wait:
         of = found.load_balancer_id
+        # The status is read after the progress, so no report in flight can replace the lock.
+        progress = self._progress(found)
         now = self._octavia.read(of)
         if now is None:
             return Move(step=Step.REMOVE, reason="the load balancer is deleted")
+        busy = progress.pending or not progress.served or bool(now.unsettled)
+        if found.reporting and not busy and now.status == LOCKED and self._seconds_in_step(found) < _UNLOCK_SECONDS:
+            return Wait(reason="the lock may be the one of a request that octavia-api has not delivered yet")
         if now.fingerprint != before.fingerprint:
-            return Move(step=Step.KEEP, reason=f"no revert: {_CHANGED}", values={"revert": False})
-        progress = self._progress(found)
-        if progress.pending or not progress.served or now.unsettled:
+            if found.reporting and not busy and now.status == LOCKED:
+                # No report follows, so the lock is the one of an earlier attempt of this step.
+                survey.set_status(self._context.library(), of, before.status)
+            back = Step.KEEP if found.reporting else Step.REPORT
+            return Move(step=back, reason=f"no revert: {_CHANGED}", values={"revert": False})
+        if busy:
             return Wait(reason="a change of the load balancer is in progress")
         if now.status != LOCKED:
             survey.set_status(self._context.library(), of, LOCKED)
@@ -344,7 +355,13 @@ class Adopter:
         return self._unlock_and_discard(found, before)
 
     def _return(self, found: Adoption, before: OctaviaState) -> Move | Wait:
-        self._octavia.give_back(before, self._context.conf.amp_octavia.provider)
+        of, ours = found.load_balancer_id, self._context.conf.amp_octavia.provider
+        now = self._octavia.read(of)
+        same = now is not None and (now.provider, now.status) == (ours, before.status) and not now.unsettled
+        if now is not None and same and now.fingerprint == before.fingerprint:
+            # A late report has replaced the lock.
+            survey.set_status(self._context.library(), of, LOCKED)
+        self._octavia.give_back(before, ours)
         return self._unlock_and_discard(found, before)
 
     def _unlock_and_discard(self, found: Adoption, before: OctaviaState) -> Move | Wait:

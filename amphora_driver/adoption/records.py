@@ -98,7 +98,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         served: every amphora serves the newest generation.
-        pending: Octavia waits for the result of a change.
+        pending: Octavia waits for the result of a change, or for a report of it.
     """
 
     recorded: bool
@@ -226,7 +226,8 @@ def read_progress(connection: sa.Connection, load_balancer_id: str) -> Progress:
     found = connection.execute(query).all()
     served = row.applied >= row.generation and all(one.confirmed >= row.generation for one in found)
     waiting = sa.select(object_status.c.object_id).where(
-        object_status.c.load_balancer_id == load_balancer_id, object_status.c.pending.is_not(None)
+        object_status.c.load_balancer_id == load_balancer_id,
+        sa.or_(object_status.c.pending.is_not(None), object_status.c.settled > object_status.c.reported),
     )
     return Progress(
         recorded=True,

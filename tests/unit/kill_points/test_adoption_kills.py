@@ -133,6 +133,40 @@ def test_a_changed_load_balancer_is_not_reverted(lab):
     assert lab.octavia() == (OURS, "ACTIVE")
 
 
+def test_a_lock_that_a_report_has_replaced_is_set_again(lab):
+    lab.begin()
+    lab.ask(remove_after=KEPT)
+    lab.rounds(Step.KEEP)
+    lab.settle()
+    lab.revert()
+    lab.deployment.points.arm(["Adopt-return-before"])
+    assert lab.deployment.run_in_fork(lambda: lab.rounds(Step.REVERTED)) == "Adopt-return-before"
+    lab.deployment.points.disarm()
+    assert not lab.found().reporting
+    assert lab.found().vips_held
+    lab.change_octavia(f"UPDATE load_balancer SET provisioning_status = 'ACTIVE' WHERE id = '{LB}'")
+    lab.rounds(Step.REVERTED)
+    assert_reverted(lab)
+
+
+def test_a_refused_revert_releases_its_lock(lab):
+    """A process ends after the lock, and a change that began before the lock ends afterwards."""
+    lab.begin()
+    lab.ask(remove_after=KEPT)
+    lab.rounds(Step.KEEP)
+    lab.settle()
+    lab.revert()
+    lab.deployment.points.arm(["Adopt-relock-done"])
+    assert lab.deployment.run_in_fork(lambda: lab.rounds(Step.REVERTED)) == "Adopt-relock-done"
+    lab.deployment.points.disarm()
+    assert lab.octavia() == (OURS, "PENDING_UPDATE")
+    lab.change_octavia(f"UPDATE member SET weight = 9 WHERE id = '{MEMBER}'")
+    lab.rounds(Step.KEEP)
+    assert "the configuration has changed since the adoption" in lab.found().reason
+    assert lab.octavia() == (OURS, "ACTIVE")
+    assert lab.new_serve()
+
+
 def test_the_way_back_ends_with_the_removal(lab):
     lab.begin()
     lab.ask()

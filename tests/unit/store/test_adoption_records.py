@@ -130,6 +130,14 @@ def test_octavia_hears_nothing_before_the_report_and_everything_after_it(any_dat
     any_database.write(lambda c: status_outbox.confirm_generation(c, LB, 2, {}))
     any_database.write(lambda c: status_outbox.write_observations(c, LB, [seen]))
     assert due() == {LB, LISTENER}
+    # Confirmed objects still count until Octavia has the reports.
+    assert any_database.read(lambda c: adoptions.read_progress(c, LB)).pending
+    reports = any_database.read(lambda c: status_outbox.list_due_reports(c, 10))
+    any_database.write(lambda c: status_outbox.mark_reported(c, reports))
+    assert not any_database.read(lambda c: adoptions.read_progress(c, LB)).pending
+    any_database.write(lambda c: status_outbox.expect_confirmation(c, LB, 3, [(Kind.LOAD_BALANCER, LB)]))
+    any_database.write(lambda c: status_outbox.confirm_generation(c, LB, 3, {}))
+    assert due() == {LB}
     assert move(any_database, get(any_database), Step.RESTORE, reporting=False)
     assert due() == set()
 
