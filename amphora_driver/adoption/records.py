@@ -164,13 +164,17 @@ def get_adoption(connection: sa.Connection, load_balancer_id: str, *, lock: bool
 
 
 def move(connection: sa.Connection, found: Adoption, step: Step, reason: str | None = None, **values: Any) -> bool:
-    """Record the next step; return False if another process has moved the adoption since `found` was read."""
+    """Record the next step.
+
+    Return False if another process has moved the adoption since `found` was read, or an operator has requested a revert.
+    """
     now = connection.execute(sa.select(clock.now(connection))).scalar_one()
     ended = {"ended_at": now} if step in ENDS else {}
     mine = (adoption.c.load_balancer_id == found.load_balancer_id, adoption.c.step == found.step.value)
     text = None if reason is None else reason[:_MAX_REASON]
     kept = {} if reason is None and step in _FINAL else {"reason": text}
-    changed = adoption.update().where(*mine, adoption.c.step_at == found.step_at)
+    same = (adoption.c.step_at == found.step_at, adoption.c.revert == found.revert)
+    changed = adoption.update().where(*mine, *same)
     return bool(connection.execute(changed.values(step=step.value, step_at=now, **kept, **ended, **values)).rowcount)
 
 

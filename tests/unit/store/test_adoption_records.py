@@ -93,6 +93,15 @@ def test_a_revert_is_recorded(any_database, step):
     assert (found.step, found.revert) == (step, True)
 
 
+def test_a_step_that_does_not_know_of_a_revert_is_not_recorded(any_database):
+    ask(any_database, LB)
+    assert move(any_database, get(any_database), Step.KEEP)
+    found = get(any_database)
+    any_database.write(lambda c: adoptions.request_revert(c, LB))
+    assert not move(any_database, found, Step.REMOVE)
+    assert move(any_database, get(any_database), Step.RELOCK)
+
+
 @pytest.mark.parametrize("step", [Step.REMOVE, Step.RESTORE, Step.DONE])
 def test_a_late_revert_is_refused(any_database, step):
     ask(any_database, LB)
