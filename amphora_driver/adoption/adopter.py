@@ -29,7 +29,7 @@ from amphora_driver.adoption.octavia_tables import OctaviaDatabase
 from amphora_driver.adoption.records import Adoption, Progress, Step
 from amphora_driver.adoption.survey import Surveyor
 from amphora_driver.deadline import Deadline, apply_deadline
-from amphora_driver.errors import AgentError, AmphoraDriverError, Conflict, RequestError
+from amphora_driver.errors import AgentError, AmphoraDriverError, Conflict, ModelError, RequestError, UnknownObject
 from amphora_driver.maintenance.duty_loop import run_duty
 from amphora_driver.model.network import VipRequest
 from amphora_driver.network.interface import NotYet
@@ -156,8 +156,9 @@ class Adopter:
     def _start_next(self) -> None:
         opened = self._database.read(lambda c: records.list_adoptions(c, only_open=True))
         started = sum(one.step in _STARTED for one in opened)
-        waiting = next((one for one in opened if one.step is Step.WAITING and not one.paused), None)
-        if waiting is None or started >= waiting.max_in_progress or waiting.load_balancer_id in self._not_before:
+        ready = (one for one in opened if one.step is Step.WAITING and not one.paused)
+        waiting = next((one for one in ready if one.load_balancer_id not in self._not_before), None)
+        if waiting is None or started >= waiting.max_in_progress:
             return
         self._attempt(waiting, lambda: self._start(waiting))
 
@@ -197,10 +198,12 @@ class Adopter:
         if found.step is Step.WAITING:
             return (
                 Move(step=Step.REFUSED, reason=str(error))
-                if isinstance(error, RequestError)
+                if isinstance(error, RequestError | UnknownObject | ModelError)
                 else Wait(reason=str(error))
             )
-        late = self._seconds_in_step(found) > self._options.take_timeout
+        preparing = found.step is Step.PREPARE
+        limit = self._options.prepare_timeout if preparing else self._options.take_timeout
+        late = self._seconds_in_step(found) > limit
         if found.step in (Step.LOCK, Step.PREPARE, Step.CUT, Step.TAKE) and (error.final or late):
             return Move(step=Step.RESTORE, reason=str(error))
         return Wait(reason=str(error))

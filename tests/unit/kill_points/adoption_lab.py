@@ -101,10 +101,11 @@ class AdoptionLab:
 
     # --- requests of an operator --------------------------------------------------------------------------------------
 
-    def ask(self, *, remove_after=0.0):
+    def ask(self, *names, remove_after=0.0):
+        """Request adoptions of these load balancers; without names, of the one in Octavia."""
         self._write(
             lambda c: adoptions.request_adoptions(
-                c, [LB], max_in_progress=1, remove_after=remove_after, asked_by="admin@host"
+                c, names or [LB], max_in_progress=1, remove_after=remove_after, asked_by="admin@host"
             )
         )
 

@@ -244,6 +244,16 @@ def test_a_busy_load_balancer_is_refused_and_stays(lab):
     assert lab.deployment.octavia.told == []
 
 
+def test_an_unknown_load_balancer_is_refused_and_does_not_delay_the_next_one(lab):
+    lab.begin()
+    lab.ask("unknown", LB)
+    lab.rounds(Step.PREPARE)
+    assert lab.step() is Step.PREPARE
+    refused = lab.deployment.database.read(lambda c: adoptions.get_adoption(c, "unknown"))
+    assert refused.step is Step.REFUSED
+    assert "Octavia does not know it" in refused.reason
+
+
 def test_a_controller_without_octavias_sockets_leaves_the_adoption_to_others(lab, monkeypatch, caplog):
     lab.begin()
     lab.ask()
