@@ -54,7 +54,8 @@ _NEEDED = {
     _HEALTH: {"amphora_id", "last_update", "busy"},
 }
 _DELETED = "DELETED"
-_CONNECT_SECONDS = 5
+# Seconds for a connection, and for each statement.
+_CONNECT_SECONDS, _ANSWER_SECONDS = 5, 5
 
 
 class OctaviaDatabase:
@@ -292,11 +293,22 @@ def _create_engine(url: str) -> sa.Engine:
         if parsed.get_backend_name() != "sqlite":
             # The transactions lock the row of the load balancer first. Later reads must then see all earlier commits.
             options["isolation_level"] = "READ COMMITTED"
-            options["connect_args"] = {"connect_timeout": _CONNECT_SECONDS}
+            options["connect_args"] = _time_outs(parsed)
         return sa.create_engine(parsed, **options)
     except (sa.exc.ArgumentError, sa.exc.NoSuchModuleError, ImportError) as error:
         remedy = "Check [amp_adoption] octavia_connection."
         raise ConfigurationError("open Octavia's database", type(error).__name__, remedy) from error
+
+
+def _time_outs(url: sa.URL) -> dict[str, Any]:
+    """Return the time-outs of a connection by the names of its driver, without those that the URL sets."""
+    found: dict[str, Any] = {"connect_timeout": _CONNECT_SECONDS}
+    if url.get_backend_name() == "postgresql":
+        found["options"] = f"-c statement_timeout={_ANSWER_SECONDS}s"
+        found["tcp_user_timeout"] = _ANSWER_SECONDS * 1000
+    else:
+        found |= {"read_timeout": _ANSWER_SECONDS, "write_timeout": _ANSWER_SECONDS}
+    return {name: value for name, value in found.items() if name not in url.query}
 
 
 @contextmanager

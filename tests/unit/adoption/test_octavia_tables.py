@@ -3,6 +3,7 @@
 
 import datetime as dt
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +13,10 @@ import pytest
 from unit.adoption import octavia_rows
 from unit.adoption.octavia_rows import AMPHORAE, LB, LISTENER, MEMBER, PORTS, VIP_PORT, read, set_status, write
 
+from amphora_driver.adoption import octavia_tables
 from amphora_driver.adoption.octavia_state import OctaviaState
 from amphora_driver.adoption.octavia_tables import OctaviaDatabase
-from amphora_driver.errors import ConfigurationError, Conflict
+from amphora_driver.errors import ConfigurationError, Conflict, StoreError
 
 OURS = "haproxy"
 
@@ -173,6 +175,14 @@ def test_a_load_balancer_that_changed_afterwards_is_not_given_back(octavia, engi
     with pytest.raises(Conflict, match="its configuration has changed"):
         octavia.give_back(before, OURS)
     assert octavia_rows.rows(engine) == kept
+
+
+def test_a_server_that_does_not_answer_is_an_error(monkeypatch):
+    monkeypatch.setattr(octavia_tables, "_ANSWER_SECONDS", 1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"mysql+pymysql://u:p@127.0.0.1:{silent.getsockname()[1]}/octavia"
+        with pytest.raises(StoreError, match="timed out"):
+            OctaviaDatabase(url).read(LB)
 
 
 def test_another_database_is_refused_by_its_missing_tables(tmp_path):
