@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Performs adoptions, step by step.
 
-Invariant: one controller at a time holds the duty `adoption`. Each step can be repeated from its beginning, and the
-next step is recorded before its effect begins. Until `COMMIT`, a failure, a time-out or a request of the operator leads
+Invariant: one controller at a time holds the duty `adoption`. It acquires the duty again before each step, and reads the
+row again. Each step can be repeated from its beginning, and the next step is recorded before its effect begins. Until `COMMIT`, a failure, a time-out or a request of the operator leads
 to `RESTORE`: the former amphorae serve again. From `COMMIT` on, only a request of the operator does.
 
 Before `CUT` and in `COMMIT`, the load balancer must be as it was at its lock. Octavia's own worker may otherwise still
@@ -49,8 +49,9 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 DUTY = "adoption"
-# Seconds between two rounds, the lease of the duty, and the limit of one step. A step ends before the lease expires, so
-# two controllers do not act at the same time.
+# Seconds between two rounds, the lease of the duty, and the limit of one step. The calls of a step have time-outs, so a
+# step ends before the lease expires. The exception is a process that is suspended within a step: its last call may come
+# late. It records no step then, and the transactions on Octavia's tables check what they change.
 _EVERY, _DUTY_SECONDS, _STEP_SECONDS = 0.5, 20.0, 10.0
 # A heartbeat in progress may still write statuses of the load balancer in Octavia. The report follows after this number
 # of seconds.
@@ -58,6 +59,8 @@ _SETTLE_SECONDS = 2.0
 _VIP_QUERY_SECONDS = 3.0
 # Seconds between a failed attempt of a step and the next attempt.
 _RETRY_SECONDS = 2.0
+# Seconds between two looks at an adopted load balancer whose former amphorae stay.
+_KEEP_SECONDS = 10.0
 # If the load balancer was changed at the moment of its lock, nothing shows whether Octavia's worker still works on it.
 # After this number of seconds without an unfinished object, the lock counts as the one of the adoption.
 _UNLOCK_SECONDS = 120.0
@@ -107,7 +110,7 @@ class Adopter:
         self._owner = owner
         self._surveyor = Surveyor(context.conf, context.database, context.catalogue, context.octavia, context.library)
         self._holds_duty = self._lacks_sockets = False
-        # The keys are load balancer ids. The values are the monotonic times of the next attempts after a failure.
+        # The keys are load balancer ids. The values are the monotonic times of the next attempts.
         self._not_before: dict[str, float] = {}
         self._handlers: dict[Step, Callable[[Adoption, OctaviaState], Move | Wait]] = {
             Step.LOCK: self._lock,
@@ -149,9 +152,19 @@ class Adopter:
             return
         self._not_before = {one: at for one, at in self._not_before.items() if at > time.monotonic()}
         for one in opened:
-            if one.step is not Step.WAITING and one.load_balancer_id not in self._not_before:
-                self._advance_one(one)
+            requested = one.step is Step.KEEP and one.revert
+            if one.step is not Step.WAITING and (requested or one.load_balancer_id not in self._not_before):
+                self._guard(one, partial(self._advance_one, one))
         self._start_next()
+
+    def _guard(self, found: Adoption, work: Callable[[], object]) -> None:
+        """Perform steps of one adoption. An error must not stop the others."""
+        try:
+            work()
+        except Exception:
+            self._not_before[found.load_balancer_id] = time.monotonic() + _RETRY_SECONDS
+            text = "the controller failed in step %s of the adoption of load balancer %s, and tries again in %g s"
+            LOG.exception(text, found.step.value, found.load_balancer_id, _RETRY_SECONDS)
 
     def _start_next(self) -> None:
         opened = self._database.read(lambda c: records.list_adoptions(c, only_open=True))
@@ -160,7 +173,7 @@ class Adopter:
         waiting = next((one for one in ready if one.load_balancer_id not in self._not_before), None)
         if waiting is None or started >= waiting.max_in_progress:
             return
-        self._attempt(waiting, lambda: self._start(waiting))
+        self._guard(waiting, lambda: self._attempt(waiting, lambda: self._start(waiting)))
 
     def _start(self, found: Adoption) -> Move:
         surveyed = self._surveyor.survey(found.load_balancer_id, found.remove_after)
@@ -177,6 +190,8 @@ class Adopter:
 
     def _attempt(self, found: Adoption, work: Callable[[], Move | Wait]) -> Adoption | None:
         """Perform one step and record the result; return the adoption if it has moved."""
+        if not self._may_act(found):
+            return None
         failpoints.reach_step(f"Adopt-{found.step.value}", failpoints.Moment.BEFORE)
         try:
             with apply_deadline(Deadline(_STEP_SECONDS, f"adopt load balancer {found.load_balancer_id}")):
@@ -190,6 +205,13 @@ class Adopter:
                 self._database.write(lambda c: records.set_reason(c, found, result.reason))
             return None
         return self._record(found, result)
+
+    def _may_act(self, found: Adoption) -> bool:
+        """Acquire the duty for the next step; return False without it, or if the adoption has changed."""
+        self._holds_duty = acquire_duty(self._database, DUTY, self._owner, _DUTY_SECONDS)
+        if not self._holds_duty:
+            return False
+        return self._database.read(lambda c: records.get_adoption(c, found.load_balancer_id)) == found
 
     def _handle_failure(self, found: Adoption, error: AmphoraDriverError) -> Move | Wait:
         text = "the controller could not perform step %s of the adoption of load balancer %s: %s"
@@ -313,8 +335,11 @@ class Adopter:
         if found.revert:
             return Move(step=Step.RELOCK)
         ends = (found.committed_at or found.step_at) + found.remove_after
-        if self._database.now() >= ends and progress.served and not progress.pending:
+        left = ends - self._database.now()
+        if left <= 0 and progress.served and not progress.pending:
             return Move(step=Step.REMOVE)
+        if left > 0:
+            self._not_before[found.load_balancer_id] = time.monotonic() + min(_KEEP_SECONDS, left)
         return Wait(reason=found.reason)
 
     def _remove(self, _found: Adoption, before: OctaviaState) -> Move | Wait:

@@ -134,7 +134,7 @@ class Surveyor:
             found = self._library().get_loadbalancer(load_balancer_id)
         except octavia_errors.DriverAgentTimeout as error:
             raise ModelError(attempt, UNREADABLE) from error
-        except (octavia_errors.DriverAgentNotFound, OSError) as error:
+        except (octavia_errors.DriverAgentNotFound, octavia_errors.DriverError, OSError) as error:
             raise OctaviaError(attempt, str(error), "Check [amp_octavia] get_socket.") from error
         if found is None:
             raise UnknownObject(attempt, "Octavia does not know it")

@@ -5,6 +5,7 @@ Database, Octavia's tables and octavia-lib are real. Machines, agents and Neutro
 """
 
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -252,6 +253,39 @@ def test_an_unknown_load_balancer_is_refused_and_does_not_delay_the_next_one(lab
     refused = lab.deployment.database.read(lambda c: adoptions.get_adoption(c, "unknown"))
     assert refused.step is Step.REFUSED
     assert "Octavia does not know it" in refused.reason
+
+
+def test_an_unreadable_adoption_does_not_stop_the_others(lab, caplog):
+    lab.begin()
+    lab.ask("damaged", LB)
+    damaged = lab.deployment.database.read(lambda c: adoptions.get_adoption(c, "damaged"))
+    lab.deployment.database.write(lambda c: adoptions.move(c, damaged, Step.KEEP, state="{"))
+    lab.rounds(Step.DONE)
+    assert_adopted(lab)
+    assert "the controller failed in step keep of the adoption of load balancer damaged" in caplog.text
+
+
+def test_a_controller_that_loses_the_duty_performs_no_further_step(lab, monkeypatch):
+    lab.begin()
+    lab.ask()
+    lab.rounds(Step.PREPARE)
+    plane = lab.plane()
+    reached = []
+
+    def lose(step, moment):
+        if (step, moment) == ("Adopt-prepare", Moment.MARKED):
+            lease = {"owner": "another", "leased_until": time.time() + 20}
+            lab.deployment.database.write(lambda c: c.execute(duty.update().values(**lease)))
+            reached.append(step)
+
+    monkeypatch.setattr("amphora_driver.failpoints.reach_step", lose)
+    while not reached:
+        plane.round()
+        lab.deployment.clock.advance(plane.pause())
+    assert lab.step() is Step.CUT
+    plane.round()
+    assert lab.step() is Step.CUT
+    assert lab.old_serve()
 
 
 def test_a_controller_without_octavias_sockets_leaves_the_adoption_to_others(lab, monkeypatch, caplog):
