@@ -175,7 +175,9 @@ class Adopter:
             return
         self._guard(waiting, lambda: self._attempt(waiting, lambda: self._start(waiting)))
 
-    def _start(self, found: Adoption) -> Move:
+    def _start(self, found: Adoption) -> Move | Wait:
+        if unfit := self._database.read(records.list_unfit_controllers):
+            return Wait(reason=f"controllers of an earlier version must be upgraded or stopped: {', '.join(unfit)}")
         surveyed = self._surveyor.survey(found.load_balancer_id, found.remove_after)
         if surveyed.plan.refusals:
             return Move(step=Step.REFUSED, reason="; ".join(surveyed.plan.refusals))

@@ -19,11 +19,12 @@ import sqlalchemy as sa
 from amphora_driver.database import clock
 from amphora_driver.database.rows import to_struct
 from amphora_driver.database.tables import URGENT, amphora, job, object_status, request
-from amphora_driver.database.tables_fleet import adoption
+from amphora_driver.database.tables_fleet import adoption, process
 from amphora_driver.errors import Conflict, UnknownObject
 from amphora_driver.model.loadbalancer import LoadBalancer
 from amphora_driver.model.secret_refs import SecretName
 from amphora_driver.store import desired_objects, failovers, generations, sealed_secrets, status_outbox
+from amphora_driver.store.process_registry import ProcessKind
 from amphora_driver.store.requests import Op
 from amphora_driver.store.sealed_secrets import SealedSecret
 
@@ -31,6 +32,11 @@ _MAX_REASON = 1000
 # The database keeps the row of an ended adoption for 30 days, so that an operator can read the result.
 _KEPT_SECONDS = 30 * 86400.0
 _SEE = "See: amphoractl loadbalancer adopt list."
+# The migration that creates the table `adoption`. A controller that does not know it would give the new amphorae the
+# VIPs at once.
+_REVISION = "0006"
+# A process writes a heartbeat every 2 seconds.
+_ALIVE_SECONDS = 7.0
 
 
 class Step(str, Enum):
@@ -161,6 +167,17 @@ def get_adoption(connection: sa.Connection, load_balancer_id: str, *, lock: bool
     if row is None:
         raise UnknownObject(f"find the adoption of load balancer {load_balancer_id}", "there is none", _SEE)
     return to_struct(row, Adoption, step=Step(row.step))
+
+
+def list_unfit_controllers(connection: sa.Connection) -> list[str]:
+    """Return the names of the running controllers whose version does not know adoptions."""
+    revision = process.c.schema_revision
+    query = sa.select(process.c.name).where(
+        process.c.kind == ProcessKind.CONTROLLER.value,
+        process.c.seen_at > clock.now(connection) - _ALIVE_SECONDS,
+        sa.or_(revision.is_(None), revision < _REVISION),
+    )
+    return list(connection.execute(query.order_by(process.c.name)).scalars())
 
 
 def move(connection: sa.Connection, found: Adoption, step: Step, reason: str | None = None, **values: Any) -> bool:

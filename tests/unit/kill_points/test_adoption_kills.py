@@ -16,7 +16,9 @@ from unit.adoption.octavia_rows import AMPHORAE, LB, MEMBER
 
 from amphora_driver.adoption import records as adoptions
 from amphora_driver.adoption.records import Step
+from amphora_driver.database import clock
 from amphora_driver.database.tables import desired_object, duty, job, object_status, secret
+from amphora_driver.database.tables_fleet import process
 from amphora_driver.errors import Conflict
 from amphora_driver.failpoints import Moment
 
@@ -253,6 +255,20 @@ def test_an_unknown_load_balancer_is_refused_and_does_not_delay_the_next_one(lab
     refused = lab.deployment.database.read(lambda c: adoptions.get_adoption(c, "unknown"))
     assert refused.step is Step.REFUSED
     assert "Octavia does not know it" in refused.reason
+
+
+def test_no_adoption_starts_beside_a_controller_of_an_earlier_version(lab):
+    lab.begin()
+    lab.ask()
+    database, old = lab.deployment.database, "old:1"
+    row = {"name": old, "kind": "controller", "host": "old", "schema_revision": "0005", "started_at": 0.0}
+    database.write(lambda c: c.execute(process.insert().values(**row, seen_at=clock.now(c) + 3600)))
+    lab.settle()
+    assert lab.step() is Step.WAITING
+    assert old in lab.found().reason
+    database.write(lambda c: c.execute(process.delete().where(process.c.name == old)))
+    lab.rounds(Step.PREPARE)
+    assert lab.step() is Step.PREPARE
 
 
 def test_an_unreadable_adoption_does_not_stop_the_others(lab, caplog):

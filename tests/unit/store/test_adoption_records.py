@@ -5,11 +5,14 @@ import pytest
 
 from amphora_driver.adoption import records as adoptions
 from amphora_driver.adoption.records import Step
+from amphora_driver.database import clock
 from amphora_driver.database.tables import URGENT, job, object_status
+from amphora_driver.database.tables_fleet import process
 from amphora_driver.errors import Conflict, UnknownObject
 from amphora_driver.model.enums import Kind, ListenerProtocol, Operating
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Vip
 from amphora_driver.store import amphorae, status_outbox
+from amphora_driver.store.process_registry import ProcessKind, ProcessRegistration
 from amphora_driver.store.status_outbox import Observation
 
 LB, LISTENER = "lb", "listener"
@@ -110,6 +113,28 @@ def test_a_late_revert_is_refused(any_database, step):
         any_database.write(lambda c: adoptions.request_revert(c, LB))
     with pytest.raises(UnknownObject):
         any_database.write(lambda c: adoptions.request_revert(c, "other"))
+
+
+@pytest.mark.parametrize(
+    ("revision", "kind", "age", "is_unfit"),
+    [
+        (None, "controller", 1.0, True),
+        ("0005", "controller", 1.0, True),
+        ("0006", "controller", 1.0, False),
+        ("0007", "controller", 1.0, False),
+        ("0005", "controller", 60.0, False),
+        ("0005", "health-manager", 1.0, False),
+    ],
+)
+def test_running_controllers_that_do_not_know_adoptions_are_found(any_database, revision, kind, age, is_unfit):
+    row = {"name": "host:1", "kind": kind, "host": "host", "schema_revision": revision, "started_at": 0.0}
+    any_database.write(lambda c: c.execute(process.insert().values(**row, seen_at=clock.now(c) - age)))
+    assert any_database.read(adoptions.list_unfit_controllers) == (["host:1"] if is_unfit else [])
+
+
+def test_a_controller_of_this_version_knows_adoptions(any_database):
+    ProcessRegistration(any_database, "host:1", ProcessKind.CONTROLLER).heartbeat()
+    assert any_database.read(adoptions.list_unfit_controllers) == []
 
 
 def test_the_vips_are_held_until_the_former_amphorae_are_cut(any_database):
