@@ -16,7 +16,7 @@ from amphora_driver.compute.nova_client import Nova
 from amphora_driver.errors import NetworkError
 from amphora_driver.network.neutron_client import Neutron
 from amphora_driver.network.neutron_objects import mark
-from amphora_driver.openstack.errors import translated
+from amphora_driver.openstack.errors import ApiError, translated
 from amphora_driver.openstack.session import Service
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 _VIP_PORT_NAME, _MEMBER_PORT_NAME, _GROUP_NAME = "octavia-lb-vrrp-", "octavia-lb-member-", "lb-"
-_SERVER_GROUP_NAME = "octavia-lb-"
+_SERVER_NAME, _SERVER_GROUP_NAME = "amphora-", "octavia-lb-"
 
 
 class OldCloud(Protocol):
@@ -40,6 +40,24 @@ class OldCloud(Protocol):
         """Remove the former amphorae with their ports and groups; return False while something is left."""
 
 
+class FormerServers(Nova):
+    """Servers of Octavia's provider."""
+
+    def delete_named(self, server_id: str, name: str) -> bool:
+        """Begin the deletion of a server with this name; return whether it exists. Another server stays."""
+        try:
+            # A server has user data, which must not be logged.
+            found = self._send("GET", f"/servers/{server_id}", secret=True)["server"]
+        except ApiError as error:
+            if error.status == 404:
+                return False
+            raise
+        if found["name"] != name:
+            LOG.warning("server %s does not have the name %s, and stays as it is", server_id, name)
+            return False
+        return self.delete_server(server_id)
+
+
 class OpenStackCloud:
     """Nova and Neutron, with the service account of this provider.
 
@@ -52,7 +70,7 @@ class OpenStackCloud:
         network = Service(conf, "network", "neutron", options.request_timeout)
         compute = Service(conf, "compute", "nova", conf.amp_compute_nova.request_timeout)
         self._neutron = Neutron(network, options.page_size, options.cache_time)
-        self._nova = Nova(compute, options.page_size)
+        self._nova = FormerServers(compute, options.page_size)
         self._mark = mark(conf.amp_openstack.deployment_id or "")
 
     def enable_old_ports(self, state: OctaviaState, *, enabled: bool) -> None:
@@ -85,7 +103,7 @@ class OpenStackCloud:
     def remove(self, state: OctaviaState) -> bool:
         """Remove the former amphorae with their ports and groups; return False while something is left."""
         with translated(f"remove the former amphorae of load balancer {state.load_balancer_id}"):
-            left = [self._nova.delete_server(str(one.compute_id)) for one in state.amphorae]
+            left = [self._nova.delete_named(str(one.compute_id), f"{_SERVER_NAME}{one.id}") for one in state.amphorae]
             if any(left):
                 return False
             for one in state.amphorae:

@@ -17,9 +17,10 @@ class Servers:
         self.running = dict.fromkeys(names, 2)
         self.groups = {}
 
-    def delete_server(self, name):
-        left = self.running.get(name, 0)
-        self.running[name] = left - 1
+    def delete_named(self, server_id, name):
+        assert name.startswith("amphora-")
+        left = self.running.get(server_id, 0)
+        self.running[server_id] = left - 1
         return left > 0
 
     def server_groups(self, name):
