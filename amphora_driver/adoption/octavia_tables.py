@@ -72,7 +72,7 @@ class OctaviaDatabase:
         self._tables: dict[str, sa.Table] = {}
 
     def read(self, load_balancer_id: str) -> OctaviaState | None:
-        """Return the state of a load balancer; None if Octavia does not know it or has deleted it."""
+        """Return the state of a load balancer; None if Octavia does not know exactly this id or has deleted it."""
         return self._run(f"read load balancer {load_balancer_id}", lambda c: self._state(c, load_balancer_id))
 
     def find(self, *, project_id: str | None = None, tag: str | None = None) -> list[str]:
@@ -81,13 +81,20 @@ class OctaviaDatabase:
         def work(connection: sa.Connection) -> list[str]:
             table = self._tables["load_balancer"]
             theirs = sa.or_(table.c.provider.in_(AMPHORA_PROVIDERS), table.c.provider.is_(None))
-            query = sa.select(table.c.id).where(theirs, table.c.provisioning_status != _DELETED).order_by(table.c.id)
+            columns: list[sa.ColumnElement[Any]] = [table.c.id]
+            query = sa.select(*columns).where(theirs, table.c.provisioning_status != _DELETED).order_by(table.c.id)
+            # MySQL and MariaDB ignore upper and lower case, so the values are compared again.
+            wanted: list[str] = []
             if project_id is not None:
-                query = query.where(table.c.project_id == project_id)
+                query = query.add_columns(table.c.project_id).where(table.c.project_id == project_id)
+                wanted.append(project_id)
             if tag is not None:
                 tags = self._tables[_TAGS]
-                query = query.where(table.c.id.in_(sa.select(tags.c.resource_id).where(tags.c.tag == tag)))
-            return list(connection.execute(query).scalars())
+                query = query.add_columns(tags.c.tag).join(tags, tags.c.resource_id == table.c.id)
+                query = query.where(tags.c.tag == tag)
+                wanted.append(tag)
+            found = [row[0] for row in connection.execute(query) if list(row[1:]) == wanted]
+            return list(dict.fromkeys(found))
 
         return self._run("list load balancers", work)
 
@@ -185,9 +192,11 @@ class OctaviaDatabase:
 
     def _state(self, connection: sa.Connection, load_balancer_id: str) -> OctaviaState | None:
         rows = self._rows(connection, load_balancer_id)
-        if not rows["load_balancer"] or rows["load_balancer"][0]["provisioning_status"] == _DELETED:
+        # MySQL and MariaDB also find an id in another spelling, which would be another load balancer for this provider.
+        balancer = next((row for row in rows["load_balancer"] if row["id"] == load_balancer_id), None)
+        if balancer is None or balancer["provisioning_status"] == _DELETED:
             return None
-        (balancer,), vip = rows["load_balancer"], next(iter(rows["vip"]), {})
+        vip = next(iter(rows["vip"]), {})
         table = self._tables[_AMPHORA]
         query = sa.select(table).where(table.c.load_balancer_id == load_balancer_id, table.c.status != _DELETED)
         amphorae = [dict(row) for row in connection.execute(query.order_by(table.c.id)).mappings()]

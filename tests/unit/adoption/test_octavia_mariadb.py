@@ -9,6 +9,7 @@ import mariadb
 import msgspec
 import pytest
 import sqlalchemy as sa
+from octavia.db import models
 from unit.adoption import octavia_rows
 from unit.adoption.octavia_rows import LB, read, set_status
 
@@ -38,6 +39,21 @@ def octavia(engine):
 def recorded(octavia):
     """The state as the record of an adoption keeps it."""
     return msgspec.json.decode(msgspec.json.encode(octavia.read(LB)), type=OctaviaState)
+
+
+def test_ids_and_tags_in_another_spelling_are_unknown(octavia, engine):
+    with engine.begin() as connection:
+        connection.exec_driver_sql(f"INSERT INTO tags (resource_id, tag) VALUES ('{LB}', 'wave-1')")
+    assert octavia.find(tag="wave-1") == octavia.find(project_id="demo") == [LB]
+    assert octavia.find(tag="Wave-1") == octavia.find(project_id="Demo") == []
+    octavia_rows.write(engine, f"DELETE FROM tags WHERE resource_id = '{LB}'")
+    name = "0000abcd-0000-4000-8000-000000000001"
+    statuses = {"provisioning_status": "ACTIVE", "operating_status": "ONLINE"}
+    with sa.orm.Session(engine) as session, session.begin():
+        session.add(models.LoadBalancer(id=name, project_id="other", provider="amphora", enabled=True, **statuses))
+    assert octavia.read(name).load_balancer_id == name
+    assert octavia.read(name.upper()) is None
+    octavia_rows.write(engine, f"DELETE FROM load_balancer WHERE id = '{name}'")
 
 
 def test_every_row_returns(octavia, engine):

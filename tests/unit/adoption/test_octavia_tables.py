@@ -92,6 +92,18 @@ def test_load_balancers_are_found_by_project_and_tag(octavia, engine):
     assert octavia.find(project_id="demo") == []
 
 
+def test_a_tag_in_another_spelling_selects_nothing(octavia, engine):
+    """As in MySQL and MariaDB, the columns ignore upper and lower case."""
+    with engine.begin() as connection:
+        connection.exec_driver_sql("DROP TABLE tags")
+        columns = "resource_id VARCHAR(36), tag VARCHAR(255) COLLATE NOCASE"
+        connection.exec_driver_sql(f"CREATE TABLE tags ({columns})")
+    write(engine, f"INSERT INTO tags (resource_id, tag) VALUES ('{LB}', 'wave-1')")
+    assert read(engine, "SELECT tag FROM tags WHERE tag = 'Wave-1'") == [("wave-1",)]
+    assert octavia.find(tag="wave-1") == [LB]
+    assert octavia.find(tag="Wave-1") == []
+
+
 def test_the_take_over_leaves_no_row_of_an_amphora(octavia, engine):
     before = locked(octavia, engine)
     for _ in range(2):
