@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Performs adoptions, step by step.
 
-Invariant: one controller at a time holds the duty `adoption`. It acquires the duty again before each step, and reads the
-row again. Each step can be repeated from its beginning, and the next step is recorded before its effect begins. Until `COMMIT`, a failure, a time-out or a request of the operator leads
-to `RESTORE`: the former amphorae serve again. From `COMMIT` on, only a request of the operator does.
+Invariant: one controller at a time holds the duty `adoption`. It acquires the duty again before each step, and reads
+the row again. Each step can be repeated from its beginning, and the next step is recorded before its effect begins.
+Until `COMMIT`, a failure, a time-out or a request of the operator leads to `RESTORE`: the former amphorae serve again.
+From `COMMIT` on, only a request of the operator does.
 
 Before `CUT` and in `COMMIT`, the load balancer must be as it was at its lock. Octavia's own worker may otherwise still
 change it: octavia-lib sets a status without a condition.

@@ -183,7 +183,8 @@ def list_unfit_controllers(connection: sa.Connection) -> list[str]:
 def move(connection: sa.Connection, found: Adoption, step: Step, reason: str | None = None, **values: Any) -> bool:
     """Record the next step.
 
-    Return False if another process has moved the adoption since `found` was read, or an operator has requested a revert.
+    Return False if another process has moved the adoption since `found` was read, or an operator has requested a
+    revert.
     """
     now = connection.execute(sa.select(clock.now(connection))).scalar_one()
     ended = {"ended_at": now} if step in ENDS else {}
