@@ -250,6 +250,7 @@ class Adopter:
         moved = self._database.write(write)
         failpoints.reach_step(f"Adopt-{found.step.value}", failpoints.Moment.MARKED)
         if moved is not None:
+            self._not_before.pop(found.load_balancer_id, None)
             text = "adoption of load balancer %s: step %s is finished, the next step is %s%s"
             reason = f" ({result.reason})" if result.reason else ""
             LOG.info(text, found.load_balancer_id, found.step.value, result.step.value, reason)

@@ -72,7 +72,7 @@ class OctaviaDatabase:
         self._tables: dict[str, sa.Table] = {}
 
     def read(self, load_balancer_id: str) -> OctaviaState | None:
-        """Return the state of a load balancer; None if Octavia does not know exactly this id or has deleted it."""
+        """Return the state of a load balancer; None if Octavia has no row of exactly this id."""
         return self._run(f"read load balancer {load_balancer_id}", lambda c: self._state(c, load_balancer_id))
 
     def find(self, *, project_id: str | None = None, tag: str | None = None) -> list[str]:

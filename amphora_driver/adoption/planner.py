@@ -88,7 +88,7 @@ def _refusals(state: OctaviaState, tree: LoadBalancer, around: Circumstances) ->
     if any(not vip.address or not vip.subnet_id for vip in tree.vips) or not state.vip_port_id:
         found.append("a VIP has no address, subnet or port")
     if state.vip_owned is None:
-        found.append("Octavia's table vip does not say who owns the VIP port")
+        found.append("the owner of the VIP port is unknown, because octavia_owned is NULL in Octavia's table vip")
     return [*found, *_of_amphorae(state), *_of_listeners(tree)]
 
 

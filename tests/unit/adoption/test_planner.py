@@ -83,7 +83,7 @@ def test_additional_vips_and_a_port_of_the_user_are_supported():
         (changed(SINGLE, availability_zone="az1"), "availability zone"),
         (changed(SINGLE, vnic_types=frozenset({"normal", "direct"})), r"type direct \(SR-IOV\)"),
         (changed(SINGLE, vip_port_id=None), "no address, subnet or port"),
-        (changed(SINGLE, vip_owned=None), "does not say who owns the VIP port"),
+        (changed(SINGLE, vip_owned=None), "the owner of the VIP port is unknown"),
         (changed(SINGLE, topology="ACTIVE_ACTIVE"), "its topology is ACTIVE_ACTIVE"),
         (changed(SINGLE, topology=None), "its topology is None"),
         (changed(SINGLE, amphorae=()), "it has 0 amphorae"),
