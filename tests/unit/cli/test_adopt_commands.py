@@ -5,6 +5,8 @@ Only `plan` is installed. The other commands are added here.
 """
 
 import json
+import socket
+import threading
 
 import migrated
 import pytest
@@ -108,6 +110,29 @@ def test_the_plan_of_an_unknown_load_balancer(adopt, sockets):
     (row,) = json.loads(said)
     assert status == 0
     assert "Octavia does not know it" in row["Action"]
+
+
+def test_an_unusable_answer_of_the_driver_agent_is_a_refusal(adopt, sockets, tmp_path):
+    """The answer begins with a length that is no number."""
+    path = tmp_path / "get.sock"
+    path.unlink()
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
+        server.listen()
+
+        def answer():
+            connection, _ = server.accept()
+            with connection:
+                connection.sendall(b"none\n")
+                connection.recv(65536)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        status, said, _ = adopt("plan", LB, "-f", "json")
+        thread.join()
+    (row,) = json.loads(said)
+    assert (status, row["Step"]) == (0, "refused")
+    assert "Check [amp_octavia] get_socket" in row["Action"]
 
 
 def test_the_plan_needs_octavias_sockets(adopt):

@@ -14,13 +14,17 @@ from deployment import Deployment
 from killed_forks import limited
 from unit.adoption.octavia_rows import AMPHORAE, LB, MEMBER
 
+from amphora_driver.adoption import adopter
 from amphora_driver.adoption import records as adoptions
+from amphora_driver.adoption.octavia_tables import OctaviaDatabase
 from amphora_driver.adoption.records import Step
 from amphora_driver.database import clock
 from amphora_driver.database.tables import desired_object, duty, job, object_status, secret
 from amphora_driver.database.tables_fleet import process
-from amphora_driver.errors import Conflict
+from amphora_driver.errors import Conflict, StoreError
 from amphora_driver.failpoints import Moment
+from amphora_driver.network.interface import NotYet
+from amphora_driver.network.local import LocalNetwork
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 _MOST_SECONDS = 120
@@ -198,6 +202,20 @@ def test_a_refused_port_of_a_user_leads_back_before_the_cut(lab):
     assert_reverted(lab)
 
 
+def test_the_cut_waits_for_a_slow_claim(lab, monkeypatch):
+    lab.begin()
+    lab.change_octavia(f"UPDATE vip SET octavia_owned = 0 WHERE load_balancer_id = '{LB}'")
+    lab.ask()
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalNetwork, "allocate_vip", lambda *_given: NotYet(reason="Neutron is slow"))
+        for _ in range(3):
+            lab.settle()
+        assert (lab.step(), lab.found().reason) == (Step.PREPARE, "Neutron is slow")
+        patch.setattr(LocalNetwork, "allocate_vip", lambda *_given: ())
+        lab.rounds(Step.DONE)
+    assert_adopted(lab)
+
+
 def test_a_revert_during_the_report_leads_back(lab):
     lab.begin(pair=True)
     lab.ask(remove_after=KEPT)
@@ -302,6 +320,46 @@ def test_a_controller_that_loses_the_duty_performs_no_further_step(lab, monkeypa
     plane.round()
     assert lab.step() is Step.CUT
     assert lab.old_serve()
+
+
+def test_the_preparation_has_its_own_time_limit(lab, monkeypatch):
+    """Octavia's database does not answer for longer than the VIPs may take to move."""
+    lab.begin()
+    lab.ask()
+    lab.rounds(Step.PREPARE)
+
+    def fail(*_arguments):
+        raise StoreError("read a load balancer", "no answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(OctaviaDatabase, "read", fail)
+        lab.deployment.clock.advance(lab.deployment.conf.amp_adoption.take_timeout + 1)
+        lab.settle()
+    assert (lab.step(), "no answer" in lab.found().reason) == (Step.PREPARE, True)
+    lab.rounds(Step.DONE)
+    assert_adopted(lab)
+
+
+def test_a_kept_load_balancer_is_read_rarely_until_a_revert(lab, monkeypatch):
+    lab.begin()
+    lab.ask(remove_after=KEPT)
+    lab.rounds(Step.KEEP)
+    reads = []
+    keep = adopter.Adopter._keep
+    monkeypatch.setattr(adopter.Adopter, "_keep", lambda *given: reads.append(time.monotonic()) or keep(*given))
+    plane = lab.plane()
+    begun = time.monotonic()
+    while time.monotonic() < begun + 35:
+        plane.round()
+        lab.deployment.clock.advance(0.5)
+    assert 2 <= len(reads) <= 5
+    lab.revert()
+    number = len(reads)
+    plane.round()
+    assert len(reads) == number + 1
+    lab._adopter.release()
+    lab.rounds(Step.REVERTED)
+    assert_reverted(lab)
 
 
 def test_a_controller_without_octavias_sockets_leaves_the_adoption_to_others(lab, monkeypatch, caplog):
