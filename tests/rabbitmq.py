@@ -8,7 +8,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from free_ports import free_ports
@@ -84,7 +84,12 @@ class Broker:
         self._await(self._process, self.port, "server")
 
     def freeze(self):
+        """Stop the server, and wait until each of its threads is stopped: the signal takes effect later."""
         os.killpg(self._process.pid, signal.SIGSTOP)
+        end = time.monotonic() + 30
+        while running := _running_threads(self._process.pid):
+            assert time.monotonic() < end, f"the threads {running} do not stop"
+            time.sleep(0.01)
 
     def thaw(self):
         os.killpg(self._process.pid, signal.SIGCONT)
@@ -127,3 +132,14 @@ class Broker:
                 time.sleep(0.05)
             else:
                 return
+
+
+def _running_threads(group):
+    """Return the threads of a process group that are not stopped (proc(5), /proc/PID/stat)."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/task/[0-9]*/stat"):
+        with suppress(OSError):
+            state, _, its_group = file.read_text().rpartition(") ")[2].split()[:3]
+            if int(its_group) == group and state not in "TZX":
+                found.append(file.parent.name)
+    return found

@@ -119,7 +119,7 @@ def test_log_lines_of_a_job_contain_its_ids(cloud, settings, stack):
     balancer = cloud.served("logged")
     (amphora,) = cloud.amphorae(balancer)
     text = stack.supervision.log("amphora-controller").read_text(encoding="utf-8")
-    lines = [line for line in text.splitlines() if f"amphora {amphora} serves generation" in line]
+    lines = [line for line in text.splitlines() if f"amphora {amphora} now serves generation" in line]
     assert lines
     assert f"[lb={balancer.id} amphora={amphora} gen=" in lines[0]
     steps = [line for line in text.splitlines() if f" load balancer {balancer.id}: " in line and ".executor " in line]

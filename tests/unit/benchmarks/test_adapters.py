@@ -39,7 +39,10 @@ FLOWS = (
     "amp_failover_active_standby",
 )
 CALLS = ("member_create", "listener_create", "listener_create_tls", "loadbalancer_create", "pool_create")
-PROGRAMS = ("agent_footprint", "apply_latency", "cluster_polling", "failover", "heartbeats", "latency")
+PROGRAMS = (
+    "agent_footprint", "apply_latency", "cluster_polling", "failover", "fleet", "heartbeats", "latency",
+    "periodic_work", "status_calls",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
