@@ -252,7 +252,7 @@ class Requests:
 
         if self._connection is not None and (self._connection.sock is None or _is_closed(self._connection.sock)):
             # The server may have closed the connection, which was idle for some time. So the forwarder opens a new one.
-            # After `Connection: close`, http.client would open one without the wait for the target's check.
+            # After `Connection: close`, http.client opens a new connection without the wait for the target's check.
             self.close()
         try:
             if self._connection is None:
