@@ -93,7 +93,7 @@ class LogFiles:
             except OSError:
                 found.append(None)
             else:
-                # A change of mode or group, which can make a file readable, changes st_ctime_ns only.
+                # A copy can preserve st_mtime_ns, but changes st_ctime_ns.
                 found.append((state.st_ino, state.st_mtime_ns, state.st_ctime_ns, state.st_size))
         return found
 

@@ -412,26 +412,6 @@ def test_an_agent_that_knows_no_client_certificate_gets_the_other_settings(contr
     assert certificates_of(control) == {FORMER.certificate_pem + FORMER.key_pem}
 
 
-@pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE])
-def test_a_failed_read_is_repeated_without_a_change_of_the_file(
-    control, pool, shown_certificate, monkeypatch, caplog, number
-):
-    """The errors cannot be caused here, so the method that reads is replaced."""
-    made = update(control)
-    assert made.run_round(pool) == MANY
-
-    def fail(*_arguments, **_options):
-        raise OSError(number, os.strerror(number))
-
-    shown_certificate(NEW.pem)
-    with monkeypatch.context() as patched:
-        patched.setattr(Path, "read_text", fail)
-        assert [made.run_round(pool) for _ in range(3)] == [0] * 3
-    assert caplog.text.count("uses the former content of the files of [amp_logs]") == 1
-    assert made.run_round(pool) == MANY
-    assert certificates_of(control) == {NEW.certificate_pem + NEW.key_pem}
-
-
 def test_a_file_is_read_again_when_only_its_mode_changes(control, pool, shown_certificate, monkeypatch):
     """The test user may read each file, so the first attempt fails by a replaced method."""
     made, path = update(control), Path(control.conf.amp_logs.client_certificate)
