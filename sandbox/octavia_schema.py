@@ -11,7 +11,7 @@ from octavia.common import constants
 from octavia.db import api, base_models, models
 
 _VERSION = 1
-_LOOKUPS = (
+LOOKUPS = (
     (models.ProvisioningStatus, constants.SUPPORTED_PROVISIONING_STATUSES),
     (models.OperatingStatus, constants.SUPPORTED_OPERATING_STATUSES),
     (models.Protocol, constants.SUPPORTED_PROTOCOLS),
@@ -38,7 +38,7 @@ def ensure_schema() -> None:
     base_models.BASE.metadata.create_all(engine)
     session = api.get_session()
     with session.begin():
-        for model, names in _LOOKUPS:
+        for model, names in LOOKUPS:
             for name in names:
                 session.merge(model(name=name))
         _add_placeholders(session)

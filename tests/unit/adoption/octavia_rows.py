@@ -8,10 +8,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import sqlalchemy as sa
-from octavia.common import constants
 from octavia.db import base_models, models
 from unit.driver import octavia_objects
 from unit.driver.octavia_objects import LB, LISTENER, NETWORK, POOL, SUBNET
+
+from sandbox import octavia_schema
 
 MEMBER, PROJECT = octavia_objects.member().member_id, "demo"
 AMPHORAE = tuple(f"00000000-0000-4000-8000-00000000001{number}" for number in (1, 2))
@@ -20,15 +21,6 @@ VIP_ADDRESS = "198.51.100.5"
 PORTS = {one: f"port-of-{one[-2:]}" for one in AMPHORAE}
 # Octavia's columns have no time zone.
 _BEFORE, _LATER = (dt.datetime.fromisoformat(f"{year}-01-01") for year in (2026, 2027))
-_LOOKUPS = (
-    (models.ProvisioningStatus, constants.SUPPORTED_PROVISIONING_STATUSES),
-    (models.OperatingStatus, constants.SUPPORTED_OPERATING_STATUSES),
-    (models.Protocol, constants.SUPPORTED_PROTOCOLS),
-    (models.Algorithm, constants.SUPPORTED_LB_ALGORITHMS),
-    (models.AmphoraRoles, constants.SUPPORTED_AMPHORA_ROLES),
-    (models.LBTopology, constants.SUPPORTED_LB_TOPOLOGIES),
-    (models.ClientAuthenticationMode, constants.SUPPORTED_CLIENT_AUTH_MODES),
-)
 
 
 def open_engine(url):
@@ -74,7 +66,7 @@ def _create_tables(engine):
     """Create Octavia's tables with their lookup rows."""
     base_models.BASE.metadata.create_all(engine)
     with sa.orm.Session(engine) as session, session.begin():
-        for model, names in _LOOKUPS:
+        for model, names in octavia_schema.LOOKUPS:
             session.add_all(model(name=name) for name in names)
 
 
