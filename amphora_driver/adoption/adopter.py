@@ -16,6 +16,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -58,8 +59,12 @@ _EVERY, _DUTY_SECONDS, _STEP_SECONDS = 0.5, 20.0, 10.0
 # of seconds.
 _SETTLE_SECONDS = 2.0
 _VIP_QUERY_SECONDS = 3.0
-# Seconds between a failed attempt of a step and the next attempt.
+# Seconds between a failed attempt of a step and the next attempt. The number does not grow, because the load balancer
+# may be without service.
 _RETRY_SECONDS = 2.0
+# Seconds until the next attempt for a row that this controller cannot process, for example a damaged one. Each attempt
+# writes a stack trace to the log.
+_DEFECT_SECONDS = 60.0
 # Seconds between two looks at an adopted load balancer whose former amphorae stay.
 _KEEP_SECONDS = 10.0
 # If the load balancer was changed at the moment of its lock, nothing shows whether Octavia's worker still works on it.
@@ -68,6 +73,7 @@ _UNLOCK_SECONDS = 120.0
 _STARTED = (Step.LOCK, Step.PREPARE, Step.CUT, Step.TAKE, Step.COMMIT, Step.REPORT)
 _BACK = (Step.RELOCK, Step.RESTORE, Step.RETURN, Step.DISCARD)
 _CHANGED = "the configuration has changed since the adoption, and the former amphorae do not have the change"
+_FAILED = "the controller failed in step %s of the adoption of load balancer %s, and tries again in %g s: %s"
 
 Change = Callable[[sa.Connection], object]
 
@@ -160,12 +166,19 @@ class Adopter:
 
     def _guard(self, found: Adoption, work: Callable[[], object]) -> None:
         """Perform steps of one adoption. An error must not stop the others."""
+        of = found.load_balancer_id
         try:
             work()
-        except Exception:
-            self._not_before[found.load_balancer_id] = time.monotonic() + _RETRY_SECONDS
-            text = "the controller failed in step %s of the adoption of load balancer %s, and tries again in %g s"
-            LOG.exception(text, found.step.value, found.load_balancer_id, _RETRY_SECONDS)
+        except AmphoraDriverError as error:
+            self._not_before[of] = time.monotonic() + _RETRY_SECONDS
+            LOG.warning(_FAILED, found.step.value, of, _RETRY_SECONDS, error)
+        except Exception as error:
+            # `_attempt` handles the errors of a step. The other ones concern one row, for example a damaged one.
+            self._not_before[of] = time.monotonic() + _DEFECT_SECONDS
+            reason = _describe_defect(error)
+            LOG.exception(_FAILED, found.step.value, of, _DEFECT_SECONDS, reason)
+            with suppress(AmphoraDriverError):
+                self._database.write(lambda c: records.set_reason(c, found, reason))
 
     def _start_next(self) -> None:
         opened = self._database.read(lambda c: records.list_adoptions(c, only_open=True))
@@ -200,7 +213,13 @@ class Adopter:
             with apply_deadline(Deadline(_STEP_SECONDS, f"adopt load balancer {found.load_balancer_id}")):
                 result = work()
         except AmphoraDriverError as error:
-            result = self._handle_failure(found, error)
+            result = self._handle_failure(found, error, final=error.final)
+        except Exception as error:
+            # Without the way back, the load balancer would stay locked, and after `CUT` without service.
+            text = "an unexpected error occurred in step %s of the adoption of load balancer %s"
+            LOG.exception(text, found.step.value, found.load_balancer_id)
+            failure = AmphoraDriverError(f"perform step {found.step.value}", _describe_defect(error))
+            result = self._handle_failure(found, failure, final=True)
         failpoints.reach_step(f"Adopt-{found.step.value}", failpoints.Moment.DONE)
         if isinstance(result, Wait):
             # On the way back, the reason says why the adoption ended.
@@ -216,7 +235,7 @@ class Adopter:
             return False
         return self._database.read(lambda c: records.get_adoption(c, found.load_balancer_id)) == found
 
-    def _handle_failure(self, found: Adoption, error: AmphoraDriverError) -> Move | Wait:
+    def _handle_failure(self, found: Adoption, error: AmphoraDriverError, *, final: bool) -> Move | Wait:
         text = "the controller could not perform step %s of the adoption of load balancer %s: %s"
         LOG.warning(text, found.step.value, found.load_balancer_id, error)
         self._not_before[found.load_balancer_id] = time.monotonic() + _RETRY_SECONDS
@@ -229,7 +248,7 @@ class Adopter:
         preparing = found.step is Step.PREPARE
         limit = self._options.prepare_timeout if preparing else self._options.take_timeout
         late = self._seconds_in_step(found) > limit
-        if found.step in (Step.LOCK, Step.PREPARE, Step.CUT, Step.TAKE) and (error.final or late):
+        if found.step in (Step.LOCK, Step.PREPARE, Step.CUT, Step.TAKE) and (final or late):
             return Move(step=Step.RESTORE, reason=str(error))
         return Wait(reason=str(error))
 
@@ -437,6 +456,10 @@ class Adopter:
 
     def _seconds_in_step(self, found: Adoption) -> float:
         return self._database.now() - found.step_at
+
+
+def _describe_defect(error: Exception) -> str:
+    return f"an unexpected error occurred ({type(error).__name__}), see the log of the controller"
 
 
 def create_duties(context: ReconcileContext, owner: str, on_due: Callable[[], None]) -> dict[str, Callable[..., None]]:

@@ -64,6 +64,7 @@ class LogFiles:
     def __init__(self, conf: ConfigOpts) -> None:
         self._conf = conf
         self._seen = self._describe_files()
+        self._problem = ""
         self.settings = log_defaults(conf)
 
     def refresh(self) -> bool:
@@ -71,11 +72,16 @@ class LogFiles:
         present = self._describe_files()
         if present == self._seen:
             return False
-        self._seen, former = present, self.settings
+        former = self.settings
         try:
             self.settings = log_defaults(self._conf)
         except ConfigurationError as error:
-            LOG.warning("the controller uses the former content of the files of [amp_logs]: %s", error)
+            # The next call reads the files again, because a failure to read needs no change of a file to end.
+            if str(error) != self._problem:
+                LOG.warning("the controller uses the former content of the files of [amp_logs]: %s", error)
+            self._problem = str(error)
+            return False
+        self._seen, self._problem = present, ""
         return self.settings != former
 
     def _describe_files(self) -> list[tuple[int, ...] | None]:
@@ -87,7 +93,7 @@ class LogFiles:
             except OSError:
                 found.append(None)
             else:
-                # A change of mode or group, which can make a file readable, changes st_ctime_ns only.
+                # A copy can preserve st_mtime_ns, but changes st_ctime_ns.
                 found.append((state.st_ino, state.st_mtime_ns, state.st_ctime_ns, state.st_size))
         return found
 

@@ -59,6 +59,8 @@ _WAITING = (
 )
 _BODIES = sa.select(desired_object.c.id, desired_object.c.body).where(desired_object.c.id.in_(_IDS))
 _DELETE = notification.delete().where(_ROW.id.in_(_IDS))
+# A notification may become due after the ids are read, so the deletion checks it again.
+_DELETE_WAITING = _DELETE.where(_ROW.ready_at.is_(None))
 _DUE = sa.select(notification).where(_ROW.ready_at.is_not(None)).order_by(_ROW.id)
 
 
@@ -122,7 +124,7 @@ def delete_ownerless(connection: sa.Connection) -> None:
     # On MariaDB, a DELETE that reads `job` would lock rows of `job`. So the ids are read first.
     found = connection.execute(sa.select(_ROW.id).where(_ROW.ready_at.is_(None), ~known))
     for some in chunks(list(found.scalars())):
-        connection.execute(_DELETE, {"ids": some})
+        connection.execute(_DELETE_WAITING, {"ids": some})
 
 
 def delete_excess(connection: sa.Connection, keep: int, limit: int) -> int:
@@ -136,9 +138,7 @@ def delete_excess(connection: sa.Connection, keep: int, limit: int) -> int:
     if excess <= 0:
         return 0
     found = connection.execute(sa.select(_ROW.id).where(waiting).order_by(_ROW.id).limit(excess)).scalars().all()
-    # A notification may become due between the two statements, so the condition is a part of both.
-    drop = _DELETE.where(waiting)
-    return sum(connection.execute(drop, {"ids": some}).rowcount for some in chunks(found))
+    return sum(connection.execute(_DELETE_WAITING, {"ids": some}).rowcount for some in chunks(found))
 
 
 def _lives(row: Any) -> bool:

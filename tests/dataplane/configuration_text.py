@@ -12,6 +12,8 @@ from amphora_lab import MEMBERS, VIP, VIP6
 
 LISTENER, SECOND, POOL = (str(uuid.uuid5(uuid.NAMESPACE_DNS, name)) for name in ("one", "two", "pool"))
 MEMBER_IDS = {name: str(uuid.uuid5(uuid.NAMESPACE_DNS, name)) for name in MEMBERS}
+# Without `timeout check`, a check that takes longer than `inter` makes its member DOWN, and clients get status 503.
+# Members answer later than `inter` on a busy machine.
 DEFAULTS = """defaults
     mode http
     balance roundrobin
@@ -21,6 +23,7 @@ DEFAULTS = """defaults
     timeout connect 2s
     timeout client 10s
     timeout server 10s
+    timeout check 5s
 """
 
 

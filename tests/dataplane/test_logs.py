@@ -51,8 +51,10 @@ def ctl(network):
         one.close()
 
 
-def logged_listener():
-    return text(listener(["m1"]).replace("    default_backend", f"{LOGGED}    mode http\n    default_backend", 1))
+def logged_listener(*, checked=False):
+    """Return the text of a listener with a flow log. Without health checks, its member is never DOWN."""
+    plain = listener(["m1"]) if checked else listener(["m1"], m1="weight 1")
+    return text(plain.replace("    default_backend", f"{LOGGED}    mode http\n    default_backend", 1))
 
 
 def settings(amphora, *, admin=(), tenant=(), authorities="", authorization="", certificate="", queue_bytes=1 << 20):
@@ -176,6 +178,7 @@ def test_administrative_lines_are_apart_from_flows(amphora, network, ctl):
     assert amphora.push(1, logged_listener())[0] == 200
     ask(network, "/apart")
     tenant.wait_for("/apart")
+    assert amphora.push(2, logged_listener(checked=True))[0] == 200
     network.stop_member("m1")
     try:
         down = admin.wait_for("is DOWN")

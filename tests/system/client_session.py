@@ -10,8 +10,8 @@ from __future__ import annotations
 import threading
 from contextlib import contextmanager
 
-CONFLICT = 409
 # Octavia's answer while the load balancer is PENDING. Terraform and Heat repeat the request then.
+CONFLICT = 409
 _ACCEPTED = {"POST": (201, 202), "PUT": (200, 202), "DELETE": (202, 204)}
 # Statuses of a load balancer at which Terraform looks at the object itself.
 _SETTLED = ("ACTIVE", "ERROR")

@@ -12,7 +12,7 @@ from octavia.db import base_models, models
 from unit.driver import octavia_objects
 from unit.driver.octavia_objects import LB, LISTENER, NETWORK, POOL, SUBNET
 
-from sandbox.octavia_schema import LOOKUPS
+from sandbox import octavia_schema
 
 MEMBER, PROJECT = octavia_objects.member().member_id, "demo"
 AMPHORAE = tuple(f"00000000-0000-4000-8000-00000000001{number}" for number in (1, 2))
@@ -66,7 +66,7 @@ def _create_tables(engine):
     """Create Octavia's tables with their lookup rows."""
     base_models.BASE.metadata.create_all(engine)
     with sa.orm.Session(engine) as session, session.begin():
-        for model, names in LOOKUPS:
+        for model, names in octavia_schema.LOOKUPS:
             session.add_all(model(name=name) for name in names)
 
 

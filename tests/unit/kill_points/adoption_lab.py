@@ -146,6 +146,19 @@ class AdoptionLab:
             self.deployment.clock.advance(plane.pause())
         raise AssertionError(f"the adoption stays in the step {self.step()}: {self.found().reason}")
 
+    def kept(self, seconds, *, pair=False):
+        """One adopted load balancer, whose former amphorae stay for some seconds."""
+        self.begin(pair=pair)
+        self.ask(remove_after=seconds)
+        self.rounds(adoptions.Step.KEEP)
+        self.settle()
+
+    def die_at(self, point, until):
+        """Work in a process that is killed at the point before the adoption reaches a step."""
+        self.deployment.points.arm([point])
+        assert self.deployment.run_in_fork(lambda: self.rounds(until)) == point
+        self.deployment.points.disarm()
+
     def settle(self):
         """Work until the control plane has nothing to do."""
         plane = self.plane()
