@@ -154,7 +154,7 @@ class NovaServers:
             ids = self._ids(selector, wanted)
         except Missing:
             # The user deleted the stack or the server group. Its deletion alone proves nothing about the servers.
-            if known and not any(self._exists(one, wanted) for one in sorted(known)):
+            if known and self._are_deleted(known, wanted):
                 return ()
             raise
         selected = _condition(selector, ids)
@@ -218,9 +218,11 @@ class NovaServers:
 
         return read_pages(read, lambda error: isinstance(error, ListChanged))
 
-    def _exists(self, server_id: str, wanted: str) -> bool:
-        found = self._server(server_id, wanted)
-        return found is not None and found.status not in GONE
+    def _are_deleted(self, server_ids: Collection[str], wanted: str) -> bool:
+        # The list comes first: with a wrong endpoint of Nova, it also fails with 404, and then proves no deletion.
+        shown = {one.id: one for one in self._all(wanted, fresh=True)}
+        found = (shown.get(one) or self._server(one, wanted) for one in sorted(server_ids))
+        return all(one is None or one.status in GONE for one in found)
 
     def _server(self, server_id: str, wanted: str) -> ServerRecord | None:
         try:
