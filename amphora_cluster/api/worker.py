@@ -49,8 +49,9 @@ class Worker(ThreadWorker):
         except OSError:
             self._end(conn)
             return
-        self._make_room(_source(conn))
-        self._incoming[conn] = incoming = IncomingRequest(conn.sock, time.monotonic())
+        source = network_of(conn.client[0] if isinstance(conn.client, tuple) else "")
+        self._make_room(source)
+        self._incoming[conn] = incoming = IncomingRequest(conn.sock, source, time.monotonic())
         self.poller.register(conn.sock, incoming.events, partial(self._read, conn))
 
     def murder_keepalived(self, *words: Any, **named: Any) -> None:
@@ -81,12 +82,12 @@ class Worker(ThreadWorker):
         super().enqueue_req(conn)
 
     def _make_room(self, source: str) -> None:
-        numbers = Counter(map(_source, self._incoming))
+        numbers = Counter(one.source for one in self._incoming.values())
         if numbers[source] < MOST_OF_SOURCE:
             if len(self._incoming) < MOST_INCOMPLETE:
                 return
             [(source, _)] = numbers.most_common(1)
-        oldest = next(one for one in self._incoming if _source(one) == source)
+        oldest = next(conn for conn, one in self._incoming.items() if one.source == source)
         self._drop(oldest)
         now = time.monotonic()
         if now - self._warned_at > _WARN_SECONDS:
@@ -107,7 +108,3 @@ class Worker(ThreadWorker):
     def _end(self, conn: Any) -> None:
         self.nr_conns -= 1
         conn.close()
-
-
-def _source(conn: Any) -> str:
-    return network_of(conn.client[0] if isinstance(conn.client, tuple) else "")
