@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests to Neutron: lists in pages, objects by id, a short cache.
 
-Invariant: each method sends one request, or one for each page of a list. For a missing object, a method returns None or
-False. For any other refusal, it raises `ApiError`.
+Invariant: each method sends one request, or one for each page of a list. A list in pages that changes while it is read
+begins again. For a missing object, a method returns None or False. For any other refusal, it raises `ApiError`.
 """
 
 from __future__ import annotations
