@@ -62,6 +62,9 @@ class TestMembers:
     def test_join_drain_and_leave(self, cloud, served, make_connection, make_group):
         connection = make_connection()
         pools, calls, group = OctaviaPools(connection), Calls(connection), make_group(*served)
+        # Before the first check, the status of the member is NO_MONITOR, and the monitor is read too.
+        cloud.until(lambda: pools.read_pool(group).members[0].operating_status != "NO_MONITOR", "the member is checked")
+        calls.taken()
         before = pools.read_pool(group)
         assert calls.taken() == {"GET": 3}
         assert (before.has_monitor, before.changeable, before.active_connections) == (True, True, None)
