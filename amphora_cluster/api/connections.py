@@ -18,7 +18,7 @@ from typing import Any
 EXCHANGE_SECONDS, REQUEST_SECONDS = 20.0, 60.0
 
 
-class PlainConnection(socket.socket):
+class Connection(socket.socket):
     """A connection with time limits in blocking mode. gunicorn sets this mode before each request.
 
     Attributes:
@@ -36,39 +36,22 @@ class PlainConnection(socket.socket):
         self.read_end = None
 
     def recv(self, *words: Any, **named: Any) -> bytes:
-        return _read(self, words, lambda: socket.socket.recv(self, *words, **named))
+        receive = super().recv
+        return _read(self, words, lambda: receive(*words, **named))
 
     def shutdown(self, how: int, /) -> None:
         super().shutdown(how)
         self.ending = True
 
 
-class TlsConnection(ssl.SSLSocket):
+class TlsConnection(Connection, ssl.SSLSocket):
     """A connection with TLS, and with the same limits and attributes."""
-
-    ahead: bytes = b""
-    read_end: float | None = None
-    ending: bool = False
-
-    def setblocking(self, flag: bool, /) -> None:
-        self.settimeout(EXCHANGE_SECONDS if flag else 0.0)
-        self.read_end = None
-
-    def recv(self, *words: Any, **named: Any) -> bytes:
-        return _read(self, words, lambda: ssl.SSLSocket.recv(self, *words, **named))
-
-    def shutdown(self, how: int, /) -> None:
-        super().shutdown(how)
-        self.ending = True
-
-
-Connection = PlainConnection | TlsConnection
 
 
 def limit_connection(conn: Any) -> None:
     """Replace the socket of gunicorn's connection by one with time limits. Idempotent."""
-    if not isinstance(conn.sock, PlainConnection | ssl.SSLSocket):
-        conn.sock = PlainConnection(fileno=conn.sock.detach())
+    if not isinstance(conn.sock, Connection):
+        conn.sock = Connection(fileno=conn.sock.detach())
 
 
 def make_context(_config: Any, default: Callable[[], ssl.SSLContext]) -> ssl.SSLContext:

@@ -66,15 +66,18 @@ class IncomingRequest:
 
     Args:
         connection: in non-blocking mode.
+        source: the network of the client, see `network_of`.
         now: a monotonic clock in seconds.
 
     Attributes:
+        source: as given.
         complete: the connection returns the whole request without waiting.
         expires: moment at which the connection is closed.
         events: what the connection waits for, for a selector.
     """
 
-    def __init__(self, connection: Connection, now: float) -> None:
+    def __init__(self, connection: Connection, source: str, now: float) -> None:
+        self.source = source
         self._connection = connection
         self._received = bytearray()
         self._shaking_hands = isinstance(connection, TlsConnection)
@@ -136,7 +139,9 @@ class IncomingRequest:
         self._received.clear()
         self._connection.send(head.encode() + body)
         if isinstance(self._connection, TlsConnection):
-            with suppress(ssl.SSLWantReadError):  # It has told the client about the end, and does not wait for its own.
+            # TLS has announced its end to the client, and does not wait for that of the client.
+            with suppress(ssl.SSLWantReadError):
                 self._connection.unwrap()
         else:
+            # After Connection.shutdown(), the next read without data would end the connection.
             socket.socket.shutdown(self._connection, socket.SHUT_WR)

@@ -11,6 +11,7 @@ further connection closes the oldest one of the address that has the most. So no
 from __future__ import annotations
 
 import logging
+import ssl
 import time
 from collections import Counter
 from functools import partial
@@ -37,7 +38,8 @@ class Worker(ThreadWorker):
         super().__init__(*words, **named)
         # The oldest connection is the first one.
         self._incoming: dict[Any, IncomingRequest] = {}
-        self._warned_at = float("-inf")
+        # The last moment of each warning.
+        self._warned: dict[str, float] = {}
 
     def enqueue_req(self, conn: Any) -> None:
         """Read the request of a new connection, before a thread gets it."""
@@ -45,12 +47,15 @@ class Worker(ThreadWorker):
         try:
             conn.sock.setblocking(False)
             if conn.cfg.is_ssl:
-                conn.sock = sock.ssl_wrap_socket(conn.sock, conn.cfg)
+                conn.sock = self._make_context(conn).wrap_socket(
+                    conn.sock, server_side=True, do_handshake_on_connect=False
+                )
         except OSError:
             self._end(conn)
             return
-        self._make_room(_source(conn))
-        self._incoming[conn] = incoming = IncomingRequest(conn.sock, time.monotonic())
+        source = network_of(conn.client[0] if isinstance(conn.client, tuple) else "")
+        self._make_room(source)
+        self._incoming[conn] = incoming = IncomingRequest(conn.sock, source, time.monotonic())
         self.poller.register(conn.sock, incoming.events, partial(self._read, conn))
 
     def murder_keepalived(self, *words: Any, **named: Any) -> None:
@@ -81,23 +86,39 @@ class Worker(ThreadWorker):
         super().enqueue_req(conn)
 
     def _make_room(self, source: str) -> None:
-        numbers = Counter(map(_source, self._incoming))
+        numbers = Counter(one.source for one in self._incoming.values())
         if numbers[source] < MOST_OF_SOURCE:
             if len(self._incoming) < MOST_INCOMPLETE:
                 return
             [(source, _)] = numbers.most_common(1)
-        oldest = next(one for one in self._incoming if _source(one) == source)
+        oldest = next(conn for conn, one in self._incoming.items() if one.source == source)
         self._drop(oldest)
-        now = time.monotonic()
-        if now - self._warned_at > _WARN_SECONDS:
-            self._warned_at = now
-            LOG.warning(
-                "the API closes the oldest connections from %s whose requests are not complete, because there are %d "
-                "from this address, and %d in total",
-                printable(source, 64),
-                numbers[source],
-                sum(numbers.values()),
+        self._warn(
+            "the API closes the oldest connections from %s whose requests are not complete, because there are %d "
+            "from this address, and %d in total",
+            printable(source, 64),
+            numbers[source],
+            sum(numbers.values()),
+        )
+
+    def _make_context(self, conn: Any) -> ssl.SSLContext:
+        try:
+            context: ssl.SSLContext = sock.ssl_context(conn.cfg)
+        except OSError as error:
+            self._warn(
+                "the API closes new connections, because it cannot load its certificate: %s; check certificate and "
+                "private_key in [amp_cluster_api]",
+                error,
             )
+            raise
+        return context
+
+    def _warn(self, text: str, *words: object) -> None:
+        """Log a warning if the same one was not logged for a minute."""
+        now = time.monotonic()
+        if now - self._warned.get(text, float("-inf")) > _WARN_SECONDS:
+            self._warned[text] = now
+            LOG.warning(text, *words)
 
     def _drop(self, conn: Any) -> None:
         del self._incoming[conn]
@@ -107,7 +128,3 @@ class Worker(ThreadWorker):
     def _end(self, conn: Any) -> None:
         self.nr_conns -= 1
         conn.close()
-
-
-def _source(conn: Any) -> str:
-    return network_of(conn.client[0] if isinstance(conn.client, tuple) else "")

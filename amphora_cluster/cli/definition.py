@@ -145,8 +145,7 @@ def read_template(parsed: argparse.Namespace, policy: PolicySpec | None) -> Memb
 
 def protection(parsed: argparse.Namespace) -> dict[str, Any]:
     """Return the values of `PROTECTION` that are given."""
-    names_ = ("drain_seconds", "minimum", "join_timeout", "load_metadata")
-    values = {name: getattr(parsed, name) for name in names_}
+    values = {name: getattr(parsed, name) for name in ("drain_seconds", "minimum", "join_timeout", "load_metadata")}
     return {name: value for name, value in values.items() if value is not None}
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from amphora_driver.errors import BackendError, ConfigurationError
 from amphora_driver.openstack.errors import ApiError
+from amphora_driver.openstack.pages import is_refused_marker
 from amphora_driver.untrusted_text import printable
 
 _MOST = 500
@@ -58,7 +59,7 @@ def translate(error: ApiError, wanted: str) -> CloudError:
     """
     reason = printable(f"{error.message} ({error.request})", _MOST)
     match error.status:
-        case 400 if error.message.lower().startswith("marker"):
+        case 400 if is_refused_marker(error):
             return ListChanged(wanted, reason)
         case 401:
             remedy = "Give the group a new application credential."

@@ -28,6 +28,7 @@ from amphora_cluster.cloud.heat import HeatStacks
 from amphora_cluster.cloud.session import CloudConnection
 from amphora_cluster.members import GONE
 from amphora_cluster.model import Address, Selector, SelectorKind, Server
+from amphora_driver.openstack.pages import read_pages
 
 # Minimum microversion of Nova's API, available since OpenStack Stein (2019). Below 2.69, Nova omits the servers of a
 # cell that does not answer.
@@ -35,8 +36,6 @@ MICROVERSION = "2.69"
 _HEADERS = {"OpenStack-API-Version": f"compute {MICROVERSION}"}
 _FIXED = "fixed"
 _MOST_SUBNETS = 50_000
-# Maximum number of times that a list begins again, because the last server of a page was deleted.
-_MOST_RESTARTS = 3
 
 
 class _Address(msgspec.Struct, frozen=True):
@@ -155,7 +154,7 @@ class NovaServers:
             ids = self._ids(selector, wanted)
         except Missing:
             # The user deleted the stack or the server group. Its deletion alone proves nothing about the servers.
-            if known and not any(self._exists(one, wanted) for one in sorted(known)):
+            if known and self._are_deleted(known, wanted):
                 return ()
             raise
         selected = _condition(selector, ids)
@@ -209,26 +208,21 @@ class NovaServers:
 
     def _pages(self, params: Sequence[tuple[str, str]], wanted: str) -> list[ServerRecord]:
         limit = ("limit", str(self._connection.settings.page_size))
-        found: list[ServerRecord] = []
-        restarts = 0
-        while True:
-            last = [("marker", found[-1].id)] if found else []
-            try:
-                page: _Servers = self._get("/servers/detail", _Servers, wanted, [*params, limit, *last])
-            except ListChanged:
-                if not found or restarts == _MOST_RESTARTS:
-                    raise
-                found, restarts = [], restarts + 1
-                continue
-            found += page.servers
+
+        def read(last: ServerRecord | None) -> tuple[list[ServerRecord], bool]:
+            marker = [] if last is None else [("marker", last.id)]
+            page: _Servers = self._get("/servers/detail", _Servers, wanted, [*params, limit, *marker])
             # A page may be shorter than the requested limit although more servers follow. Only the last page has no
             # link to the next one.
-            if not (page.servers and page.servers_links):
-                return found
+            return page.servers, bool(page.servers_links)
 
-    def _exists(self, server_id: str, wanted: str) -> bool:
-        found = self._server(server_id, wanted)
-        return found is not None and found.status not in GONE
+        return read_pages(read, lambda error: isinstance(error, ListChanged))
+
+    def _are_deleted(self, server_ids: Collection[str], wanted: str) -> bool:
+        # The list comes first: with a wrong endpoint of Nova, it also fails with 404, and then proves no deletion.
+        shown = {one.id: one for one in self._all(wanted, fresh=True)}
+        found = (shown.get(one) or self._server(one, wanted) for one in sorted(server_ids))
+        return all(one is None or one.status in GONE for one in found)
 
     def _server(self, server_id: str, wanted: str) -> ServerRecord | None:
         try:

@@ -21,11 +21,12 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from amphora_cluster.cloud.errors import Busy, CloudError, CredentialRefused, Missing
+from amphora_cluster.cloud.errors import Busy, CloudError, CredentialRefused, ListChanged, Missing
 from amphora_cluster.cloud.member_batch import MEMBER_FIELDS, MemberBatch, MemberRecord
 from amphora_cluster.cloud.session import CloudConnection
 from amphora_cluster.model import TAG_PREFIX, Group, Member, Pool, Step
 from amphora_driver.deadline import Deadline, part_of_current
+from amphora_driver.openstack.pages import read_pages
 
 T = TypeVar("T")
 
@@ -193,18 +194,15 @@ class OctaviaPools:
         return found.active_connections if found.total_connections > 0 else None
 
     def _members(self, pool_id: str, wanted: str) -> list[MemberRecord]:
-        size = self._connection.settings.page_size
-        found: list[MemberRecord] = []
-        while True:
-            last = [("marker", found[-1].id)] if found else []
-            params = [*_fields(MEMBER_FIELDS), ("limit", str(size)), *last]
-            path = f"/v2/lbaas/pools/{pool_id}/members"
+        path, size = f"/v2/lbaas/pools/{pool_id}/members", self._connection.settings.page_size
+
+        def read(last: MemberRecord | None) -> tuple[list[MemberRecord], bool]:
+            marker = [] if last is None else [("marker", last.id)]
+            params = [*_fields(MEMBER_FIELDS), ("limit", str(size)), *marker]
             page = self._request("GET", path, kind=_Members, wanted=wanted, params=params)
-            found += page.members
-            # Octavia adds a link to the next page to each full page, even to the last one. So an empty page also ends
-            # the loop.
-            if not page.members or not any(one.get("rel") == "next" for one in page.members_links):
-                return found
+            return page.members, any(one.get("rel") == "next" for one in page.members_links)
+
+        return read_pages(read, lambda error: isinstance(error, ListChanged))
 
     def apply(self, group: Group, steps: Sequence[Step]) -> Applied:
         """Make the changes of a plan: one batch for joins, drains and repairs, then single deletions.

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from http.cookiejar import DefaultCookiePolicy
 from typing import Any, TypeVar
 
@@ -90,12 +91,8 @@ class CloudConnection:
         """
         more = {} if body is None else {"json": body}
         more |= {"params": list(params), "headers": {**self._project(), **(headers or {})}}
-        try:
+        with _translated(wanted):
             answer = self._send(service, method, path, more, repeat=method == "GET")
-        except AmphoraDriverError:
-            raise
-        except Exception as error:
-            raise no_answer(error, wanted) from error
         self.calls[method, service] += 1
         if answer.status_code >= 400:
             raise translate(_refusal(method, path, answer), wanted)
@@ -125,12 +122,8 @@ class CloudConnection:
             ConfigurationError: the service has no endpoint.
         """
         wanted = f"find {service.capitalize()}"
-        try:
+        with _translated(wanted):
             found = self._adapter(service).get_endpoint()
-        except AmphoraDriverError:
-            raise
-        except Exception as error:
-            raise no_answer(error, wanted) from error
         if not found:
             raise ConfigurationError(wanted, "the catalogue has no endpoint", "Check region and interface.")
         url = str(found).rstrip("/")
@@ -150,12 +143,8 @@ class CloudConnection:
         if self.settings.without_keystone:
             return
         wanted = "use the application credential"
-        try:
+        with _translated(wanted):
             found = self._adapter("octavia").get_project_id()
-        except AmphoraDriverError:
-            raise
-        except Exception as error:
-            raise no_answer(error, wanted) from error
         if found != self.project_id:
             happened = f"it belongs to project {found}, and the group to project {self.project_id}"
             raise ConfigurationError(wanted, happened, "Create an application credential in the project of the group.")
@@ -201,6 +190,17 @@ class CloudConnection:
             application_credential_id=self._credential.id,
             application_credential_secret=self._credential.secret.reveal().decode(),
         )
+
+
+@contextmanager
+def _translated(wanted: str) -> Iterator[None]:
+    """Translate the errors of keystoneauth and requests, which have no common base."""
+    try:
+        yield
+    except AmphoraDriverError:
+        raise
+    except Exception as error:
+        raise no_answer(error, wanted) from error
 
 
 def _refusal(method: str, path: str, answer: Any) -> ApiError:

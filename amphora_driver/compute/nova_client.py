@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from amphora_driver.openstack.errors import ApiError
+from amphora_driver.openstack.pages import is_refused_marker, read_pages
 
 if TYPE_CHECKING:
     from amphora_driver.openstack.session import Service
@@ -23,8 +24,6 @@ Json = dict[str, Any]
 MICROVERSION = "2.67"
 _HEADERS = {"OpenStack-API-Version": f"compute {MICROVERSION}"}
 _DETAIL, _USER_DATA = "/servers/detail", "OS-EXT-SRV-ATTR:user_data"
-# Maximum number of times that a list begins again, because the last object of a page was deleted.
-_MOST_RESTARTS = 3
 # Nova's error message quotes the refused request, including base64-encoded secrets. So the client hides every run of 64
 # or more base64 characters.
 _ENCODED = re.compile(r"[A-Za-z0-9+/=]{64,}")
@@ -117,25 +116,15 @@ class Nova:
         return self._delete(f"/os-server-groups/{group_id}")
 
     def _pages(self, path: str, many: str, params: Sequence[tuple[str, str]], *, secret: bool = False) -> list[Json]:
-        found: list[Json] = []
-        restarts = 0
-        while True:
-            last = [("marker", found[-1]["id"])] if found else []
-            where = [*params, ("limit", str(self._page_size)), *last]
-            try:
-                answer = self._send("GET", path, params=where, secret=secret)
-            except ApiError as error:
-                # Nova refuses the id of the last object that was read if this object was deleted meanwhile.
-                is_gone = error.status == 400 and error.message.lower().startswith("marker")
-                if not found or not is_gone or restarts == _MOST_RESTARTS:
-                    raise
-                found, restarts = [], restarts + 1
-                continue
-            found += answer[many]
+        def read(last: Json | None) -> tuple[list[Json], bool]:
+            marker = [] if last is None else [("marker", last["id"])]
+            where = [*params, ("limit", str(self._page_size)), *marker]
+            answer = self._send("GET", path, params=where, secret=secret)
             # A page may be shorter than the requested limit although more objects follow. Only the last page has no
             # link to the next one.
-            if not (answer[many] and answer.get(f"{many}_links")):
-                return found
+            return answer[many], bool(answer.get(f"{many}_links"))
+
+        return read_pages(read, lambda error: isinstance(error, ApiError) and is_refused_marker(error))
 
     def _get(self, path: str, one: str) -> Json | None:
         try:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests to Neutron: lists in pages, objects by id, a short cache.
 
-Invariant: each method sends one request, or one for each page of a list. For a missing object, a method returns None or
-False. For any other refusal, it raises `ApiError`.
+Invariant: each method sends one request, or one for each page of a list. A list in pages that changes while it is read
+begins again. For a missing object, a method returns None or False. For any other refusal, it raises `ApiError`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from amphora_driver.openstack.cache import TimedCache
 from amphora_driver.openstack.errors import ApiError
+from amphora_driver.openstack.pages import read_pages
 
 if TYPE_CHECKING:
     from amphora_driver.openstack.session import Service
 
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
-# Maximum number of times that a list begins again, because the last object of a page was deleted.
-_MOST_RESTARTS = 3
 Json = dict[str, Any]
 # For each kind of object: the path in Neutron's API, and the singular and plural name in JSON.
 _NAMES = {
@@ -63,26 +62,17 @@ class Neutron:
     def find_paged(self, kind: str, *, fields: Sequence[str], **filters: str | Sequence[str]) -> list[Json]:
         """Return the same as `find`, read in pages. `fields` must contain `id`."""
         path, _, many = _NAMES[kind]
-        found: list[Json] = []
-        restarts = 0
-        while True:
-            last = (("marker", found[-1]["id"]),) if found else ()
+
+        def read(last: Json | None) -> tuple[list[Json], bool]:
+            marker = () if last is None else (("marker", last["id"]),)
             size = ("limit", str(self._page_size)), ("sort_key", "id"), ("sort_dir", "asc")
-            try:
-                answer = self._service.request("GET", path, params=(*query(fields, filters), *size, *last))
-            except ApiError as error:
-                # Neutron refuses the id of the last object that was read if this object was deleted meanwhile.
-                if not found or error.status != 404 or restarts == _MOST_RESTARTS:
-                    raise
-                found, restarts = [], restarts + 1
-                continue
-            page = answer[many]
-            found += page
+            answer = self._service.request("GET", path, params=(*query(fields, filters), *size, *marker))
             # Neutron may return fewer objects than requested although more follow. Only a missing link "next" shows the
             # end.
             links = answer.get(f"{many}_links") or ()
-            if not page or not any(one["rel"] == "next" for one in links):
-                return found
+            return answer[many], any(one["rel"] == "next" for one in links)
+
+        return read_pages(read, lambda error: isinstance(error, ApiError) and error.status == 404)
 
     def get(self, kind: str, object_id: str) -> Json | None:
         """Return one object; None if it does not exist."""

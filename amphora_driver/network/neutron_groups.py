@@ -39,8 +39,8 @@ LOG = logging.getLogger(__name__)
 _ATTEMPTS = 5
 # Maximum seconds to wait until another thread has read a group.
 _MAX_WAIT = 5.0
-# Minimum age in seconds of a group that the driver deletes. Another process may still use a newer group from its cache,
-# and a port under creation would lose the deleted group.
+# Minimum age in seconds of a group that the driver deletes. Until the end of `cache_time`, which is at most an hour,
+# another process may give the group to a new port. Neutron would remove the deleted group also from that port.
 _MIN_AGE = 2 * 3600.0
 
 

@@ -68,8 +68,8 @@ class VipPorts:
                 return self._create(load_balancer_id, project_id, requests, wanted)
             except ApiError as error:
                 if error.kind == "SecurityGroupNotFound" or (error.status == 500 and left):
-                    # The cached group was deleted since its read, so the groups are read again. If it is deleted while
-                    # Neutron creates the port, Neutron answers 500.
+                    # The cached group was deleted, for example by an operator, so the groups are read again. If the
+                    # deletion happens while Neutron creates the port, Neutron answers 500, as for other failures.
                     self._groups.forget()
                     continue
                 # Neutron answers 409 if the port exists: another process created it, or the answer to an earlier

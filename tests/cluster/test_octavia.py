@@ -62,6 +62,9 @@ class TestMembers:
     def test_join_drain_and_leave(self, cloud, served, make_connection, make_group):
         connection = make_connection()
         pools, calls, group = OctaviaPools(connection), Calls(connection), make_group(*served)
+        # Before the first check, the status of the member is NO_MONITOR, and the monitor is read too.
+        cloud.until(lambda: pools.read_pool(group).members[0].operating_status != "NO_MONITOR", "the member is checked")
+        calls.taken()
         before = pools.read_pool(group)
         assert calls.taken() == {"GET": 3}
         assert (before.has_monitor, before.changeable, before.active_connections) == (True, True, None)
@@ -160,6 +163,27 @@ class TestMembers:
         found = Counter((one.address, one.port) for one in pools.read_pool(group).members)
         assert sorted(found) == [("192.0.2.11", 8080), ("192.0.2.11", 9090), ("192.0.2.12", 8080), ("192.0.2.13", 8080)]
         assert set(found.values()) == {1}
+
+    def test_a_member_is_deleted_between_two_pages(self, cloud, served, make_connection, make_group):
+        connection, other = make_connection(), OctaviaPools(make_connection())
+        connection.settings = msgspec.structs.replace(connection.settings, page_size=1)
+        group = make_group(*served)
+        other.apply(group, [join("member2"), join("member3")])
+        cloud.active(group.load_balancer_id)
+        send, deleted = connection.request, []
+
+        def delete_after_the_second_page(*words, **more):
+            found = send(*words, **more)
+            if "marker" in dict(more["params"]) and not deleted:
+                deleted.extend(found.members)
+                other.apply(group, [step(StepKind.LEAVE, "one", change("member1", member_id=deleted[0].id))])
+                cloud.active(group.load_balancer_id)
+            return found
+
+        connection.request = delete_after_the_second_page
+        found = [one.address for one in OctaviaPools(connection).read_pool(group).members]
+        wanted = {"192.0.2.11", "192.0.2.12", "192.0.2.13"} - {deleted[0].address}
+        assert sorted(found) == sorted(wanted)
 
 
 class TestPending:

@@ -191,6 +191,11 @@ class TestMissingSource:
         with pytest.raises(Missing):
             make().servers(selected("server_group", "unknown"), known=known)
 
+    def test_a_wrong_endpoint_proves_no_deletion(self, make, fleet):
+        fleet.url += "/wrong"
+        with pytest.raises(Missing):
+            make().servers(selected("server_group", "one"), known=["a", "c"])
+
 
 class TestSubnets:
     def test_subnets_are_read_once_for_the_same_addresses(self, make, stub):

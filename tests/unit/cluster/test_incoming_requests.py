@@ -80,8 +80,8 @@ def certificate(folder):
 class Api:
     """The process, and connections to it."""
 
-    def __init__(self, port, tls, token):
-        self.port, self.tls, self.token = port, tls, token
+    def __init__(self, port, tls, token, folder):
+        self.port, self.tls, self.token, self.folder = port, tls, token, folder
         self.open = ExitStack()
 
     def connect(self):
@@ -111,7 +111,7 @@ class Api:
 
 @pytest.fixture(scope="module", params=[False, True], ids=["plain", "tls"])
 def process(request, tmp_path_factory):
-    """Port, TLS context and a token of one process."""
+    """Port, TLS context, a token and the folder of one process."""
     folder = tmp_path_factory.mktemp("api")
     (folder / "cluster.sqlite").write_bytes(migrated())
     database = Database(f"sqlite:///{folder}/cluster.sqlite", schema=SCHEMA, durable=False)
@@ -147,7 +147,7 @@ def process(request, tmp_path_factory):
             assert process.poll() is None, (folder / "log").read_text()
             assert time.monotonic() < end
             time.sleep(0.02)
-        yield port, tls, token
+        yield port, tls, token, folder
         assert "Traceback" not in (folder / "log").read_text()
     finally:
         process.terminate()
@@ -208,3 +208,17 @@ def test_a_request_in_single_bytes(api):
     for one in b"GET /healthcheck HTTP/1.1\r\nHost: x\r\n\r\n":
         connection.sendall(bytes([one]))
     assert b'"ok"' in connection.makefile("rb").read()
+
+
+@pytest.mark.parametrize("process", [True], ids=["tls"], indirect=True)
+def test_a_certificate_that_cannot_be_loaded_is_logged(api):
+    """An operator replaces the certificate while the API runs."""
+    path, log = api.folder / "api.pem", api.folder / "log"
+    content = path.read_bytes()
+    path.write_bytes(b"nonsense")
+    for _ in range(2):
+        with suppress(ConnectionResetError):
+            assert api.connect().recv(1) == b""
+    path.write_bytes(content)
+    assert log.read_text().count("cannot load its certificate: ") == 1
+    assert api.post() == 202
