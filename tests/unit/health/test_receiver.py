@@ -271,6 +271,16 @@ def test_an_error_of_the_handler_does_not_end_the_loop(caplog):
     assert "ZeroDivisionError" in caplog.text
 
 
+def test_many_errors_of_the_handler_are_logged_once(caplog):
+    with running() as made:
+        made.receiver.preload({AMPHORA: Secret(KEY)})
+        made.receiver._on_heartbeat = lambda beat: 1 / 0
+        for number in range(1, 20):
+            made.send(datagram(number))
+        made.wait(lambda: made.receiver.refused["handler"] == 19)
+    assert caplog.text.count("ZeroDivisionError: ") == 1
+
+
 def test_the_largest_datagram_is_received():
     with running() as made:
         made.receiver.preload({AMPHORA: Secret(KEY)})
