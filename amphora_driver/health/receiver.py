@@ -336,15 +336,15 @@ class Receiver:
         try:
             self._on_heartbeat(heartbeat)
         except Exception:
-            # An error in the report of one amphora must not stop the processing of other amphorae's heartbeats. The
-            # log has a limit for the same reason as in `_record_refusal`.
+            # An error in the report of one amphora must not stop the processing of other amphorae's heartbeats. A log
+            # message for each of these errors could fill the disk.
             self.refused["handler"] += 1
             now = time.monotonic()
             if now - self._error_logged_at >= _LOG_INTERVAL:
                 self._error_logged_at = now
                 LOG.exception(
-                    "the health manager could not process a heartbeat of amphora %s and drops the heartbeat; heartbeats "
-                    "dropped because of unexpected errors since the start: %d",
+                    "the health manager could not process a heartbeat of amphora %s and drops the heartbeat; "
+                    "heartbeats dropped because of unexpected errors since the start: %d",
                     heartbeat.amphora_id,
                     self.refused["handler"],
                 )
