@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import uuid
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -21,6 +22,7 @@ from amphora_driver.database.tables import amphora_heartbeat, listener_statistic
 from amphora_driver.database.tables_fleet import process as process_table
 from amphora_driver.database.vault import Vault
 from amphora_driver.errors import ConfigurationError
+from amphora_driver.health import receiver_group
 from amphora_driver.health.receiver import Receiver, bind_socket
 from amphora_driver.health.receiver_group import ReceiverGroup, word_of
 from amphora_driver.model.enums import ListenerProtocol, PoolProtocol
@@ -165,14 +167,18 @@ def test_a_second_group_does_not_share_the_port_of_the_first_one(group):
     assert all(one.receives_probe(10.0) for one in group.receivers)
 
 
-def test_the_self_test_fails_if_that_of_another_receiver_is_old(group):
-    now, (one, *others) = time.monotonic(), group.members
+def test_the_self_test_fails_if_that_of_another_receiver_is_old(group, monkeypatch):
+    now, (one, *others) = [1000.0], group.members
+    monkeypatch.setattr(receiver_group, "time", SimpleNamespace(monotonic=lambda: now[0]))
     one.record_test()
     assert not one.all_tested(5.0)
     for each in others:
         each.record_test()
     assert one.all_tested(5.0)
-    assert not one.all_tested(-1.0), now
+    now[0] += 5.5
+    assert not one.all_tested(5.0)
+    one.record_test()
+    assert not one.all_tested(5.0), "the tests of the others are old"
 
 
 # --- processes -------------------------------------------------------------------------------------------------
