@@ -33,6 +33,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import mariadb  # noqa: E402
 import sqlalchemy as sa  # noqa: E402
 from cryptography.fernet import Fernet  # noqa: E402
+from msgspec.structs import replace  # noqa: E402
+from simulated_fleet import shape  # noqa: E402
 
 from amphora_agent.stats import heartbeat_codec  # noqa: E402
 from amphora_agent.stats.report_differences import ReportDifferences  # noqa: E402
@@ -40,30 +42,13 @@ from amphora_driver.database import migrate, tables  # noqa: E402
 from amphora_driver.database.engine import Database  # noqa: E402
 from amphora_driver.database.vault import Vault  # noqa: E402
 from amphora_driver.model.amphora import AmphoraState  # noqa: E402
-from amphora_driver.model.enums import (  # noqa: E402
-    L7Action,
-    L7Compare,
-    L7RuleType,
-    ListenerProtocol,
-    MonitorType,
-    PoolProtocol,
-)
-from amphora_driver.model.loadbalancer import (  # noqa: E402
-    HealthMonitor,
-    L7Policy,
-    L7Rule,
-    Listener,
-    LoadBalancer,
-    Member,
-    Pool,
-    Vip,
-)
+from amphora_driver.model.enums import L7Action, L7Compare, L7RuleType  # noqa: E402
+from amphora_driver.model.loadbalancer import L7Policy, L7Rule, LoadBalancer  # noqa: E402
 from amphora_driver.secret import Secret  # noqa: E402
 from amphora_driver.store import amphorae, desired_objects, status_outbox  # noqa: E402
 
 # Listeners, members of each pool, policies of each listener, and rules of each policy.
 SIZES = {"S": (1, 2, 0, 0), "M": (10, 10, 5, 3)}
-_VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")
 _WARM_SECONDS = 120.0
 
 
@@ -73,7 +58,7 @@ class Amphora:
     def __init__(self, number: int, size: str) -> None:
         self.id, self.key, self.sequence, self.count = uuid.UUID(int=number << 64 | 0x4000 << 48), os.urandom(32), 0, 0
         self._differences = ReportDifferences()
-        self.tree = _tree(f"{number:06}", *SIZES[size])
+        self.tree = _tree(number, *SIZES[size])
         self._pools = {
             f"{pool.id}:{listener.id}": {"status": "UP", "members": {one.id: "UP" for one in pool.members}}
             for listener, pool in zip(self.tree.listeners, self.tree.pools, strict=True)
@@ -110,60 +95,34 @@ class Amphora:
         return made
 
 
-def _tree(name: str, listeners: int, members: int, policies: int, rules: int) -> LoadBalancer:
-    def identity(kind: str, *place: int) -> str:
-        return str(uuid.uuid5(uuid.NAMESPACE_OID, f"{name}/{kind}/{place}"))
+def _tree(number: int, listeners: int, members: int, policies: int, rules: int) -> LoadBalancer:
+    """Return a load balancer of the simulated fleet, with L7 policies that reject requests by their path."""
+    tree = shape.load_balancer(number, size=shape.Size("", listeners, members))
+    fronts = tuple(
+        replace(listener, l7policies=tuple(_policy(listener.id, place, rules) for place in range(policies)))
+        for listener in tree.listeners
+    )
+    return replace(tree, listeners=fronts)
 
-    load_balancer_id = identity("lb")
-    fronts, backs = [], []
-    for number in range(listeners):
-        pool_id, listener_id = identity("pool", number), identity("listener", number)
-        monitor = HealthMonitor(
-            id=identity("monitor", number), pool_id=pool_id, type=MonitorType.TCP, delay=5, timeout=3, max_retries=2
-        )
-        backs.append(
-            Pool(
-                id=pool_id,
-                loadbalancer_id=load_balancer_id,
-                protocol=PoolProtocol.HTTP,
-                healthmonitor=monitor,
-                members=tuple(
-                    Member(
-                        id=identity("member", number, one), pool_id=pool_id, address=f"192.0.2.{one}", protocol_port=80
-                    )
-                    for one in range(members)
-                ),
+
+def _policy(listener_id: str, place: int, rules: int) -> L7Policy:
+    own = str(uuid.uuid5(uuid.UUID(listener_id), str(place)))
+    return L7Policy(
+        id=own,
+        listener_id=listener_id,
+        action=L7Action.REJECT,
+        position=place + 1,
+        rules=tuple(
+            L7Rule(
+                id=str(uuid.uuid5(uuid.UUID(own), str(one))),
+                l7policy_id=own,
+                type=L7RuleType.PATH,
+                compare_type=L7Compare.EQUAL_TO,
+                value=f"/{one}",
             )
-        )
-        fronts.append(
-            Listener(
-                id=listener_id,
-                loadbalancer_id=load_balancer_id,
-                protocol=ListenerProtocol.HTTP,
-                protocol_port=80 + number,
-                default_pool_id=pool_id,
-                l7policies=tuple(
-                    L7Policy(
-                        id=identity("policy", number, one),
-                        listener_id=listener_id,
-                        action=L7Action.REJECT,
-                        position=one + 1,
-                        rules=tuple(
-                            L7Rule(
-                                id=identity("rule", number, one, each),
-                                l7policy_id=identity("policy", number, one),
-                                type=L7RuleType.PATH,
-                                compare_type=L7Compare.EQUAL_TO,
-                                value=f"/{each}",
-                            )
-                            for each in range(rules)
-                        ),
-                    )
-                    for one in range(policies)
-                ),
-            )
-        )
-    return LoadBalancer(id=load_balancer_id, project_id="demo", vip=_VIP, listeners=tuple(fronts), pools=tuple(backs))
+            for one in range(rules)
+        ),
+    )
 
 
 @contextmanager

@@ -4,7 +4,7 @@
     .sandbox/test-venv/bin/python benchmarks/status_calls.py [--calls N] [--objects N,N] [--parallel N,N] [--prepared]
 
 Octavia's tables are in MariaDB; octavia-driver-agent runs as installed, without a provider agent. The processor time
-is that of octavia-driver-agent with its forks, and of MariaDB: it does not depend on the load of the machine.
+is that of octavia-driver-agent with its forks, and of MariaDB. Other programs of the machine make it longer.
 """
 
 from __future__ import annotations

@@ -149,12 +149,12 @@ class AmphoraFindings:
             self._on_due()
 
     def _record_near_limits(
-        self, updated: Mapping[str, LastReport], now: float, parts: Sequence[tuple[str, ServingState]]
+        self, updated: Mapping[str, LastReport], _now: float, parts: Sequence[tuple[str, ServingState]]
     ) -> None:
         """Record which amphorae came near a limit, or left it."""
         _, heard = _confirmed_and_updated(parts, updated)
         marked = {amphora_id: names for _, one in parts for amphora_id, names in one.near_limit.items()}
-        changed = self._near_limits.find_changed(heard, marked, now)
+        changed = self._near_limits.find_changed(heard, marked)
         if not changed:
             return
         self._database.write(lambda connection: amphorae.record_near_limit(connection, changed))

@@ -152,13 +152,19 @@ class AmphoraReports:
 
         The report of the VIP holder counts. If two amphorae report that they hold the VIPs, the later first claim
         counts, because the other amphora is dead or wrong. Without a holder the last holder counts, which prevents
-        flapping.
+        flapping. A claim expires like other values: during overload, the values of heartbeats are not read.
         """
+        earliest = now - self.expiry
+
+        def rank(one: tuple[str, _AmphoraState]) -> tuple[bool, float]:
+            state = one[1]
+            return state.last.holds_vip is True and state.last.read_at >= earliest, state.vip_claimed_at
+
         with self._lock:
             fresh = self._fresh(amphora_ids, now)
             if all(state.last.holds_vip is None for _, state in fresh):
                 return None
-            return max(fresh, key=lambda one: (one[1].last.holds_vip is True, one[1].vip_claimed_at))[0]
+            return max(fresh, key=rank)[0]
 
     def _fresh(self, amphora_ids: Iterable[str], now: float) -> list[tuple[str, _AmphoraState]]:
         states = [(amphora_id, self._states.get(amphora_id)) for amphora_id in amphora_ids]

@@ -3,6 +3,7 @@
 
 Invariant: the result changes only if a resource stays above the limit, or clearly below it, for ten heartbeat
 intervals. So a short burst changes nothing, and a usage around the limit causes no repeated writes to the database.
+A heartbeat whose values were not read (overload) proves nothing about the usage.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class NearLimits:
         self._hold = _HOLD_INTERVALS * interval
         self._limit = limit
         # For each amphora and resource: the mark that heartbeats contradict, and the times of the first and the last of
-        # these heartbeats.
+        # these heartbeats whose values were read.
         self._changing: dict[tuple[str, str], tuple[bool, float, float]] = {}
         # `_counting` contains the amphorae in `_changing`.
         self._counting: set[str] = set()
@@ -41,15 +42,12 @@ class NearLimits:
         """Return whether a heartbeat may contribute to a change of the mark."""
         return bool(marked) or amphora_id in self._counting or max(usage.values(), default=0) >= self._limit
 
-    def find_changed(
-        self, updated: Mapping[str, LastReport], marked: Mapping[str, str], now: float
-    ) -> dict[str, str | None]:
+    def find_changed(self, updated: Mapping[str, LastReport], marked: Mapping[str, str]) -> dict[str, str | None]:
         """Return the new mark of each amphora whose mark changes; None without a resource near its limit.
 
         Args:
             updated: the last heartbeat of each amphora with new heartbeats.
             marked: the recorded marks: names of resources, separated by commas.
-            now: time of `time.monotonic()`.
         """
         changed: dict[str, str | None] = {}
         for amphora_id, last in updated.items():
@@ -58,7 +56,7 @@ class NearLimits:
             near = [
                 name
                 for name in _RESOURCES
-                if self._is_near((amphora_id, name), last.usage.get(name), now, known=name in known)
+                if self._is_near((amphora_id, name), last.usage.get(name), last.read_at, known=name in known)
             ]
             names = ",".join(near)
             if names != before:
@@ -69,7 +67,7 @@ class NearLimits:
                 self._counting.discard(amphora_id)
         return changed
 
-    def _is_near(self, key: tuple[str, str], used: int | None, now: float, *, known: bool) -> bool:
+    def _is_near(self, key: tuple[str, str], used: int | None, read_at: float, *, known: bool) -> bool:
         if used is None and not known:
             # If HAProxy is too busy to answer, the agent reports no usage. For a resource without a mark, such a
             # heartbeat changes nothing.
@@ -79,13 +77,13 @@ class NearLimits:
         if not contradicts:
             self._changing.pop(key, None)
             return known
-        mark, first, last = self._changing.get(key, (known, now, now))
-        if mark is not known or now - last > self._hold:
+        mark, first, last = self._changing.get(key, (known, read_at, read_at))
+        if mark is not known or read_at - last > self._hold:
             # The period of contradiction starts again if the mark has changed, or after too long a time without a
             # contradicting heartbeat.
-            first = now
-        self._changing[key] = known, first, now
-        return known if now - first < self._hold else not known
+            first = read_at
+        self._changing[key] = known, first, read_at
+        return known if read_at - first < self._hold else not known
 
     def retain(self, amphora_ids: set[str]) -> None:
         """Forget deleted amphorae."""

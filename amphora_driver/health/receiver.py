@@ -170,7 +170,7 @@ class Receiver:
         self._probe = b""
         self._probe_received = threading.Event()
         self._stopping = False
-        self._logged_at = 0.0
+        self._logged_at = self._error_logged_at = float("-inf")
         self._closing = threading.Lock()
         self._member = member
         self._socket = bind_socket(bind_address, port) if member is None else member.receiving
@@ -336,12 +336,18 @@ class Receiver:
         try:
             self._on_heartbeat(heartbeat)
         except Exception:
-            # An error in the report of one amphora must not stop the processing of other amphorae's heartbeats.
+            # An error in the report of one amphora must not stop the processing of other amphorae's heartbeats. A log
+            # message for each of these errors could fill the disk.
             self.refused["handler"] += 1
-            LOG.exception(
-                "the health manager could not process a heartbeat of amphora %s and drops the heartbeat",
-                heartbeat.amphora_id,
-            )
+            now = time.monotonic()
+            if now - self._error_logged_at >= _LOG_INTERVAL:
+                self._error_logged_at = now
+                LOG.exception(
+                    "the health manager could not process a heartbeat of amphora %s and drops the heartbeat; "
+                    "heartbeats dropped because of unexpected errors since the start: %d",
+                    heartbeat.amphora_id,
+                    self.refused["handler"],
+                )
 
     def _decode(self, datagram: memoryview, key: Secret) -> Heartbeat | None:
         """Decode a datagram; None if only its time is used.

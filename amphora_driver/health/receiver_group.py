@@ -7,7 +7,8 @@ balancer on to it, over the loopback address; signature and order are checked th
 
 The sockets are opened before the processes are forked and stay open in their parent. If a receiver ends, its datagrams
 wait for its replacement, and the distribution stays the same. If one receiver hangs, the self-tests of all receivers of
-the host fail, because otherwise its amphorae would count as silent.
+the host fail, because otherwise its amphorae would count as silent. If the parent ends, all receivers end, and a new
+group begins only after the last of them.
 """
 
 from __future__ import annotations
@@ -117,6 +118,10 @@ class ReceiverGroup:
     """The sockets of all receivers. The constructor raises ConfigurationError."""
 
     def __init__(self, bind: Bind, address: str, port: int, number: int) -> None:
+        if port:
+            # The kernel would add the sockets to those of an earlier service, and distribute datagrams to processes of
+            # both. This socket, which shares no port, raises an error until that service has ended.
+            bind(address, port, shared=False).close()
         self._receiving: list[socket.socket] = []
         for _ in range(number):
             self._receiving.append(bind(address, port, shared=True))

@@ -26,7 +26,8 @@ class ReceiverSelfTest:
     """The self-test thread of a health manager.
 
     Args:
-        receives: returns whether a probe arrives within the given seconds.
+        receives: returns whether a probe arrives within the given seconds; in a group of receivers, whether the probes
+            of all receivers have arrived.
         interval: seconds between two tests.
         max_flush_age: seconds for which a successful flush counts as recent.
     """
@@ -76,11 +77,10 @@ class ReceiverSelfTest:
         if working is not self._working:
             self._working = working
             if working:
-                LOG.warning(
-                    "the health manager receives its test datagrams again, so its self-test succeeds after a failure"
-                )
+                LOG.warning("the self-test of the health manager succeeds again")
             else:
-                reason = "its own probe did not arrive" if flushed else "no recent flush to the database succeeded"
+                lost = "a receiver on this host did not receive its probe"
+                reason = lost if flushed else "no recent flush to the database succeeded"
                 LOG.warning(
                     "the self-test of the health manager failed, and runs again at the next interval: %s", reason
                 )

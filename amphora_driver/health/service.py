@@ -218,12 +218,14 @@ class HealthManager:
             )
 
     def _flush_until_stopped(self) -> None:
+        # The first flush does not wait for a heartbeat, because the first self-test needs a recent flush.
         while not self._stopping.is_set():
+            self._flush()
+            # The pause collects changed statuses, which are then written to the database together. It is also the
+            # back-off after an error.
+            self._stopping.wait(self._conf.amp_health.flush_interval)
             self._updated.wait(_IDLE_FLUSH_INTERVAL)
             self._updated.clear()
-            self._flush()
-            # The pause collects changed statuses, which are then written to the database together.
-            self._stopping.wait(self._conf.amp_health.flush_interval)
 
     def _flush(self, *, last: bool = False) -> None:
         try:

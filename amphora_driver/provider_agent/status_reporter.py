@@ -129,6 +129,13 @@ class Reporter:
                     pass
             except _UNREACHABLE as error:
                 LOG.warning("the provider agent could not report statistics to Octavia and tries again: %s", error)
+            except Exception:
+                # An error must not end this thread, because Octavia would get no statistics until the next start. The
+                # poll interval is the back-off.
+                LOG.exception(
+                    "the provider agent could not report statistics to Octavia because of an unexpected error and "
+                    "tries again"
+                )
 
     def _update_registry_until_stopped(self) -> None:
         """Update the row of this process in the registry. The process works while it completes rounds.

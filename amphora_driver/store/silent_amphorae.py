@@ -58,12 +58,15 @@ class WatchedAmphorae:
     def __init__(self, amphorae: Iterable[AmphoraLiveness], fingerprint: Sequence[object] = ()) -> None:
         self.by_id = {one.amphora_id: one for one in amphorae}
         self.ready = {one.amphora_id for one in self.by_id.values() if one.state is AmphoraState.READY}
-        self.load_balancers = {one.load_balancer_id for one in self.by_id.values()}
+        self._of_load_balancer: dict[str, set[str]] = {}
+        for one in self.by_id.values():
+            self._of_load_balancer.setdefault(one.load_balancer_id, set()).add(one.amphora_id)
+        self.load_balancers = self._of_load_balancer.keys()
         self.fingerprint = fingerprint
 
     def of_load_balancer(self, load_balancer_id: str) -> set[str]:
         """Return the ids of the amphorae of a load balancer."""
-        return {one.amphora_id for one in self.by_id.values() if one.load_balancer_id == load_balancer_id}
+        return set(self._of_load_balancer.get(load_balancer_id, ()))
 
 
 class UnservedFailover(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,7 +136,7 @@ _GROUPS = (
     .group_by(amphora.c.state, job.c.op)
     .order_by(amphora.c.state, job.c.op)
 )
-# A client needs eight times as long to read tens of thousands of rows as to read and split a few long texts. So the
+# A client needs seven times as long to read tens of thousands of rows as to read and split a few long texts. So the
 # database joins the heartbeats of all amphorae whose ids begin with the same two characters.
 _HEARTBEAT = (
     amphora_heartbeat.c.amphora_id

@@ -74,9 +74,9 @@ def port_of(amphora_id: str) -> Port:
     )
 
 
-def load_balancer(number: int, members: int | None = None) -> LoadBalancer:
+def load_balancer(number: int, members: int | None = None, size: Size | None = None) -> LoadBalancer:
     """The load balancer with this number. `members` replaces the number of members of the first pool."""
-    size, own = size_of(number), identifier("lb", number)
+    size, own = size or size_of(number), identifier("lb", number)
     pools = tuple(
         _pool(number, place, members if members is not None and not place else size.members)
         for place in range(size.pools)

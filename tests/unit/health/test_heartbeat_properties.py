@@ -295,7 +295,7 @@ def understood(heartbeat: Heartbeat, drifts: DriftReports, turn: int) -> None:
     assert all(len(one.found_at) < 64 for one in drifts.find_notices(heard, now).values())
     drifts.record_pushes(broken, now)
     drifts.record_notices(heard, now)
-    names = NearLimits(0.0).find_changed(heard, {}, now).get(amphora) or ""
+    names = NearLimits(0.0).find_changed(heard, {}).get(amphora) or ""
     assert set(filter(None, names.split(","))) <= {one.value for one in Resource}
 
 

@@ -9,7 +9,7 @@ import sqlalchemy as sa
 from test_status_writer import HealthManager
 
 from amphora_driver.database.tables import amphora
-from amphora_driver.health.amphora_reports import LastReport
+from amphora_driver.health.amphora_reports import AmphoraReports, LastReport
 from amphora_driver.health.heartbeat_codec import Heartbeat
 from amphora_driver.health.near_limits import NearLimits
 from amphora_driver.health.status import Report
@@ -30,8 +30,8 @@ class Amphora:
     def send(self, *, times=1, **usage):
         for _ in range(times):
             self.now += INTERVAL
-            last = {"am": LastReport(self.now, self.now, 1, (1, 1), usage=usage)}
-            changed = self.limits.find_changed(last, {"am": self.mark} if self.mark else {}, self.now)
+            last = {"am": LastReport(self.now, self.now, 1, (1, 1), usage=usage, read_at=self.now)}
+            changed = self.limits.find_changed(last, {"am": self.mark} if self.mark else {})
             if changed:
                 self.writes += 1
                 self.mark = changed["am"] or ""
@@ -98,6 +98,18 @@ def test_a_silence_is_no_usage_above_the_limit():
     one.now += 20 * INTERVAL
     assert one.send(times=10, cpu=95) == ""
     assert one.send(cpu=95) == "cpu"
+
+
+def test_heartbeats_that_are_not_read_during_overload_show_no_lasting_usage():
+    limits, reports = NearLimits(INTERVAL, LIMIT), AmphoraReports()
+    assert reports.accept(Heartbeat("am", 1, 1, Report(1, usage={"cpu": 95})), 100.0)
+    assert limits.find_changed(reports.take_updated(), {}) == {}
+    for order in range(2, 30):
+        assert reports.accept_time("am", (1, order), 100.0 + INTERVAL * order)
+        assert limits.find_changed(reports.take_updated(), {}) == {}, "the usage is that of 100.0"
+    for order in range(30, 41):
+        assert reports.accept(Heartbeat("am", 1, order, Report(1, usage={"cpu": 95})), 100.0 + INTERVAL * order)
+        assert limits.find_changed(reports.take_updated(), {}) == ({"am": "cpu"} if order == 40 else {})
 
 
 def test_unknown_resources_are_ignored():

@@ -84,6 +84,7 @@ class Fleet:
             self.receiver._handle_datagram(memoryview(buffer)[:size], sender[0], retried=False)
 
     def until(self, condition):
+        # The thread of the receiver changes its counters without an event.
         deadline = time.monotonic() + 20
         while not condition():
             assert time.monotonic() < deadline, json.dumps(self.receiver.refused)

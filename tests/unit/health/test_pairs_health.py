@@ -47,6 +47,12 @@ class PairReports:
             self.sequence += 1
             assert self.reports.accept(said(holds_vip, name=name, sequence=self.sequence), at)
 
+    def shorten(self, at, *names):
+        """Let heartbeats arrive of which only the time is read."""
+        for name in names:
+            self.sequence += 1
+            assert self.reports.accept_time(name, (1, self.sequence), at)
+
     def speaker(self, at):
         return self.reports.authoritative_amphora(["a", "b"], at)
 
@@ -94,6 +100,28 @@ def test_two_permanent_holders_do_not_alternate(talk):
         talk.say(at, a=True, b=True)
         speakers.add(talk.speaker(at))
     assert speakers == {"b"}
+
+
+def test_a_claim_that_was_not_read_again_during_overload_expires(talk):
+    talk.say(5, a=False, b=True)
+    talk.say(10, a=True)
+    for at in range(11, 27):
+        talk.shorten(at, "a", "b")
+        assert talk.speaker(at) == "a"
+    # The VIPs have moved back meanwhile.
+    talk.say(27, b=True)
+    talk.shorten(27, "a")
+    assert talk.speaker(27) == "b"
+    talk.say(28, a=True)
+    assert talk.speaker(28) == "a", "both hold the VIPs, and the later claim counts"
+
+
+def test_the_last_holder_counts_while_overload_hides_the_present_one(talk):
+    talk.say(0, a=True, b=False)
+    for at in range(1, 21):
+        talk.shorten(at, "a")
+        talk.say(at, b=False)
+        assert talk.speaker(at) == "a"
 
 
 def test_before_an_election_the_oldest_amphora_counts(talk):

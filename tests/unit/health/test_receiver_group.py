@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import uuid
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -20,6 +21,8 @@ from amphora_agent.stats import heartbeat_codec
 from amphora_driver.database.tables import amphora_heartbeat, listener_statistics, object_status
 from amphora_driver.database.tables_fleet import process as process_table
 from amphora_driver.database.vault import Vault
+from amphora_driver.errors import ConfigurationError
+from amphora_driver.health import receiver_group
 from amphora_driver.health.receiver import Receiver, bind_socket
 from amphora_driver.health.receiver_group import ReceiverGroup, word_of
 from amphora_driver.model.enums import ListenerProtocol, PoolProtocol
@@ -50,6 +53,14 @@ def until(condition, seconds=20.0):
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def is_alive(process):
+    """Return whether a process has not ended. A process without a parent may stay a zombie."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 # --- in one process --------------------------------------------------------------------------------------------
@@ -158,14 +169,24 @@ def test_short_and_unknown_datagrams_are_refused(group):
     assert sum(one.refused["short"] for one in group.receivers) == 2
 
 
-def test_the_self_test_fails_if_that_of_another_receiver_is_old(group):
-    now, (one, *others) = time.monotonic(), group.members
+def test_a_second_group_does_not_share_the_port_of_the_first_one(group):
+    with pytest.raises(ConfigurationError, match="in use"):
+        ReceiverGroup(bind_socket, "127.0.0.1", group.group.port, RECEIVERS)
+    assert all(one.receives_probe(10.0) for one in group.receivers)
+
+
+def test_the_self_test_fails_if_that_of_another_receiver_is_old(group, monkeypatch):
+    now, (one, *others) = [1000.0], group.members
+    monkeypatch.setattr(receiver_group, "time", SimpleNamespace(monotonic=lambda: now[0]))
     one.record_test()
     assert not one.all_tested(5.0)
     for each in others:
         each.record_test()
     assert one.all_tested(5.0)
-    assert not one.all_tested(-1.0), now
+    now[0] += 5.5
+    assert not one.all_tested(5.0)
+    one.record_test()
+    assert not one.all_tested(5.0), "the tests of the others are old"
 
 
 # --- processes -------------------------------------------------------------------------------------------------
@@ -197,16 +218,19 @@ class Deployment:
             f"[amp_health]\nbind_address = 127.0.0.1\nbind_port = {self.port}\nreceivers = {RECEIVERS}\n"
             "statistics_interval = 0.1\n"
         )
-        self.log = folder / "log"
-        with self.log.open("wb") as log:
+        self.folder, self.log = folder, folder / "log"
+        self.start()
+        self.sender = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+
+    def start(self):
+        with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "amphora_driver.health.service"],
-                env={**os.environ, "AMPHORA_DRIVER_CONFIG": str(folder / "driver.conf")},
+                env={**os.environ, "AMPHORA_DRIVER_CONFIG": str(self.folder / "driver.conf")},
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
             )
-        self.sender = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
 
     def close(self):
         for one in self.workers():
@@ -244,6 +268,17 @@ class Deployment:
     def beats(self):
         return dict(self.column(process_table.c.name, process_table.c.beat))
 
+    def tested_at(self):
+        """Return the time of the last self-test of each receiver, also of a failed one."""
+        return dict(self.column(process_table.c.name, process_table.c.seen_at))
+
+    def count_failed_tests(self):
+        return self.log.read_text().count("the self-test of the health manager failed")
+
+    def wait_until_working(self):
+        """Wait until the self-tests of all receivers have succeeded, so that no heartbeat gets lost."""
+        until(lambda: len(self.beats()) == RECEIVERS and min(self.beats().values()) > 0, 40)
+
 
 def tree(number):
     lb, pool = f"lb{number}", f"po{number}"
@@ -263,21 +298,10 @@ def deployment(tmp_path, database):
 
 
 def test_a_killed_receiver_loses_and_doubles_no_count(deployment):
-    sequence = 0
-
-    def heard():
-        nonlocal sequence
-        sequence += 1
-        deployment.send(sequence)
-        time.sleep(0.1)
-        return sequence in deployment.sequences() or len(deployment.sequences()) == 1
-
+    deployment.wait_until_working()
+    deployment.send(1)
     until(
-        lambda: (
-            heard()
-            and len(deployment.column(listener_statistics.c.listener_id, listener_statistics.c.bytes_in)) == 2 * PAIRS
-        ),
-        40,
+        lambda: len(deployment.column(listener_statistics.c.listener_id, listener_statistics.c.bytes_in)) == 2 * PAIRS
     )
     before = deployment.workers()
     assert len(before) == RECEIVERS
@@ -297,15 +321,31 @@ def test_a_killed_receiver_loses_and_doubles_no_count(deployment):
 
 
 def test_if_one_receiver_hangs_no_self_test_succeeds(deployment):
-    until(lambda: len(deployment.beats()) == RECEIVERS and min(deployment.beats().values()) > 0, 40)
+    deployment.wait_until_working()
+    failed = deployment.count_failed_tests()
     deployment.workers()[0].suspend()
     # The tests that have begun may still succeed.
-    deadline = time.monotonic() + 20
-    while True:
-        before = deployment.beats()
-        time.sleep(2.5)
-        if deployment.beats() == before:
-            break
-        assert time.monotonic() < deadline, "the self-tests of the other receivers still succeed"
+    until(lambda: deployment.count_failed_tests() == failed + RECEIVERS - 1)
+    assert deployment.log.read_text().rstrip().endswith("a receiver on this host did not receive its probe")
+    before, failures = deployment.beats(), deployment.tested_at()
+
+    def have_failed_again():
+        return sum(at > failures[name] for name, at in deployment.tested_at().items()) == RECEIVERS - 1
+
+    for _ in range(2):
+        until(have_failed_again)
+        assert deployment.beats() == before
+        failures = deployment.tested_at()
     deployment.workers()[0].send_signal(signal.SIGCONT)
     until(lambda: all(beat > before[name] for name, beat in deployment.beats().items()))
+
+
+def test_after_the_death_of_their_parent_all_receivers_end_and_others_start(deployment):
+    deployment.wait_until_working()
+    before = deployment.workers()
+    deployment.process.kill()
+    deployment.process.wait()
+    until(lambda: not any(map(is_alive, before)), 40)
+    assert deployment.beats() == {}, "each receiver has written its reports and deleted its row"
+    deployment.start()
+    deployment.wait_until_working()

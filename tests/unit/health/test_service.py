@@ -20,7 +20,7 @@ from amphora_driver import config
 from amphora_driver.database.tables import object_status
 from amphora_driver.database.vault import Vault
 from amphora_driver.errors import StoreError
-from amphora_driver.health import status_writer
+from amphora_driver.health import service, status_writer
 from amphora_driver.health.service import HealthManager
 from amphora_driver.model.loadbalancer import LoadBalancer, Vip
 from amphora_driver.secret import Secret
@@ -149,6 +149,12 @@ def test_a_failed_flush_is_retried_without_another_heartbeat(conf, database, err
         send(manager, datagram(1))
         until(lambda: operating(database) == "ONLINE")
         until(lambda: place(database) == (EPOCH, 1))
+
+
+def test_the_first_flush_waits_for_no_heartbeat(conf, monkeypatch):
+    monkeypatch.setattr(service, "_IDLE_FLUSH_INTERVAL", 3600.0)
+    with running(conf) as manager:
+        until(lambda: manager._self_test._flushed_at > 0)
 
 
 def test_a_removed_amphora_takes_no_memory(conf, database, monkeypatch):

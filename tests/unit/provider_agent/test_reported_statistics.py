@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Statistics of many listeners: full calls to Octavia, each listener in turn, few statements."""
 
+import threading
+import time
+
 import pytest
 import sqlalchemy as sa
 from octavia_sockets import OctaviaSockets
@@ -96,3 +99,26 @@ def test_the_number_of_statements_does_not_depend_on_the_number_of_listeners(rep
         reporter.report_statistics()
         numbers.append(len(counted))
     assert numbers[0] == numbers[1], counted
+
+
+def test_an_unexpected_error_does_not_end_the_statistics(conf, reporter, database, octavia, caplog):
+    conf.set_override("poll_interval", 0.1, "amp_queue")
+    count(database, 1, LISTENERS[:1])
+    send, errors = reporter.library.update_listener_statistics, [ValueError("half of an answer")]
+
+    def send_or_fail(document):
+        if errors:
+            raise errors.pop()
+        send(document)
+
+    reporter.library.update_listener_statistics = send_or_fail
+    stopping = threading.Event()
+    thread = threading.Thread(target=reporter.run, args=(stopping.is_set,))
+    thread.start()
+    deadline = time.monotonic() + 20
+    while not octavia.statistics and time.monotonic() < deadline:
+        time.sleep(0.01)
+    stopping.set()
+    thread.join()
+    assert [reported(call) for call in octavia.statistics] == [LISTENERS[:1]]
+    assert "half of an answer" in caplog.text
