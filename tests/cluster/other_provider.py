@@ -64,20 +64,23 @@ class OtherProvider:
 
     def _finished(self, balancer_id):
         tree = self._balancers.get(f"/lbaas/loadbalancers/{balancer_id}/status").json()["statuses"]["loadbalancer"]
-        found = {"loadbalancers": [_ended(tree, "ONLINE")]}
+        found = {"loadbalancers": [_ended(tree)]}
+        # For a deletion with cascade, Octavia keeps the status of the children, and a provider reports each as DELETED.
+        # Octavia keeps the row of a child that is not reported.
+        deleted = tree["provisioning_status"] == "PENDING_DELETE"
 
         def walk(parent):
             for key, kind in _CHILDREN.items():
                 children = parent.get(key) or []
                 for child in [children] if isinstance(children, dict) else children:
-                    found.setdefault(kind, []).append(_ended(child, "ONLINE"))
+                    found.setdefault(kind, []).append(_ended(child, deleted=deleted))
                     walk(child)
 
         walk(tree)
         return {kind: list({one["id"]: one for one in objects}.values()) for kind, objects in found.items()}
 
 
-def _ended(one, operating_status):
-    if one["provisioning_status"] == "PENDING_DELETE":
+def _ended(one, *, deleted=False):
+    if deleted or one["provisioning_status"] == "PENDING_DELETE":
         return {"id": one["id"], "provisioning_status": "DELETED"}
-    return {"id": one["id"], "provisioning_status": "ACTIVE", "operating_status": operating_status}
+    return {"id": one["id"], "provisioning_status": "ACTIVE", "operating_status": "ONLINE"}

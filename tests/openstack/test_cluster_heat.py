@@ -86,10 +86,11 @@ class Stack:
     def update(self, count, removed=()):
         """Change the number of servers; name servers that Heat removes first."""
         parameters = {"count": count, "removed": ",".join(removed)}
+        before = self._heat.get_stack(self._stack.id).updated_at
         # As `openstack stack update --existing`, which the SDK does not have.
         answer = self._heat.patch(f"/stacks/{self.name}/{self._stack.id}", json={"parameters": parameters})
         assert answer.status_code == 202, answer.text
-        self._ended("UPDATE")
+        self._ended("UPDATE", before)
         self._user.until(lambda: len(self.servers()) == count, f"the stack has {count} servers", 240)
 
     def delete(self):
@@ -103,11 +104,13 @@ class Stack:
 
         self._user.until(gone, "the stack is deleted", 240)
 
-    def _ended(self, action):
+    def _ended(self, action, before=None):
+        """Wait for the end of an action. The time `before` of the previous update excludes the status of that one."""
+
         def ended():
             found = self._heat.get_stack(self._stack.id)
             assert not found.status.endswith("FAILED"), found.status_reason
-            return found.status == f"{action}_COMPLETE"
+            return found.status == f"{action}_COMPLETE" and (action == "CREATE" or found.updated_at != before)
 
         self._user.until(ended, f"the stack has the status {action}_COMPLETE", 240)
 

@@ -106,6 +106,8 @@ class Cloud:
         for balancer in there:
             self.await_report(balancer.id)
         self.until(lambda: not list(self.balancers.load_balancers()), "all load balancers are deleted")
+        # Octavia keeps listeners that the provider does not report as DELETED.
+        assert [one.name for one in self.balancers.listeners()] == []
 
     @contextmanager
     def without_automatic_failover(self):
