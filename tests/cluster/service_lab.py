@@ -15,7 +15,9 @@ from pathlib import Path
 
 from cryptography.fernet import Fernet
 from free_ports import free_ports
+from two_versions import environment, run_command
 
+from amphora_cluster import config
 from amphora_cluster.database.groups import GroupStore
 from amphora_cluster.database.requests import RequestStore
 from amphora_cluster.database.tables import SCHEMA
@@ -38,57 +40,79 @@ class Lab:
         folder: of its files.
         settings: of the sandbox.
         nova: the stub of Nova.
+        url: of an empty database; by default an SQLite file with the tables of this version.
+        more: options of the group [amp_cluster].
+
+    Attributes:
+        ports: the ports of the APIs by name.
     """
 
-    def __init__(self, folder, settings, nova):
+    def __init__(self, folder, settings, nova, url=None, **more):
         self.folder, self.nova = Path(folder), nova
-        self.port = free_ports(1)[0]
+        self.ports = {"api": free_ports(1)[0]}
         self._processes = {}
         keys = self.folder / "encryption.keys"
         keys.write_bytes(Fernet.generate_key() + b"\n")
         keys.chmod(0o600)
-        url = f"sqlite:///{self.folder}/cluster.sqlite"
-        self._write(url, keys, settings)
-        migrate.upgrade(url, SCHEMA)
+        with_tables = f"sqlite:///{self.folder}/cluster.sqlite"
+        if url is None:
+            migrate.upgrade(with_tables, SCHEMA)
+        url = url or with_tables
+        self._options = {
+            "amp_cluster": {
+                "connection": url, "encryption_key_file": keys, "poll_interval": 0.5, "threads": 4, "lease": _LEASE,
+                "retry_first": 0.2, "retry_most": 1, "lock_dir": self.folder / "locks", "status_port": 0, **more,
+            },
+            "amp_cluster_api": {"workers": 1, "threads": 8, "failed_attempts": 1000},
+            "amp_cluster_cloud": {
+                "without_keystone": True, "octavia_endpoint_override": settings.endpoint,
+                "nova_endpoint_override": self.nova.url, "request_timeout": 10, "server_list_age": 0.2,
+            },
+        }  # fmt: skip
         self.database = Database(url, schema=SCHEMA)
         vault = Vault.load(str(keys))
         self.groups = GroupStore(self.database, vault)
         self.requests = RequestStore(self.database)
         self.tokens = TokenStore(self.database, vault)
 
-    def _write(self, url, keys, settings):
-        options = {
-            "amp_cluster": {
-                "connection": url, "encryption_key_file": keys, "poll_interval": 0.5, "threads": 4, "lease": _LEASE,
-                "retry_first": 0.2, "retry_most": 1, "lock_dir": self.folder / "locks", "status_port": 0,
-            },
-            "amp_cluster_api": {"bind_port": self.port, "workers": 1, "threads": 8, "failed_attempts": 1000},
-            "amp_cluster_cloud": {
-                "without_keystone": True, "octavia_endpoint_override": settings.endpoint,
-                "nova_endpoint_override": self.nova.url, "request_timeout": 10, "server_list_age": 0.2,
-            },
-        }  # fmt: skip
+    def _configured(self, name):
+        """Write the configuration of a process; return the variable of the environment that names the file."""
+        if name.startswith("api"):
+            self.ports.setdefault(name, free_ports(1)[0])
+        api = {**self._options["amp_cluster_api"], "bind_port": self.ports.get(name, self.ports["api"])}
         lines = [
-            f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in found.items())
-            for group, found in options.items()
+            f"[{group}]\n" + "".join(f"{option} = {value}\n" for option, value in found.items())
+            for group, found in {**self._options, "amp_cluster_api": api}.items()
         ]
-        (self.folder / "cluster.conf").write_text("".join(lines))
+        file = self.folder / f"{name}.conf"
+        file.write_text("".join(lines))
+        return {config.FILE_VARIABLE: str(file)}
 
     # --- processes ----------------------------------------------------------------------------------------------------
 
-    def start(self, name="controller"):
-        """Start a controller, or the API."""
-        module = "amphora_cluster.api.server" if name == "api" else "amphora_cluster.controller.service"
+    def start(self, name="controller", version=None):
+        """Start a controller, or an API if the name begins with `api`; `version` is the folder of another version."""
+        is_api = name.startswith("api")
+        module = "amphora_cluster.api.server" if is_api else "amphora_cluster.controller.service"
+        other = {} if version is None else environment(version)
         with (self.folder / f"{name}.log").open("ab") as log:
             self._processes[name] = subprocess.Popen(
                 [sys.executable, "-m", module],
-                env={**os.environ, "AMPHORA_CLUSTER_CONFIG": str(self.folder / "cluster.conf")},
+                env={**os.environ, **self._configured(name), **other},
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
             )
-        if name == "api":
-            self._await_api()
+        if is_api:
+            self._await_api(name)
+
+    def ended(self, name):
+        """Wait until a process ends by itself; return its status."""
+        return self._processes.pop(name).wait(_START_SECONDS)
+
+    def amphoractl(self, *words, version=None):
+        """Run a command of this version, or of the version in a folder; return its status and its output."""
+        return run_command(self._configured("amphoractl"), *words, folder=version)
 
     def kill(self, name="controller", number=signal.SIGKILL):
         """End a process with all its children, unless it was ended before."""
@@ -106,20 +130,20 @@ class Lab:
     def log(self, name="controller"):
         return (self.folder / f"{name}.log").read_text(errors="replace")
 
-    def _await_api(self):
+    def _await_api(self, name):
         deadline = time.monotonic() + _START_SECONDS
         while True:
             with suppress(OSError):
-                if self.call("GET", "/healthcheck")[0] == 200:
+                if self.call("GET", "/healthcheck", api=name)[0] == 200:
                     return
-            assert time.monotonic() < deadline, self.log("api")
+            assert time.monotonic() < deadline, self.log(name)
             time.sleep(0.1)
 
     # --- webhooks -----------------------------------------------------------------------------------------------------
 
-    def call(self, method, path, body=None, headers=None, timeout=90):
-        """Send one request to the API; return status and document."""
-        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)) as connection:
+    def call(self, method, path, body=None, headers=None, *, timeout=90, api="api"):
+        """Send one request to an API; return status and document."""
+        with closing(http.client.HTTPConnection("127.0.0.1", self.ports[api], timeout=timeout)) as connection:
             content = None if body is None else json.dumps(body)
             connection.request(method, path, content, headers or {})
             answer = connection.getresponse()
@@ -127,7 +151,7 @@ class Lab:
 
     def raw(self, text):
         """Send a request that no client library sends; return the answer."""
-        with socket.create_connection(("127.0.0.1", self.port), timeout=30) as connection:
+        with socket.create_connection(("127.0.0.1", self.ports["api"]), timeout=30) as connection:
             connection.sendall(text.encode())
             return connection.makefile("rb").read().decode()
 
@@ -149,12 +173,11 @@ class Lab:
         return Webhooks(self, group)
 
 
-class Webhooks:
-    """One group as its callers see it."""
+class Caller:
+    """One group as the callers of its webhooks see it."""
 
-    def __init__(self, lab, group):
-        self.lab, self.group, self.id = lab, group, group.id
-        self.token = lab.tokens.create(group.id, "test", "test")[1].reveal().decode()
+    def __init__(self, lab, group_id, token):
+        self.lab, self.id, self.token = lab, group_id, token
 
     def post(self, kind, body=None, *, wait=60, key=None, **more):
         """Send a webhook and wait for its end; return status and document."""
@@ -167,11 +190,19 @@ class Webhooks:
         assert status == 200, (document, self.lab.log())
         return document["request"]
 
-    def shown(self):
+    def shown(self, **more):
         """The group as the API shows it."""
-        status, found = self.lab.call("GET", f"/v1/groups/{self.id}?token={self.token}")
+        status, found = self.lab.call("GET", f"/v1/groups/{self.id}?token={self.token}", **more)
         assert status == 200, found
         return found["group"]
+
+
+class Webhooks(Caller):
+    """A group of this version's tables."""
+
+    def __init__(self, lab, group):
+        super().__init__(lab, group.id, lab.tokens.create(group.id, "test", "test")[1].reveal().decode())
+        self.group = group
 
     def states(self):
         return {one.server_id: one.state for one in self.lab.groups.list_nodes(self.id)}
