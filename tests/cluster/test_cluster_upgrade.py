@@ -142,6 +142,13 @@ def owners(lab):
         return set(connection.scalars(sa.text("SELECT owner FROM cluster_group WHERE owner IS NOT NULL")))
 
 
+def registered(lab, revision):
+    """Return the controllers that know a migration."""
+    with lab.engine.connect() as connection:
+        query = sa.text("SELECT name FROM cluster_process WHERE revision = :revision")
+        return set(connection.scalars(query, {"revision": revision}))
+
+
 def state_of(group, server):
     (node,) = [one for one in group.shown()["nodes"] if one["server_id"] == server]
     return node["state"]
@@ -201,10 +208,12 @@ def run_both(lab, versions, cloud, nova, changes):
     lab.start("new", versions.new)
     lab.start("api-new", versions.new)
     changes.apis.append("api-new")
+    cloud.until(lambda: registered(lab, versions.contract), "the new controller has sent a heartbeat")
     with nova.lock:
         cloud.until(lambda: len(owners(lab)) == 2, "each controller works on a group")
+        (theirs,) = owners(lab) - {ours}
         status, said = lab.amphoractl(*UPGRADE, "--contract", version=versions.new)
-        assert (status, ours in said) == (1, True), said
+        assert (status, ours in said, theirs in said) == (1, True, False), said
     changes.more(3)
 
 
