@@ -167,6 +167,7 @@ def test_a_release_is_upgraded_under_load(lab, versions, cloud, cluster, record_
         use_both_apis(lab, web)
         contract(lab, versions, changes, web)
         traffic.more()
+    record_property("release", previous.release_before())
     record_property("seconds", round(time.monotonic() - begun, 1))
     record_property("requests", changes.done)
     record_property("answers", dict(changes.answers))

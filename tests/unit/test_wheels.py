@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import configparser
+import re
 import subprocess
 import sys
 import zipfile
@@ -64,6 +65,16 @@ def test_versions_ascend_from_development_to_release():
     ]
     found = [Version(wheels.next_version(*one)) for one in history]
     assert found == sorted(set(found))
+
+
+def test_the_changelog_has_a_heading_for_each_release():
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    first, *releases = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    assert first == "Unreleased"
+    found = [re.fullmatch(r"(\d+\.\d+\.\d+) \((\d{4}-\d\d-\d\d)\)", one).groups() for one in releases]
+    ordered = sorted(found, key=lambda one: Version(one[0]), reverse=True)
+    assert found == ordered
+    assert Version(found[0][0]) <= Version(parsed(SETUP)["metadata"]["version"]), "setup.cfg has the next release"
 
 
 def git(place, *words):
