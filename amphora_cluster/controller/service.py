@@ -124,7 +124,7 @@ class Controller:
             threading.Thread(target=self._repeat, args=words, name=words[0], daemon=True)
             for words in (
                 ("renew the leases", self._conf.amp_cluster.lease / 3, self._renew),
-                ("write its heartbeat", HEARTBEAT_INTERVAL, self._registration.heartbeat),
+                ("write its heartbeat", HEARTBEAT_INTERVAL, self._registration.heartbeat, 0.0),
                 ("release the leases of dead controllers", _REAP_EVERY, self._reap),
                 ("delete old records", _PURGE_EVERY, self._purge),
             )
@@ -267,9 +267,12 @@ class Controller:
                 # All threads were in use, and one thread has become free. Other groups may wait for a thread.
                 self._wakeup.set()
 
-    def _repeat(self, task: str, every: float, work: Callable[[], None]) -> None:
-        """Call `work` every few seconds until the last pass has ended; errors are only logged."""
-        pause = every
+    def _repeat(self, task: str, every: float, work: Callable[[], None], first: float | None = None) -> None:
+        """Call `work` every few seconds until the last pass has ended; errors are only logged.
+
+        `first` is the pause before the first call, by default that between two calls.
+        """
+        pause = every if first is None else first
         while not self._idle.wait(pause):
             pause = every
             try:

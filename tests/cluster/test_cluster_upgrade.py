@@ -93,7 +93,7 @@ class Changes:
         assert self._errors == []
 
     def more(self, number=2):
-        """Wait until this number of requests, and the present one, have succeeded."""
+        """Wait until the present request, and this number of further ones, have succeeded."""
         wanted = self.done + number + 1
         self._cloud.until(lambda: self._errors or self.done >= wanted, f"{number} more requests have ended", 90)
         assert self._errors == []
@@ -174,14 +174,14 @@ def test_a_release_is_upgraded_under_load(lab, versions, cloud, cluster, record_
     record_property("repeated", changes.repeated)
     record_property("traffic", dict(traffic.answers))
     assert traffic.failed == 0, traffic.answers
-    assert min(changes.answers["api"], changes.answers["api-new"]) >= 2
+    assert min(changes.answers["api"], changes.answers["api-new"]) >= 1
     serving = {first, second} if changes.kind == "join" else {first}
     assert {one.name for one in cloud.balancers.members(cloud.pool_of(balancer).id)} == serving
 
 
 def expand(lab, versions, cloud, changes):
     """Expand the schema. The processes of the release work on it."""
-    changes.more(1)
+    changes.more(0)
     status, said = lab.amphoractl(*UPGRADE, version=versions.new)
     assert (status, said["After"], said["Contract migrations"]) == (0, versions.expand, versions.contract), said
     assert said["Before"] == versions.release
@@ -209,13 +209,13 @@ def run_both(lab, versions, cloud, nova, changes):
     lab.start("new", versions.new)
     lab.start("api-new", versions.new)
     changes.apis.append("api-new")
-    cloud.until(lambda: registered(lab, versions.contract), "the new controller has sent a heartbeat")
     with nova.lock:
         cloud.until(lambda: len(owners(lab)) == 2, "each controller works on a group")
         (theirs,) = owners(lab) - {ours}
+        cloud.until(lambda: theirs in registered(lab, versions.contract), "the new controller has sent a heartbeat")
         status, said = lab.amphoractl(*UPGRADE, "--contract", version=versions.new)
         assert (status, ours in said, theirs in said) == (1, True, False), said
-    changes.more(3)
+    changes.more()
 
 
 def use_both_apis(lab, web):
@@ -237,7 +237,6 @@ def contract(lab, versions, changes, web):
     """Contract the schema. A forgotten API of the release refuses requests, and its controller does not start."""
     lab.kill("old", signal.SIGTERM)
     changes.apis.remove("api")
-    changes.more(1)
     status, said = lab.amphoractl(*UPGRADE, "--contract", version=versions.new)
     assert (status, said) == (0, {"Before": versions.expand, "After": versions.contract, "Contract migrations": ""})
     changes.more(1)
