@@ -28,7 +28,10 @@ class Lab(ClusterDeployment):
 
     def __init__(self, folder, settings, nova):
         options = {
-            "amp_cluster": {"poll_interval": 0.5, "threads": 4, "lease": 3, "retry_first": 0.2, "retry_most": 1},
+            "amp_cluster": {
+                "poll_interval": 0.5, "threads": 4, "lease": 3, "retry_first": 0.2, "retry_most": 1,
+                "statistics_age": 10,
+            },
             "amp_cluster_api": {"threads": 8, "failed_attempts": 1000},
             "amp_cluster_cloud": {
                 "without_keystone": True, "octavia_endpoint_override": settings.endpoint,

@@ -1,19 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups beside other members and other groups, outages of the APIs, webhooks of strangers, crashes of controllers."""
+"""Groups beside other members and groups, drains, outages of APIs, webhooks of strangers, crashes of controllers."""
 
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import cluster_scenarios
 import pytest
 from cluster_scenarios import Outage
+from request_stream import request
 
 from amphora_cluster.api.signature import SignedRequest
 from amphora_cluster.database.tokens import token_digest
+from amphora_driver.host import namespaces
 from amphora_driver.secret import Secret
+from sandbox import topology
 
 pytestmark = [pytest.mark.root, pytest.mark.lasts(300)]
+# Longer than the least time of a drain (service_lab.py), so that only the statistics prevent an earlier end.
+OPEN_SECONDS = 25
 
 
 class TestOthers:
@@ -59,6 +65,32 @@ class TestOthers:
         nova.down = set()
         web.reaches({first: "serving", second: "serving"})
         assert cluster.members() == before
+
+
+class TestDrains:
+    @pytest.mark.extended
+    def test_a_drain_ends_after_the_last_connection(self, cloud, served):
+        """The statistics in Octavia end a drain early, but not before the open requests have ended."""
+        cluster, web, _ = served(drain_seconds=100)
+        [second] = cluster.create()
+        web.done("join", {"server": second})
+        client, listener = namespaces.path(cloud.settings.host(topology.CLIENT)), cloud.listener_of(cluster.balancer)
+
+        def ask():
+            return request(cluster.balancer.vip_address, 60, f"/slow/{OPEN_SECONDS}")
+
+        def open_connections():
+            return cloud.balancers.get_listener_statistics(listener.id).active_connections
+
+        with ThreadPoolExecutor(2) as threads:
+            begun = time.monotonic()
+            asked = [threads.submit(namespaces.run_inside, client, ask) for _ in range(2)]
+            cloud.until(lambda: open_connections() == 2, "the statistics show the open requests")
+            web.done("leave", {"server": second})
+            took = time.monotonic() - begun
+            assert [one.result(5) for one in asked] == ["200", "200"]
+        assert OPEN_SECONDS <= took < 60, "neither before the last answer nor after the drain time"
+        assert second not in cluster.members()
 
 
 class TestOutages:
