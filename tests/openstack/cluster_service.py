@@ -19,6 +19,7 @@ from request_stream import RequestStream
 from whole_cloud import WITHOUT_GUEST
 
 from amphora_cluster.credential import ApplicationCredential
+from amphora_cluster.model import TAG_PREFIX
 from amphora_driver.host import namespaces
 from amphora_driver.secret import Secret
 from sandbox import demo_hosts
@@ -156,16 +157,13 @@ class NovaCluster(Cluster):
     def active(self):
         self._user.settled(self.balancer.id)
 
-    def clean(self, service):
-        """Delete all servers, groups of the service, and members."""
+    def empty(self):
+        """Delete all servers and foreign members."""
         self.delete(*self._present)
-        for record in service.groups.list_groups():
-            service.groups.delete(record.group.id)
-        self._user.until(lambda: not service.groups.list_groups(), "all groups are deleted", 120)
         for one in self.balancers.members(self.pool_id):
-            self.active()
-            self.balancers.delete_member(one.id, self.pool_id)
-        self.active()
+            if not any(tag.startswith(TAG_PREFIX) for tag in one.tags):
+                self.active()
+                self.balancers.delete_member(one.id, self.pool_id)
 
     def remove(self):
         """Delete the image, after the servers."""

@@ -5,6 +5,7 @@ The controller polls every five minutes, so a test that ends earlier shows that 
 each pass. The last test disables the notifications. The owner is the user `demo`, with an application credential.
 """
 
+import json
 import time
 
 import cluster_scenarios
@@ -12,8 +13,11 @@ import cluster_service
 import pytest
 from cluster_scenarios import WEB, Outage
 
+from sandbox import demo_hosts
+
 pytestmark = [pytest.mark.extended, pytest.mark.lasts(900)]
 POLL_SECONDS = 300
+OWNER = "owner"
 
 
 @pytest.fixture(scope="module")
@@ -23,12 +27,23 @@ def service(cloud_user, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def cluster(cloud_user):
-    balancer, pool_id = cluster_service.balancer_without_members(cloud_user)
-    made = cluster_service.NovaCluster(cloud_user, balancer, pool_id)
+def cluster(cloud_user, service):
+    """Servers without a group. A group without servers has created the load balancer, whose pool all groups share."""
+    policy = service.folder / "policy.json"
+    policy.write_text(json.dumps({
+        "pool": {"subnet": cloud_user.back_subnet.id, "protocol": "HTTP", "protocol_port": demo_hosts.MEMBER_PORT},
+        "vip": {"subnet": cloud_user.front_subnet.id, "protocol": "HTTP", "protocol_port": 80},
+        "health_monitor": {"type": "HTTP", "delay": 1, "timeout": 1, "max_retries": 1, "url_path": "/"},
+    }))  # fmt: skip
+    words = ("--tag", OWNER, "--policy", policy, "--credential-file", service.folder / "credential.json")
+    group = service.amphoractl("create", OWNER, *words)
+    balancer = cloud_user.settled(group["Load balancer"])
+    made = cluster_service.NovaCluster(cloud_user, balancer, group["Pool"])
     yield made
     made.remove()
-    cloud_user.delete(balancer)
+    service.amphoractl("delete", OWNER)
+    cloud_user.until(lambda: not service.groups.list_groups(), "the group that owns the load balancer is deleted", 120)
+    assert balancer.id not in {one.id for one in cloud_user.balancers.load_balancers()}
 
 
 @pytest.fixture
@@ -43,7 +58,11 @@ def served(service, cluster, cloud_user):
         return web, first
 
     yield make
-    cluster.clean(service)
+    cluster.empty()
+    for record in service.groups.list_groups():
+        if record.group.name != OWNER:
+            service.groups.delete(record.group.id)
+    cloud_user.until(lambda: len(service.groups.list_groups()) == 1, "the groups of the test are deleted", 120)
 
 
 def test_no_request_fails_in_any_scenario(cluster, served, record_property):
