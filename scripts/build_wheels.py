@@ -6,7 +6,8 @@ The wheel octavia-amphora-driver has the control plane (`amphora_driver`, `ampho
 so its wheel requires the agent's wheel of the same version, without the dependencies of an amphora.
 
 The version comes from git. At a tag it is the tag. Otherwise it is a development version of the next release, with the
-number of commits since the last tag, and the commit. `setup.cfg` has the version of the next release.
+number of commits since the last tag, and the commit. `setup.cfg` has the version of the next release. An unpacked
+archive of a release gets this version. A shallow clone without a tag is refused, because it cannot count its commits.
 
     python3 scripts/build_wheels.py [--directory DIRECTORY] [--no-isolation]
 
@@ -77,7 +78,11 @@ def _numbers(version: str) -> list[int]:
 
 
 def read_position(project: Path) -> Position | None:
-    """Return the position of a checkout in the history; None for an unpacked archive."""
+    """Return the position of a checkout in the history; None for an unpacked archive.
+
+    Raises:
+        ValueError: the clone is shallow and has no release.
+    """
 
     def git(*words: str) -> str | None:
         command = ["git", "-C", str(project), "-c", "safe.directory=*", *words]
@@ -89,6 +94,8 @@ def read_position(project: Path) -> Position | None:
     described = git("describe", "--tags", "--long", "--dirty", "--abbrev=9", "--match", _TAGS)
     if described and (found := _DESCRIBED.fullmatch(described)):
         return Position(found["tag"], int(found["commits"]), found["commit"], bool(found["dirty"]))
+    if git("rev-parse", "--is-shallow-repository") == "true":
+        raise ValueError("Could not find the version: the history is incomplete. Run: git fetch --unshallow --tags")
     count, commit = git("rev-list", "--count", "HEAD"), git("rev-parse", "--short=9", "HEAD")
     if count is None or commit is None:
         return None
@@ -196,8 +203,8 @@ def main() -> None:
     )
     options = parser.parse_args()
     planned = _parsed((ROOT / "setup.cfg").read_text(encoding="utf-8"))["metadata"]["version"]
-    position = read_position(ROOT)
     try:
+        position = read_position(ROOT)
         version = planned if position is None else next_version(planned, position)
         wheels = build_wheels(ROOT, options.directory, version, isolation=not options.no_isolation)
     except (ValueError, subprocess.CalledProcessError) as error:

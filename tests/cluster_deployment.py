@@ -31,24 +31,30 @@ class ClusterDeployment:
         project_id: of the owner of all groups.
         subnet_id: of the members.
         credential: the application credential of all groups; None without Keystone.
+        url: of an empty database; by default an SQLite file with the tables of this version.
+
+    Attributes:
+        ports: the ports of the APIs by name.
     """
 
-    def __init__(self, folder, options, *, project_id, subnet_id, credential=None):
+    def __init__(self, folder, options, *, project_id, subnet_id, credential=None, url=None):
         self.folder = Path(folder)
         self.configuration = self.folder / "cluster.conf"
-        [self.port] = free_ports(1)
-        keys, url = self.folder / "encryption.keys", f"sqlite:///{self.folder}/cluster.sqlite"
+        self.ports = {"api": free_ports(1)[0]}
+        keys = self.folder / "encryption.keys"
+        if url is None:
+            url = f"sqlite:///{self.folder}/cluster.sqlite"
+            migrate.upgrade(url, SCHEMA)
         keys.write_bytes(Fernet.generate_key() + b"\n")
         keys.chmod(0o600)
         own = {
             "amp_cluster": {
                 "connection": url, "encryption_key_file": keys, "lock_dir": self.folder / "locks", "status_port": 0,
             },
-            "amp_cluster_api": {"bind_port": self.port, "workers": 1},
+            "amp_cluster_api": {"workers": 1},
         }  # fmt: skip
         self._options = {group: {**own.get(group, {}), **options.get(group, {})} for group in {**own, **options}}
         self.configure()
-        migrate.upgrade(url, SCHEMA)
         self.database = Database(url, schema=SCHEMA)
         vault = Vault.load(str(keys))
         self.groups = GroupStore(self.database, vault)
@@ -59,24 +65,29 @@ class ClusterDeployment:
     def configure(self, **options):
         """Write the configuration file, with these options of the controller from now on."""
         self._options["amp_cluster"] |= options
+        self.write(self.configuration)
+
+    def write(self, file, api="api"):
+        """Write the configuration file of a process; `api` is the API whose port it has."""
+        served = {**self._options["amp_cluster_api"], "bind_port": self.ports[api]}
         lines = [
             f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in found.items())
-            for group, found in self._options.items()
+            for group, found in {**self._options, "amp_cluster_api": served}.items()
         ]
-        self.configuration.write_text("".join(lines))
+        file.write_text("".join(lines))
 
-    def call(self, method, path, body=None, headers=None, timeout=180):
-        """Send one request to the API; return status and document."""
-        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)) as connection:
+    def call(self, method, path, body=None, headers=None, *, timeout=180, api="api"):
+        """Send one request to an API; return status and document."""
+        with closing(http.client.HTTPConnection("127.0.0.1", self.ports[api], timeout=timeout)) as connection:
             content = None if body is None else json.dumps(body)
             connection.request(method, path, content, headers or {})
             answer = connection.getresponse()
             return answer.status, json.loads(answer.read())
 
-    def answers(self):
-        """Whether the API answers."""
+    def answers(self, api="api"):
+        """Whether an API answers."""
         try:
-            return self.call("GET", "/healthcheck")[0] == 200
+            return self.call("GET", "/healthcheck", api=api)[0] == 200
         except OSError:
             return False
 
@@ -109,11 +120,11 @@ class GroupCaller:
         self.id, self.token, self.tag = group_id, token, TAG_PREFIX + group_id
         self._deployment = deployment
 
-    def post(self, kind, body=None, *, wait=120, key=None):
+    def post(self, kind, body=None, *, wait=120, key=None, **more):
         """Send a webhook and wait for its end; return status and document."""
         headers = {"Authorization": f"Bearer {self.token}", **({"Idempotency-Key": key} if key else {})}
         path = f"/v1/groups/{self.id}/{kind}?wait={wait}"
-        return self._deployment.call("POST", path, body, headers, timeout=wait + 60)
+        return self._deployment.call("POST", path, body, headers, timeout=wait + 60, **more)
 
     def done(self, kind, body=None, **more):
         """Send a webhook that must succeed; return the request."""
@@ -121,9 +132,9 @@ class GroupCaller:
         assert status == 200, (document, self._deployment.log())
         return document["request"]
 
-    def shown(self):
+    def shown(self, **more):
         """The group as the API shows it."""
-        status, found = self._deployment.call("GET", f"/v1/groups/{self.id}?token={self.token}")
+        status, found = self._deployment.call("GET", f"/v1/groups/{self.id}?token={self.token}", **more)
         assert status == 200, found
         return found["group"]
 

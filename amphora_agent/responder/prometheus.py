@@ -26,7 +26,9 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OWN = "amphora:"
 QUESTION = "show info;show stat -1 7 -1;show info"
 _UNKNOWN = "NaN"
-_ATTEMPTS = 3
+# During a reload, HAProxy pauses all sockets of its old worker, also the statistics socket, until the new worker
+# listens.
+ASK_SECONDS = 1.0
 SUMS_SECONDS = 3.0
 _OTHERS_SECONDS = 1.0
 _POLL_SECONDS = 0.02
@@ -78,17 +80,20 @@ def _read_sums(path: str) -> FormerWorkers | None:
 
 
 def _ask(worker: Socket) -> str:
-    """Ask until a worker that is not stopping gives a complete answer."""
-    error = HaproxyError("read HAProxy's statistics", "its worker is stopping")
-    for _ in range(_ATTEMPTS):
+    """Ask until a worker that is not stopping gives a complete answer, for at most `ASK_SECONDS`."""
+    deadline = time.monotonic() + ASK_SECONDS
+    while True:
+        error = HaproxyError("read HAProxy's statistics", "its worker is stopping")
         try:
             answer = worker.ask(QUESTION)
         except HaproxyError as failure:
             error = failure
-            continue
-        if "# pxname," in answer and answer.endswith("\n\n") and "\nStopping: 1\n" not in answer:
-            return answer
-    raise error
+        else:
+            if "# pxname," in answer and answer.endswith("\n\n") and "\nStopping: 1\n" not in answer:
+                return answer
+        if time.monotonic() > deadline:
+            raise error
+        time.sleep(_POLL_SECONDS)
 
 
 def _load() -> float:

@@ -30,6 +30,7 @@ from amphora_cluster.controller.status_page import StatusPage
 from amphora_cluster.database.claims import Claim, Claims, PassEnd
 from amphora_cluster.database.groups import GroupStore
 from amphora_cluster.database.passes import ClaimedGroup, PassStore
+from amphora_cluster.database.processes import HEARTBEAT_INTERVAL, ControllerRegistration
 from amphora_cluster.database.requests import RequestStore
 from amphora_cluster.database.tables import SCHEMA
 from amphora_driver import log_context
@@ -85,6 +86,7 @@ class Controller:
         self._database = Database(own.connection, durable=False, schema=SCHEMA)
         self._name = process_name()
         self._claims = Claims(self._database, self._name, own.lease)
+        self._registration = ControllerRegistration(self._database, self._name)
         self._passes = PassStore(self._database)
         self._groups = GroupStore(self._database, config.load_vault(conf))
         self._requests = RequestStore(self._database)
@@ -118,6 +120,7 @@ class Controller:
             threading.Thread(target=self._repeat, args=words, name=words[0], daemon=True)
             for words in (
                 ("renew the leases", self._conf.amp_cluster.lease / 3, self._renew),
+                ("write its heartbeat", HEARTBEAT_INTERVAL, self._registration.heartbeat, 0.0),
                 ("release the leases of dead controllers", _REAP_EVERY, self._reap),
                 ("delete old records", _PURGE_EVERY, self._purge),
             )
@@ -234,10 +237,11 @@ class Controller:
         return loaded
 
     def _end(self) -> None:
-        """Return all leases of this process."""
+        """Return all leases of this process, and delete its row."""
         try:
             self._return_leases()
             self._claims.release_all()
+            self._registration.deregister()
         except (StoreError, OSError) as error:
             LOG.warning(
                 "the stopping controller could not return its leases; other controllers continue the groups after "
@@ -259,9 +263,12 @@ class Controller:
                 # All threads were in use, and one thread has become free. Other groups may wait for a thread.
                 self._wakeup.set()
 
-    def _repeat(self, task: str, every: float, work: Callable[[], None]) -> None:
-        """Call `work` every few seconds until the last pass has ended; errors are only logged."""
-        pause = every
+    def _repeat(self, task: str, every: float, work: Callable[[], None], first: float | None = None) -> None:
+        """Call `work` every few seconds until the last pass has ended; errors are only logged.
+
+        `first` is the pause before the first call, by default that between two calls.
+        """
+        pause = every if first is None else first
         while not self._idle.wait(pause):
             pause = every
             try:
@@ -298,6 +305,7 @@ class Controller:
             )
 
     def _purge(self) -> None:
+        self._registration.purge()
         if self._database.seconds_since_clock_jump() < _PURGE_PAUSE:
             return
         self._requests.purge(self._conf.amp_cluster.request_retention)

@@ -128,10 +128,21 @@ nonce_row = sa.Table(
     sa.Column("expires_at", sa.Double, nullable=False, index=True),
 )
 
+# The controllers: the newest migration that each knows, and the time of its last heartbeat.
+process_row = sa.Table(
+    "cluster_process",
+    metadata,
+    sa.Column("name", sa.String(128), primary_key=True),
+    sa.Column("revision", sa.String(32), nullable=False),
+    sa.Column("seen_at", sa.Double, nullable=False),
+)
+
 # The table `cluster_schema_minimum` lists the contract migrations that have begun. A process that does not know all of
 # them refuses the database.
 sa.Table("cluster_schema_minimum", metadata, sa.Column("revision", sa.String(32), primary_key=True))
 
+# Seconds without a heartbeat after which a controller counts as dead.
+_CONTROLLER_ALIVE_SECONDS = 7.0
 SCHEMA = Schema(
     migrations=Path(__file__).parent / "migrations",
     metadata=metadata,
@@ -140,7 +151,16 @@ SCHEMA = Schema(
     rolling_since="0002",
     lock_name="amphora-cluster schema",
     lock_number=0x616D_636C,
-    activities=(Activity(table="cluster_group", name="owner", until="leased_until"),),
+    activities=(
+        Activity(table="cluster_group", name="owner", until="leased_until"),
+        Activity(
+            table="cluster_process",
+            name="name",
+            until="seen_at",
+            grace=_CONTROLLER_ALIVE_SECONDS,
+            revision="revision",
+        ),
+    ),
     option="[amp_cluster] connection",
     command="amphoractl group database upgrade",
     users="the processes amphora-cluster and amphora-cluster-api",

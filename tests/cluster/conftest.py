@@ -180,17 +180,23 @@ class SandboxCluster(Cluster):
 
 
 @pytest.fixture
-def served(cloud, lab, nova, sandbox):
+def make_cluster(cloud, nova, sandbox):
+    """Makes the cluster behind a load balancer."""
+    yield lambda balancer: SandboxCluster(cloud, balancer, nova, sandbox[0])
+    # Hosts that the test has ended.
+    sandbox[0].up()
+
+
+@pytest.fixture
+def served(cloud, lab, make_cluster):
     """Makes a cluster, and a group with one serving server; returns both with the id of the server."""
 
     def make(provider="haproxy", **more):
         balancer = cloud.served("scenario", (), monitor=MONITOR, provider=provider)
-        cluster = SandboxCluster(cloud, balancer, nova, sandbox[0])
+        cluster = make_cluster(balancer)
         [first] = cluster.create()
         web = lab.group(balancer.id, cluster.pool_id, WEB, **more)
         web.done("join", {"server": first})
         return cluster, web, first
 
-    yield make
-    # Hosts that the test has ended.
-    sandbox[0].up()
+    return make

@@ -267,6 +267,8 @@ class Pair:
         self._authority = authority
         self.peers: list[WebServer] = []
         self.nodes: list[Node] = []
+        # Also nodes that a test has taken out of `nodes`.
+        self._booted: list[Node] = []
         self.partners: tuple[NodeAddresses, ...] = PLACES[:2]
 
     def speak_ipv4(self) -> None:
@@ -284,6 +286,7 @@ class Pair:
         directory.mkdir()
         node = Node(self.network, directory, self._authority, place)
         self.nodes.append(node)
+        self._booted.append(node)
         node.start()
         return node
 
@@ -318,6 +321,8 @@ class Pair:
         self.client.close()
         for node in list(self.nodes):
             self.lose(node)
+        for node in self._booted:
+            node.power_off()
         for peer in self.peers:
             peer.close()
 

@@ -8,6 +8,8 @@ import os
 import re
 import signal
 import ssl
+import stat
+from pathlib import Path
 
 import pytest
 from amphora_lab import CONTROLLER, MEMBERS, eventually, get
@@ -90,6 +92,16 @@ def use(amphora, **given):
 
 def counters(amphora):
     return amphora.call("GET", "/v2/info")[1]["logs"]
+
+
+def writable_files(pid):
+    """Return the files that a process has open for writing."""
+    found = []
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        flags = re.search(r"^flags:\s+(\d+)", Path(f"/proc/{pid}/fdinfo/{link.name}").read_text(), re.MULTILINE)
+        if stat.S_ISREG(link.stat().st_mode) and int(flags[1], 8) & os.O_ACCMODE != os.O_RDONLY:
+            found.append(str(link.readlink()))
+    return found
 
 
 def ask(network, path):
@@ -241,6 +253,7 @@ def test_a_target_that_returns_gets_the_waiting_lines(amphora, network, ctl):
     for number in range(5):
         ask(network, f"/while-{number}")
     eventually(lambda: counters(amphora)["tenant"][0]["error"], "the target is away")
+    assert writable_files(amphora.outside_pid(amphora.status(SERVICE)["pid"])) == [], "lines wait in memory"
     second = ctl(TcpReceiver, port=first.port)
     for number in range(5):
         second.wait_for(f"/while-{number} ")

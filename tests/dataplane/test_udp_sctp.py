@@ -12,6 +12,8 @@ import pytest
 from amphora_lab import FIXED, VIP, VIP6, eventually
 from checked_members import sctp
 from datagrams import Clients, UdpMember, member, name_of, virtual_server
+from log_receivers import TcpReceiver
+from test_logs import use
 
 from amphora_agent.l4_checks import sctp_packet
 
@@ -115,16 +117,23 @@ def test_forbidden_client_has_no_association(lab, sctp_members):
     assert name_of("listener", PORT, "SCTP") != name_of("listener", PORT, "UDP")
 
 
-def test_an_ended_association_is_logged(lab, sctp_members):
+def test_an_ended_association_is_logged_and_forwarded(lab, sctp_members):
     tag, place = str(uuid.uuid4()), PLACES[6][0]
     made = _listener(member("s", place, MEMBER_PORT), log_format=f"{tag} %ci %cp %si %sp %ts %[protocol]")
-    status, answer = lab.amphora.push(next(lab.generations), None, virtual_servers=[made])
-    assert status == 200, answer
-    assert associate(lab, "2001:db8:1::20", VIP6, own_port=46300).kind == sctp_packet.INIT_ACK
-    status, answer = lab.amphora.push(next(lab.generations), None)
-    assert status == 200, answer
+    with contextlib.closing(lab.network.thread("ctl").run(TcpReceiver)) as target:
+        use(lab.amphora, tenant=[target.url])
+        status, answer = lab.amphora.push(next(lab.generations), None, virtual_servers=[made])
+        assert status == 200, answer
+        assert associate(lab, "2001:db8:1::20", VIP6, own_port=46300).kind == sctp_packet.INIT_ACK
+        status, answer = lab.amphora.push(next(lab.generations), None)
+        assert status == 200, answer
+        message = target.wait_for(tag)
+        use(lab.amphora)
+    expected = f"{tag} 2001:db8:1::20 46300 {place} {MEMBER_PORT} D- SCTP"
+    assert " amphora-checker - flow " in message
+    assert expected in message
 
     def lines():
-        return [one for one in lab.amphora.call("GET", "/v2/diagnostics")[1]["checker log"] if one.startswith(tag)]
+        return [one for one in lab.amphora.call("GET", "/v2/diagnostics")[1]["checker log"] if tag in one]
 
-    assert eventually(lines, "a line of the log") == [f"{tag} 2001:db8:1::20 46300 {place} {MEMBER_PORT} D- SCTP"]
+    assert eventually(lines, "a line of the log") == [expected]

@@ -241,6 +241,7 @@ def test_a_release_is_upgraded_under_load(lab, versions, record_property):
             Changes(lab, balancers) as changes,
         ):
             upgrade_everything(lab, versions, balancers, changes)
+        record_property("release", previous.release_before())
         record_property("seconds", round(time.monotonic() - begun, 1))
         record_property("changes", changes.done)
         record_property("unclear", changes.unclear)

@@ -46,13 +46,14 @@ def second_controller(lab, folder):
 
 def amphoractl(lab, *words, folder=None):
     """Run a command of the version in a folder, or of the current one; return exit status and output."""
+    return run_command({config.FILE_VARIABLE: str(lab.settings.driver_configuration)}, *words, folder=folder)
+
+
+def run_command(variables, *words, folder=None):
+    """Run amphoractl with these variables of the environment; return exit status and output."""
     done = subprocess.run(
         [sys.executable, "-m", "amphora_driver.cli.main", *words, "-f", "json"],
-        env={
-            **os.environ,
-            config.FILE_VARIABLE: str(lab.settings.driver_configuration),
-            **({} if folder is None else environment(folder)),
-        },
+        env={**os.environ, **variables, **({} if folder is None else environment(folder))},
         capture_output=True,
         text=True,
         check=False,

@@ -4,11 +4,16 @@
 from __future__ import annotations
 
 import configparser
+import json
+import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+
+from amphora_driver import config
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
@@ -118,3 +123,18 @@ def test_every_writable_directory_is_created_by_tmpfiles(unit):
     lines = (DEPLOY / "tmpfiles.d/amphora-driver.conf").read_text().splitlines()
     created = {line.split()[1] for line in lines if line.startswith("d ")}
     assert set(settings(unit)["ReadWritePaths"].split()) <= created
+
+
+def test_a_program_writes_a_file_of_its_own_for_a_collector(tmp_path):
+    (tmp_path / "logs").mkdir()
+    file = tmp_path / "amphora-driver.conf"
+    database = f"[amp_database]\nconnection = sqlite:///{tmp_path}/without-a-schema.sqlite\n"
+    file.write_text(f"[DEFAULT]\nlog_dir = {tmp_path}/logs\nuse_json = true\n\n{database}")
+    program = Path(sys.executable).with_name("amphora-controller")
+    done = subprocess.run(
+        [program], env={**os.environ, config.FILE_VARIABLE: str(file)}, capture_output=True, check=False, timeout=60
+    )
+    (log,) = (tmp_path / "logs").iterdir()
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert (done.returncode, log.name) == (1, "amphora-controller.log")
+    assert "amphoractl database upgrade" in lines[-1]["message"]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import configparser
+import re
 import subprocess
 import sys
 import zipfile
@@ -66,6 +67,16 @@ def test_versions_ascend_from_development_to_release():
     assert found == sorted(set(found))
 
 
+def test_the_changelog_has_a_heading_for_each_release():
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    first, *releases = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    assert first == "Unreleased"
+    found = [re.fullmatch(r"(\d+\.\d+\.\d+) \((\d{4}-\d\d-\d\d)\)", one).groups() for one in releases]
+    ordered = sorted(found, key=lambda one: Version(one[0]), reverse=True)
+    assert found == ordered
+    assert Version(found[0][0]) <= Version(parsed(SETUP)["metadata"]["version"]), "setup.cfg has the next release"
+
+
 def git(place, *words):
     names = ("-c", "user.name=test", "-c", "user.email=test@example.org", "-c", "commit.gpgsign=false")
     subprocess.run(["git", "-C", place, *names, *words], check=True, capture_output=True)
@@ -88,6 +99,26 @@ def test_the_position_is_read_from_git(tmp_path):
     git(tmp_path, "commit", "-qam", "two")
     second = wheels.read_position(tmp_path)
     assert (second.tag, second.commits, second.dirty) == ("0.1.0", 1, False)
+
+
+def test_a_shallow_clone_has_a_version_only_with_a_tag(tmp_path):
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    git(whole, "init", "-q")
+    for name in ("1", "2", "3"):
+        (whole / name).write_text(name)
+        git(whole, "add", name)
+        git(whole, "commit", "-qm", name)
+    git(tmp_path, "clone", "-q", "--depth=2", f"file://{whole}", "without")
+    with pytest.raises(ValueError, match="git fetch --unshallow --tags"):
+        wheels.read_position(tmp_path / "without")
+    git(whole, "tag", "-a", "0.1.0", "-m", "release", "HEAD~1")
+    git(tmp_path, "clone", "-q", "--depth=2", f"file://{whole}", "with")
+    found = wheels.read_position(tmp_path / "with")
+    assert found == wheels.read_position(whole)
+    assert (found.tag, found.commits) == ("0.1.0", 1)
+    git(tmp_path / "without", "fetch", "-q", "--unshallow", "--tags")
+    assert wheels.read_position(tmp_path / "without") == found
 
 
 def test_the_driver_requires_the_agent_of_the_same_version():
@@ -121,7 +152,11 @@ def built(tmp_path_factory):
 
 
 def tracked(*folders):
-    listed = subprocess.run(["git", "ls-files", *folders], cwd=ROOT, capture_output=True, text=True, check=True)
+    if not (ROOT / ".git").exists():  # an unpacked archive
+        found = (path for one in folders for path in (ROOT / one, *(ROOT / one).rglob("*")))
+        return {str(path.relative_to(ROOT)) for path in found if path.is_file() and "__pycache__" not in path.parts}
+    command = ["git", "-c", "safe.directory=*", "ls-files", *folders]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     return {line for line in listed.stdout.splitlines() if (ROOT / line).exists()}
 
 

@@ -325,11 +325,19 @@ def test_a_request_to_an_ending_worker_is_repeated():
         assert 'octavia_listener_status{listener="l",state="UP"} 1\n' in text
 
 
-def test_a_missing_worker_is_an_error_before_the_first_byte():
+def test_requests_are_repeated_until_the_pause_of_a_reload_ends(monkeypatch):
+    whole = answer(row("l", "FRONTEND", "OPEN", 0))
+    monkeypatch.setattr(prometheus, "_POLL_SECONDS", 0.001)
+    pause = [HaproxyError("ask", "connection refused")] * 20
+    assert "octavia_listener_status" in "".join(prometheus.scrape(Worker(*pause, whole)))
+
+
+def test_a_missing_worker_is_an_error_before_the_first_byte(monkeypatch):
+    monkeypatch.setattr(prometheus, "ASK_SECONDS", 0.05)
     with pytest.raises(HaproxyError, match="reset"):
-        prometheus.scrape(Worker(*[HaproxyError("ask", "connection reset")] * 9))
+        prometheus.scrape(Worker(*[HaproxyError("ask", "connection reset")] * 99))
     with pytest.raises(HaproxyError, match="its worker is stopping"):
-        prometheus.scrape(Worker(*["Pid: 7\n"] * 9))
+        prometheus.scrape(Worker(*["Pid: 7\n"] * 99))
 
 
 def test_former_workers_add_to_counters_only(tmp_path):

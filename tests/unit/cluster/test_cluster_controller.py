@@ -16,8 +16,9 @@ from memory_cloud import OUTAGE, MemoryCloud
 
 from amphora_cluster import config
 from amphora_cluster.controller.service import Controller
-from amphora_cluster.database.tables import group_row, node_row
+from amphora_cluster.database.tables import SCHEMA, group_row, node_row, process_row
 from amphora_cluster.model import NodeState, Request, RequestKind
+from amphora_driver.database import schema_check
 from amphora_driver.database.vault import Vault
 from amphora_driver.errors import StoreError
 
@@ -104,6 +105,22 @@ def test_a_group_is_polled_without_an_event(stores, clouds, start):
     until(lambda: clouds["g1"].served() == ["a"])
     clouds["g1"].check()
     until(lambda: states(stores) == {"a": NodeState.SERVING})
+
+
+def test_a_controller_is_registered_while_it_runs(stores, start, monkeypatch):
+    def registered():
+        return stores.database.read(lambda c: c.execute(sa.select(process_row)).all())
+
+    monkeypatch.setattr(f"{Controller.__module__}.HEARTBEAT_INTERVAL", 0.1)
+    made = [start(), start()]
+    until(lambda: len(registered()) == 2)
+    assert {row.revision for row in registered()} == {schema_check.known_revisions(SCHEMA)[-1]}
+    begun = max(row.seen_at for row in registered())
+    until(lambda: max(row.seen_at for row in registered()) > begun)
+    for one in made:
+        one.stop()
+        assert one.wait(SECONDS)
+    assert registered() == []
 
 
 def test_a_request_is_carried_out_before_the_next_poll(stores, clouds, start):

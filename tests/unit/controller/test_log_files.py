@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files of log targets that a controller cannot read for some time."""
 
+import ctypes
 import logging
-import resource
+import tempfile
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from dataplane.pki import Authority
@@ -11,12 +13,18 @@ from dataplane.pki import Authority
 from amphora_driver import config
 from amphora_driver.maintenance.settings_update import LogFiles
 
+UNPRIVILEGED = 65534
 FORMER, NEW = Authority("former").pem, Authority("new").pem
 
 
 @pytest.fixture
-def authorities(tmp_path):
-    return tmp_path / "ca.pem"
+def authorities():
+    """A file that its owner only can read, in a directory that all users can enter."""
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory).chmod(0o755)
+        file = Path(directory, "ca.pem")
+        file.touch(0o600)
+        yield file
 
 
 @pytest.fixture
@@ -28,24 +36,25 @@ def files(tmp_path, authorities):
 
 
 @contextmanager
-def without_descriptors():
-    """Make each attempt to open a file fail with EMFILE."""
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
+def without_rights():
+    """Make each attempt of this thread to open the file fail with EACCES (setfsuid(2) changes one thread only)."""
+    library = ctypes.CDLL(None)
+    library.setfsuid(UNPRIVILEGED)
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        library.setfsuid(0)
 
 
+@pytest.mark.root
 def test_a_failed_read_is_repeated_without_a_change_of_the_file(files, authorities, caplog):
     caplog.set_level(logging.WARNING)
     authorities.write_text(NEW)
-    with without_descriptors():
+    with without_rights():
         changed = [files.refresh() for _ in range(3)]
     assert changed == [False] * 3
     assert files.settings.authorities == FORMER
-    assert caplog.text.count("Too many open files") == 1, "the same failure is logged once"
+    assert caplog.text.count("Permission denied") == 1, "the same failure is logged once"
     assert files.refresh()
     assert files.settings.authorities == NEW
     assert not files.refresh()

@@ -91,6 +91,13 @@ def test_a_flavor_raises_the_timeouts_that_the_service_always_sends(provider, da
     assert "timeout connect 5000ms" in found
 
 
+def test_a_flavor_lowers_the_timeouts_that_the_service_always_sends(provider, database):
+    limits = {"client_data": 20_000, "member_data": 30_000, "member_connect": 1_000}
+    provider.loadbalancer_create(service(flavor={f"timeout_{name}_maximum": value for name, value in limits.items()}))
+    found = rendered(database)
+    assert {"timeout client 20000ms", "timeout server 30000ms", "timeout connect 1000ms"} <= set(found)
+
+
 def test_the_default_of_a_flavor_does_not_replace_them(provider, database):
     provider.loadbalancer_create(service(flavor={"timeout_client_data": 600_000}))
     assert "timeout client 50000ms" in rendered(database)
