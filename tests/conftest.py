@@ -12,6 +12,9 @@ import two_parts
 from _pytest.faulthandler import fault_handler_stderr_fd_key
 from hypothesis import HealthCheck, settings
 
+# Its assertions are those of tests in two rings.
+pytest.register_assert_rewrite("cluster_scenarios")
+
 # The time of an example depends on the machine.
 settings.register_profile("calm", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("calm")

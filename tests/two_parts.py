@@ -78,8 +78,8 @@ SHARED_CLOUD = tuple(f"openstack/test_neutron{name}.py" for name in ("", "_adopt
 WHOLE_CLOUD = tuple(
     f"openstack/test_{name}.py"
     for name in (
-        *("cloud", "cloud_operations", "cloud_placement", "cloud_requests", "cluster", "cluster_heat"),
-        *("nova", "nova_fleet", "nova_machines"),
+        *("cloud", "cloud_operations", "cloud_placement", "cloud_requests"),
+        *("cluster", "cluster_heat", "cluster_scenarios", "nova", "nova_fleet", "nova_machines"),
     )
 )
 # The longest files, longest first, because a long file that starts last would run alone at the end. The rings follow

@@ -6,9 +6,9 @@ a cell whose database does not answer, without an error. A missing server that t
 id: only the answer 404 proves the deletion. Nova shows a server of such a cell with the status UNKNOWN.
 
 Calls: one paged list for each read. All groups of an owner share a list of all servers for `server_list_age` seconds,
-because Nova filters by tag only: it ignores filters by metadata and ids of other than administrators. One more request
-reads the ids of a server group or of a Heat stack. The subnets of a server's addresses need one request, which is
-repeated only if the addresses change.
+or until a notification of Nova. Nova filters by tag only: it ignores filters by metadata and ids of other than
+administrators. One more request reads the ids of a server group or of a Heat stack. The subnets of a server's addresses
+need one request, which is repeated only if the addresses change.
 """
 
 from __future__ import annotations
@@ -130,6 +130,7 @@ class NovaServers:
         self._heat = heat
         self._lock = threading.Lock()
         self._listed: tuple[float, list[ServerRecord]] = (float("-inf"), [])
+        self._changed_at = float("-inf")
         self._subnets_lock = threading.Lock()
         self._subnets: OrderedDict[str, _Known] = OrderedDict()
 
@@ -178,6 +179,10 @@ class NovaServers:
         servers = (self._with_subnets(found[one], wanted, subnets=subnets) for one in sorted(found))
         return tuple(msgspec.structs.replace(one, selected=one.id not in former) for one in servers)
 
+    def servers_changed(self) -> None:
+        """Do not use a list that was read before this call."""
+        self._changed_at = time.monotonic()
+
     def _ids(self, selector: Selector, wanted: str) -> frozenset[str] | None:
         """Return the ids of a selector; None if it selects by a property of the servers."""
         match selector.kind:
@@ -200,7 +205,7 @@ class NovaServers:
         # list without another request.
         with self._lock:
             read_at, listed = self._listed
-            if time.monotonic() - read_at >= age:
+            if time.monotonic() - read_at >= age or read_at <= self._changed_at:
                 read_at = time.monotonic()
                 listed = self._pages([], wanted)
                 self._listed = read_at, listed

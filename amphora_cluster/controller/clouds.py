@@ -40,6 +40,14 @@ class Cloud(Protocol):
     def delete_load_balancer(self, group: Group) -> bool: ...
 
 
+class CloudsOfOwners(Protocol):
+    """The clouds of all owners."""
+
+    def get(self, group: Group, credential: ApplicationCredential | None) -> Cloud: ...
+
+    def servers_changed(self, project_ids: Collection[str]) -> None: ...
+
+
 class OpenStackCloud:
     """Nova, Heat and Octavia with one application credential."""
 
@@ -66,6 +74,10 @@ class OpenStackCloud:
         """Delete the load balancer that a group owns; return whether it is gone."""
         return self._pools.delete_load_balancer(group.id, group.load_balancer_id)
 
+    def servers_changed(self) -> None:
+        """Read the servers again in the next pass."""
+        self._nova.servers_changed()
+
 
 class Clouds:
     """The connections of this process, for any thread."""
@@ -87,3 +99,10 @@ class Clouds:
                 self._clouds[key] = OpenStackCloud(self._settings, credential, group.project_id)
             self._clouds[key].used_at = now
             return self._clouds[key]
+
+    def servers_changed(self, project_ids: Collection[str]) -> None:
+        """Read the servers of these projects again in the next pass."""
+        with self._lock:
+            found = [cloud for (project, *_), cloud in self._clouds.items() if project in project_ids]
+        for cloud in found:
+            cloud.servers_changed()

@@ -23,18 +23,16 @@ from oslo_config.cfg import ConfigOpts
 from amphora_cluster import config
 from amphora_cluster.cloud import options
 from amphora_cluster.cloud.notifications import NovaNotifications
-from amphora_cluster.controller.clouds import Cloud, Clouds
+from amphora_cluster.controller.clouds import Clouds, CloudsOfOwners
 from amphora_cluster.controller.elapsed import ElapsedTimes
 from amphora_cluster.controller.group_pass import GroupPass, PassSettings
 from amphora_cluster.controller.status_page import StatusPage
-from amphora_cluster.credential import ApplicationCredential
 from amphora_cluster.database.claims import Claim, Claims, PassEnd
 from amphora_cluster.database.groups import GroupStore
 from amphora_cluster.database.passes import ClaimedGroup, PassStore
 from amphora_cluster.database.processes import HEARTBEAT_INTERVAL, ControllerRegistration
 from amphora_cluster.database.requests import RequestStore
 from amphora_cluster.database.tables import SCHEMA
-from amphora_cluster.model import Group
 from amphora_driver import log_context
 from amphora_driver.database import schema_check
 from amphora_driver.database.engine import Database
@@ -63,8 +61,6 @@ _UNHEALTHY_AFTER = 15.0
 # If a due time is further ahead than this multiple of the longest pause, the database clock was set back.
 _PAUSE_FACTOR = 2
 
-CloudOf = Callable[[Group, ApplicationCredential | None], Cloud]
-
 
 class _Running:
     """A pass in a worker thread."""
@@ -82,7 +78,7 @@ class Controller:
         clouds: returns the cloud of a group's owner; None for the one of the options.
     """
 
-    def __init__(self, conf: ConfigOpts, clouds: CloudOf | None = None) -> None:
+    def __init__(self, conf: ConfigOpts, clouds: CloudsOfOwners | None = None) -> None:
         own = conf.amp_cluster
         self._conf = conf
         # The controller repeats a pass whose commit is lost in a crash, so its commits need not be durable. Only
@@ -100,10 +96,10 @@ class Controller:
             retry_most=own.retry_most,
             statistics_age=own.statistics_age,
         )
-        cloud = clouds or Clouds(options.settings(conf)).get
+        self._clouds = clouds or Clouds(options.settings(conf))
         elapsed = ElapsedTimes(self._database.seconds_since_clock_jump)
         self._group_pass = GroupPass(
-            self._passes, self._database.now, self._groups.open_credential, cloud, settings, elapsed
+            self._passes, self._database.now, self._groups.open_credential, self._clouds.get, settings, elapsed
         )
         self._lock = threading.Lock()
         self._running: set[_Running] = set()
@@ -316,6 +312,7 @@ class Controller:
 
     def _on_servers(self, changed: Mapping[str, str]) -> None:
         """Make the groups of changed servers and of their projects due: a new server is in no group."""
+        self._clouds.servers_changed(set(changed.values()))
         number = self._groups.make_due(server_ids=changed.keys(), project_ids=set(changed.values()))
         LOG.debug(
             "the controller received Nova's notifications about %d servers, and will check %d groups now",

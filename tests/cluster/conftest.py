@@ -11,7 +11,9 @@ import nova_stub
 import pytest
 import sandbox_of_a_test
 import service_lab
+from client_traffic import Traffic
 from cloud import Cloud
+from cluster_scenarios import WEB, Cluster
 from other_provider import OtherProvider
 
 from amphora_cluster.cloud import session
@@ -128,47 +130,73 @@ def lab(lab_of_module, nova, cloud):
     nova.servers.clear()
 
 
-class Cluster:
-    """Creates and deletes servers as a cluster does: a host runs before its server joins and after it left."""
+class SandboxCluster(Cluster):
+    """Servers of the stub of Nova on the member hosts: a host runs before its server has a tag, until its deletion."""
 
-    def __init__(self, nova, stack):
-        self.nova, self.stack = nova, stack
-        self.hosts, self._number = {}, 0
+    def __init__(self, cloud, balancer, nova, stack):
+        super().__init__(cloud.balancers, balancer, cloud.pool_of(balancer).id)
+        self.cloud, self.nova, self.stack = cloud, nova, stack
+        self._hosts, self._number = {}, 0
 
-    def create(self, *hosts, tag="web"):
-        """Create a server on each of these member hosts; return the ids. Nova never uses an id again."""
+    def create(self, number=1, *, tag=WEB):
         self.stack.up()
+        free = [host for host in topology.MEMBERS if host not in self._hosts.values()]
         made = []
-        for host in hosts:
+        for host in free[:number]:
             self._number += 1
             made.append(f"{host}-{self._number}")
-            self.hosts[made[-1]] = host
-            address = f"192.0.2.{topology.MEMBERS[host]}"
-            self.nova.add(made[-1], address, subnet_id=topology.MEMBER_SUBNET, tags=[tag])
+            self._hosts[made[-1]] = host
+            self.nova.add(made[-1], self._address(made[-1]), subnet_id=topology.MEMBER_SUBNET, tags=[tag])
+        assert len(made) == number, "no host is free"
         return made
 
     def delete(self, *server_ids):
         self.nova.remove(*server_ids)
-        self.stack.supervision.stop(*(self.hosts[one] for one in server_ids))
+        self.stack.supervision.stop(*(self._hosts.pop(one) for one in server_ids))
+
+    def add_tag(self, server_id, tag):
+        with self.nova.lock:
+            self.nova.servers[server_id]["tags"].append(tag)
+
+    def member_of(self, server_id):
+        return {"address": self._address(server_id), "protocol_port": 8080, "subnet_id": topology.MEMBER_SUBNET}
+
+    def answers(self, number=12):
+        servers = {host: one for one, host in self._hosts.items()}
+        return {servers.get(one, one) for one in self.cloud.answers(self.balancer.vip_address, number)}
+
+    def traffic(self, **more):
+        return Traffic(self.cloud, self.balancer.vip_address, **more)
+
+    def active(self):
+        self.cloud.active(self.balancer.id)
+
+    def stop_host(self, server_id):
+        """End the host of a server that Nova still shows as ACTIVE."""
+        self.stack.supervision.stop(self._hosts[server_id])
+
+    def _address(self, server_id):
+        return f"192.0.2.{topology.MEMBERS[self._hosts[server_id]]}"
 
 
 @pytest.fixture
-def cluster(nova, sandbox):
-    found = Cluster(nova, sandbox[0])
-    yield found
-    # Hosts that the test has deleted.
-    found.stack.up()
+def make_cluster(cloud, nova, sandbox):
+    """Makes the cluster behind a load balancer."""
+    yield lambda balancer: SandboxCluster(cloud, balancer, nova, sandbox[0])
+    # Hosts that the test has ended.
+    sandbox[0].up()
 
 
 @pytest.fixture
-def served(cloud, lab, cluster):
-    """A group with one serving server; `others` are members that do not belong to it."""
+def served(cloud, lab, make_cluster):
+    """Makes a cluster, and a group with one serving server; returns both with the id of the server."""
 
-    def make(provider="haproxy", others=(), **more):
-        balancer = cloud.served("scenario", others, monitor=MONITOR, provider=provider)
-        [first] = cluster.create("member1")
-        web = lab.group(balancer, cloud.pool_of(balancer), "web", **more)
+    def make(provider="haproxy", **more):
+        balancer = cloud.served("scenario", (), monitor=MONITOR, provider=provider)
+        cluster = make_cluster(balancer)
+        [first] = cluster.create()
+        web = lab.group(balancer.id, cluster.pool_id, WEB, **more)
         web.done("join", {"server": first})
-        return balancer, web, first
+        return cluster, web, first
 
     return make

@@ -12,12 +12,12 @@ import time
 import uuid
 from itertools import cycle
 
-import client_traffic
 import mariadb
 import previous
 import pytest
 import service_lab
 import sqlalchemy as sa
+from cluster_deployment import GroupCaller
 
 from amphora_cluster.api.signature import SignedRequest
 from amphora_cluster.database.tokens import token_digest
@@ -133,7 +133,7 @@ def create_group(lab, versions, cloud, balancer, name):
     assert status == 0, made
     status, token = lab.amphoractl("group", "token", "create", name, version=versions.old)
     assert status == 0, token
-    return service_lab.Caller(lab, made["ID"], token["Token"])
+    return GroupCaller(lab, made["ID"], token["Token"])
 
 
 def owners(lab):
@@ -154,13 +154,14 @@ def state_of(group, server):
     return node["state"]
 
 
-def test_a_release_is_upgraded_under_load(lab, versions, cloud, cluster, record_property):
+def test_a_release_is_upgraded_under_load(lab, versions, cloud, make_cluster, record_property):
     begun = time.monotonic()
     balancer = cloud.served("upgrade", ())
+    cluster = make_cluster(balancer)
     web, _ = (create_group(lab, versions, cloud, balancer, name) for name in ("web", "other"))
-    first, second = cluster.create("member1", "member2", tag="web")
+    first, second = cluster.create(2)
     web.done("join", {"servers": [first, second]})
-    with client_traffic.Traffic(cloud, balancer.vip_address) as traffic, Changes(cloud, web, second) as changes:
+    with cluster.traffic() as traffic, Changes(cloud, web, second) as changes:
         expand(lab, versions, cloud, changes)
         replace_the_controller(lab, versions, cloud, changes, lambda: state_of(web, second) == "draining")
         run_both(lab, versions, cloud, cluster.nova, changes)
@@ -176,7 +177,7 @@ def test_a_release_is_upgraded_under_load(lab, versions, cloud, cluster, record_
     assert traffic.failed == 0, traffic.answers
     assert min(changes.answers["api"], changes.answers["api-new"]) >= 1
     serving = {first, second} if changes.kind == "join" else {first}
-    assert {one.name for one in cloud.balancers.members(cloud.pool_of(balancer).id)} == serving
+    assert set(cluster.members()) == serving
 
 
 def expand(lab, versions, cloud, changes):

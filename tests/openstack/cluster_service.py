@@ -3,84 +3,182 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import sys
-import threading
-from collections import Counter
-from contextlib import closing
+import uuid
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from cloud_lab import run_command, write_ini
-from cryptography.fernet import Fernet
-from free_ports import free_ports
+from cloud_lab import run_command
+from cluster_deployment import ClusterDeployment
+from cluster_scenarios import WEB, Cluster
+from openstack.exceptions import NotFoundException
+from provider_stack import has_tcp_port
+from request_stream import RequestStream
+from whole_cloud import WITHOUT_GUEST
 
-from amphora_cluster.database.tables import SCHEMA
-from amphora_driver.database import migrate
+from amphora_cluster.credential import ApplicationCredential
+from amphora_cluster.model import TAG_PREFIX
 from amphora_driver.host import namespaces
+from amphora_driver.secret import Secret
 from sandbox import demo_hosts
 
-_PROGRAMS = {
-    "amphora-cluster": "amphora_cluster.controller.service",
-    "amphora-cluster-api": "amphora_cluster.api.server",
-}
+MONITOR = {"type": "HTTP", "delay": 1, "timeout": 1, "max_retries": 1, "max_retries_down": 1}
+_MICROVERSION = "2.67"  # tags of servers need 2.26 at least
+_CONTROLLER, _API = "amphora-cluster", "amphora-cluster-api"
+_MODULES = {_CONTROLLER: "amphora_cluster.controller.service", _API: "amphora_cluster.api.server"}
 
 
-class ClusterService:
+class ClusterService(ClusterDeployment):
     """One controller and the API, with the options of an operator, on the services of a cloud.
 
     Args:
-        cloud: a started `WholeCloud`.
+        user: the owner of all groups.
         folder: of the files.
+        credential: an application credential of the owner.
+        options: of the controller.
     """
 
-    def __init__(self, cloud, folder):
-        self.cloud, self.folder = cloud, Path(folder)
-        self.configuration = self.folder / "cluster.conf"
-        [self.port] = free_ports(1)
+    def __init__(self, user, folder, credential, **options):
+        self.cloud = user.cloud
+        bus = self.cloud.transport.replace("rabbit:", "amqp:")
+        own = {
+            "amp_cluster": {"poll_interval": 1, "retry_most": 2, "notification_url": bus, **options},
+            "amp_cluster_cloud": {"auth_url": self.cloud.auth_url, "region_name": "RegionOne"},
+        }
+        super().__init__(folder, own, project_id=user.project_id, subnet_id=user.back_subnet.id, credential=credential)
 
     def start(self):
-        keys, url = self.folder / "encryption.keys", f"sqlite:///{self.folder}/cluster.sqlite"
-        keys.write_bytes(Fernet.generate_key() + b"\n")
-        keys.chmod(0o600)
-        options = {
-            "amp_cluster": {
-                "connection": url, "encryption_key_file": keys, "poll_interval": 1, "status_port": 0,
-                "lock_dir": self.folder / "locks", "notification_url": self.cloud.transport.replace("rabbit:", "amqp:"),
-            },
-            "amp_cluster_cloud": {"auth_url": self.cloud.auth_url, "region_name": "RegionOne"},
-            "amp_cluster_api": {"bind_port": self.port, "workers": 1},
-        }  # fmt: skip
-        write_ini(self.configuration, options)
-        migrate.upgrade(url, SCHEMA)
-        for name, module in _PROGRAMS.items():
-            environment = {**os.environ, "AMPHORA_CLUSTER_CONFIG": str(self.configuration)}
-            self.cloud.run(name, [sys.executable, "-m", module], environment)
-        self.cloud.until("amphora-cluster-api", self._answers)
+        for name in _MODULES:
+            self._run(name)
+        self.cloud.until(_API, self.answers)
+
+    def restart(self, **options):
+        """Kill the controller, and start it with these options."""
+        self.cloud.kill(_CONTROLLER)
+        self.configure(**options)
+        self._run(_CONTROLLER)
 
     def stop(self):
-        for name in _PROGRAMS:
+        for name in _MODULES:
             self.cloud.kill(name)
+        self.database.dispose()
+
+    def log(self):
+        return self.cloud.log(_CONTROLLER)
 
     def amphoractl(self, *words):
         """Run `amphoractl group …`; return its JSON output."""
         program = Path(sys.executable).with_name("amphoractl")
         return json.loads(run_command(program, "--config-file", self.configuration, "group", *words, "-f", "json"))
 
-    def call(self, method, path, token, body=None):
-        """Send one request to the API; return status and document."""
-        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=300)) as connection:
-            headers = {"Authorization": f"Bearer {token}"}
-            connection.request(method, path, None if body is None else json.dumps(body), headers)
-            answer = connection.getresponse()
-            return answer.status, json.loads(answer.read())
+    def _run(self, name):
+        environment = {**os.environ, "AMPHORA_CLUSTER_CONFIG": str(self.configuration)}
+        self.cloud.run(name, [sys.executable, "-m", _MODULES[name]], environment)
 
-    def _answers(self):
+
+@contextmanager
+def running(user, folder, **options):
+    """Run the processes inside the block, with an application credential of the user in `credential.json`."""
+    identity, user_id = user.connection.identity, user.connection.current_user_id
+    made = identity.create_application_credential(user_id, uuid.uuid4().hex)
+    try:
+        path = folder / "credential.json"
+        path.touch(mode=0o600)
+        path.write_text(json.dumps({"id": made.id, "secret": made.secret, "project_id": user.project_id}))
+        credential = ApplicationCredential(id=made.id, secret=Secret(made.secret.encode()))
+        service = ClusterService(user, folder, credential, **options)
+        service.start()
         try:
-            return self.call("GET", "/healthcheck", "")[0] == 200
-        except OSError:
-            return False
+            yield service
+        finally:
+            service.stop()
+    finally:
+        identity.delete_application_credential(user_id, made)
+
+
+class NovaCluster(Cluster):
+    """Servers in Nova without guests on the network of members; a web server at the address of each has its id.
+
+    Args:
+        user: the owner.
+        balancer: a load balancer of the owner.
+        pool_id: its pool.
+    """
+
+    def __init__(self, user, balancer, pool_id):
+        super().__init__(user.balancers, balancer, pool_id)
+        self._user, self._compute = user, user.connection.compute
+        self._flavor = self._compute.find_flavor(WITHOUT_GUEST).id
+        self._image = user.connection.image.create_image(
+            name="web", data=b"no guest reads it", disk_format="raw", container_format="bare", allow_duplicates=True
+        )
+        self._present = []
+
+    def create(self, number=1, *, tag=WEB):
+        made = [self._boot() for _ in range(number)]
+        self._present += made
+        for one in made:
+            self._compute.wait_for_server(self._compute.get_server(one), interval=0.3, wait=240)
+            serve_requests(self._user, one)
+        # A server of a cluster answers before it joins.
+        for one in made:
+            self.add_tag(one, tag)
+        return made
+
+    def delete(self, *server_ids):
+        for one in server_ids:
+            self._compute.delete_server(one)
+        for one in server_ids:
+            with suppress(NotFoundException):
+                self._compute.wait_for_delete(self._compute.get_server(one), interval=0.3, wait=120)
+            self._user.cloud.kill(_web_server(one))
+            self._present.remove(one)
+
+    def add_tag(self, server_id, tag):
+        answer = self._compute.put(f"/servers/{server_id}/tags/{tag}", microversion=_MICROVERSION)
+        assert answer.status_code in (201, 204), answer.text
+
+    def member_of(self, server_id):
+        [addresses] = self._compute.get_server(server_id).addresses.values()
+        return {
+            "address": addresses[0]["addr"],
+            "protocol_port": demo_hosts.MEMBER_PORT,
+            "subnet_id": self._user.back_subnet.id,
+        }
+
+    def answers(self, number=12):
+        return set(self._user.answers(self.balancer.vip_address, number))
+
+    def traffic(self, **more):
+        return traffic(self._user, self.balancer.vip_address, **more)
+
+    def active(self):
+        self._user.settled(self.balancer.id)
+
+    def empty(self):
+        """Delete all servers and foreign members."""
+        self.delete(*self._present)
+        for one in self.balancers.members(self.pool_id):
+            if not any(tag.startswith(TAG_PREFIX) for tag in one.tags):
+                self.active()
+                self.balancers.delete_member(one.id, self.pool_id)
+
+    def remove(self):
+        """Delete the image, after the servers."""
+        self._user.connection.image.delete_image(self._image)
+
+    def _boot(self):
+        body = {
+            "server": {
+                "name": "web", "flavorRef": self._flavor, "imageRef": self._image.id,
+                "networks": [{"uuid": self._user.back.id}],
+            }
+        }  # fmt: skip
+        answer = self._compute.post("/servers", json=body, microversion=_MICROVERSION)
+        assert answer.status_code == 202, answer.text
+        return answer.json()["server"]["id"]
 
 
 def serve_requests(user, server_id):
@@ -93,36 +191,26 @@ def serve_requests(user, server_id):
         for one in port.fixed_ips
     ]
     told = {"id": port.id, "mac": port.mac_address, "network_id": network.id, "mtu": network.mtu}
-    name = f"s{server_id[:6]}"
-    cloud.ask("plug", name=cloud.namespace(name), port={**told, "addresses": addresses})
-    place = namespaces.path(cloud.namespace(name))
+    name = _web_server(server_id)
+    namespace = cloud.namespace(name)
+    cloud.ask("plug", name=namespace, port={**told, "addresses": addresses})
     program = (sys.executable, "-S", demo_hosts.__file__, server_id, str(demo_hosts.MEMBER_PORT))
-    cloud.run(name, ["nsenter", f"--net={place}", "--", *program], os.environ)
+    cloud.run(name, ["nsenter", f"--net={namespaces.path(namespace)}", "--", *program], os.environ)
+    cloud.until(name, lambda: has_tcp_port(namespace, demo_hosts.MEMBER_PORT))
 
 
-class Traffic:
-    """Requests of a client, one after another, while the block runs.
+def traffic(user, address, **more):
+    """Return a `RequestStream` of the user's client; `more` are its keyword arguments."""
+    # The services of the cloud use the processors too, so an answer may be late.
+    return RequestStream(user.cloud.namespace("client"), address, user.until, **{"pause": 0.05, "timeout": 5.0, **more})
 
-    Attributes:
-        answers: number of requests by answer; an error counts by its name.
-    """
 
-    def __init__(self, user, address):
-        self._user, self._address = user, address
-        self.answers, self._ending = Counter(), threading.Event()
-        self._thread = threading.Thread(target=self._run)
+def balancer_without_members(user):
+    """Create a load balancer whose pool has a health monitor and no member; return it with the id of the pool."""
+    pool = {"name": "web", "protocol": "HTTP", "lb_algorithm": "ROUND_ROBIN", "healthmonitor": MONITOR}
+    made = user.load_balancer("web", listeners=[user.listener("web", default_pool=pool)])
+    return made, next(iter(user.balancers.pools(loadbalancer_id=made.id))).id
 
-    def __enter__(self):
-        self._thread.start()
-        return self
 
-    def __exit__(self, *_):
-        self._ending.set()
-        self._thread.join()
-
-    def _run(self):
-        while not self._ending.wait(0.05):
-            try:
-                self.answers[self._user.get(self._address)] += 1
-            except (OSError, http.client.HTTPException, AssertionError) as error:
-                self.answers[f"{type(error).__name__}: {error}"] += 1
+def _web_server(server_id):
+    return f"s{server_id[:6]}"

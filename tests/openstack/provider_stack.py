@@ -284,7 +284,7 @@ class ProviderStack:
         server = (sys.executable, "-S", demo_hosts.__file__, name, str(demo_hosts.MEMBER_PORT))
         place = namespaces.path(self.cloud.namespace(name))
         self.cloud.run(name, ["nsenter", f"--net={place}", "--", *server], os.environ)
-        self.cloud.until(name, lambda: _has_tcp_port(self.cloud.namespace(name), demo_hosts.MEMBER_PORT))
+        self.cloud.until(name, lambda: has_tcp_port(self.cloud.namespace(name), demo_hosts.MEMBER_PORT))
         return port
 
 
@@ -307,7 +307,8 @@ def _has_udp_port(namespace, port):
     return _has_port(namespace, ("udp", "udp6"), port)
 
 
-def _has_tcp_port(namespace, port):
+def has_tcp_port(namespace, port):
+    """Whether a socket of the namespace has this TCP port."""
     return _has_port(namespace, ("tcp", "tcp6"), port)
 
 

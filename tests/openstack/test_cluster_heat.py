@@ -4,11 +4,11 @@
 The owner is the user `demo`, with an application credential.
 """
 
-import json
 import uuid
 
+import cluster_service
 import pytest
-from cluster_service import ClusterService, Traffic, serve_requests
+from cluster_deployment import GroupCaller
 from heat_service import Heat
 from openstack.exceptions import NotFoundException
 from whole_cloud import WITHOUT_GUEST
@@ -16,7 +16,6 @@ from whole_cloud import WITHOUT_GUEST
 from sandbox import demo_hosts
 
 pytestmark = [pytest.mark.extended, pytest.mark.lasts(900)]
-MONITOR = {"type": "HTTP", "delay": 1, "timeout": 1, "max_retries": 1, "max_retries_down": 1}
 
 
 @pytest.fixture(scope="module")
@@ -28,22 +27,9 @@ def heat(provider_stack):
 
 
 @pytest.fixture
-def service(provider_stack, tmp_path):
-    made = ClusterService(provider_stack.cloud, tmp_path)
-    made.start()
-    yield made
-    made.stop()
-
-
-@pytest.fixture
-def credential_file(cloud_user, tmp_path):
-    identity, user = cloud_user.connection.identity, cloud_user.connection.current_user_id
-    made = identity.create_application_credential(user, uuid.uuid4().hex)
-    path = tmp_path / "credential.json"
-    path.touch(mode=0o600)
-    path.write_text(json.dumps({"id": made.id, "secret": made.secret, "project_id": cloud_user.project_id}))
-    yield path
-    identity.delete_application_credential(user, made)
+def service(cloud_user, tmp_path):
+    with cluster_service.running(cloud_user, tmp_path) as made:
+        yield made
 
 
 class Stack:
@@ -115,54 +101,40 @@ class Stack:
         self._user.until(ended, f"the stack has the status {action}_COMPLETE", 240)
 
 
-def balancer_without_members(user):
-    """A load balancer whose pool has a health monitor and no member; return it with the id of the pool."""
-    pool = {"name": "heat", "protocol": "HTTP", "lb_algorithm": "ROUND_ROBIN", "healthmonitor": MONITOR}
-    made = user.load_balancer("heat", listeners=[user.listener("heat", default_pool=pool)])
-    return made, next(iter(user.balancers.pools(loadbalancer_id=made.id))).id
-
-
-def test_the_servers_of_a_stack(heat, service, cloud_user, credential_file):
+def test_the_servers_of_a_stack(heat, service, cloud_user):
     """Scale-out and scale-in of the stack fail no request, as in the how-to page; then the stack is deleted."""
-    balancer, pool = balancer_without_members(cloud_user)
+    balancer, pool = cluster_service.balancer_without_members(cloud_user)
     stack = Stack(cloud_user)
     first, second = sorted(stack.servers())
     for one in (first, second):
-        serve_requests(cloud_user, one)
+        cluster_service.serve_requests(cloud_user, one)
     group = service.amphoractl(
         "create", "web", "--heat-stack", f"{stack.name}/web", "--load-balancer", balancer.id, "--pool", pool,
         "--port", str(demo_hosts.MEMBER_PORT), "--subnet", cloud_user.back_subnet.id, "--drain-seconds", "2",
-        "--credential-file", str(credential_file),
+        "--credential-file", str(service.folder / "credential.json"),
     )["ID"]  # fmt: skip
-    token = service.amphoractl("token", "create", "web", "--name", "heat")["Token"]
-
-    def request(kind, *servers):
-        status, found = service.call("POST", f"/v1/groups/{group}/{kind}?wait=240", token, {"servers": list(servers)})
-        assert status == 200, (found, cloud_user.cloud.log("amphora-cluster"))
+    web = GroupCaller(service, group, service.amphoractl("token", "create", "web", "--name", "heat")["Token"])
 
     def members():
         return {one.name for one in cloud_user.balancers.members(pool)}
 
-    request("join", first, second)
+    web.done("join", {"servers": [first, second]}, wait=240)
     assert members() == {first, second}
     cloud_user.served(balancer.vip_address)
-    with Traffic(cloud_user, balancer.vip_address) as traffic:
-        request("leave", second)
+    with cluster_service.traffic(cloud_user, balancer.vip_address) as traffic:
+        web.done("leave", {"servers": [second]}, wait=240)
         assert members() == {first}
         stack.update(1, [second])
         assert stack.servers() == {first}
         stack.update(2)
         [third] = stack.servers() - {first}
-        serve_requests(cloud_user, third)
-        request("join", third)
+        cluster_service.serve_requests(cloud_user, third)
+        web.done("join", {"servers": [third]}, wait=240)
         assert members() == {first, third}
-    assert set(traffic.answers) <= {first, second, third}, traffic.answers
+        assert set(cloud_user.answers(balancer.vip_address)) == {first, third}
+    assert traffic.failed == 0, traffic.answers
     stack.delete()
     cloud_user.until(lambda: members() == set(), "the members of deleted servers are removed", 120)
-
-    def shown():
-        return service.call("GET", f"/v1/groups/{group}", token)[1]["group"]
-
-    cloud_user.until(lambda: shown()["nodes"] == [], "the group has forgotten the servers")
-    cloud_user.until(lambda: stack.name in (shown()["error"] or ""), "the group reports the missing stack")
+    web.until(lambda: web.shown()["nodes"] == [], "the group has forgotten the servers")
+    web.fails(stack.name)
     cloud_user.delete(balancer)

@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 
 import sqlalchemy as sa
-from client_traffic import request
 from cloud import Cloud
+from request_stream import request
 
 from amphora_driver import config
 from amphora_driver.database.tables import amphora

@@ -3,13 +3,15 @@
 
 import nova_stub
 import pytest
+from cluster_data import group
 
 from amphora_cluster.cloud import session
 from amphora_cluster.cloud.errors import CloudError, Missing
 from amphora_cluster.cloud.nova import NovaServers
 from amphora_cluster.cloud.options import CloudSettings
 from amphora_cluster.cloud.session import CloudConnection
-from amphora_cluster.model import Selector, SelectorKind
+from amphora_cluster.controller.clouds import Clouds
+from amphora_cluster.model import MemberTemplate, Selector, SelectorKind
 
 
 @pytest.fixture
@@ -133,6 +135,22 @@ class TestLists:
         assert ids(nova.servers(selected("metadata", "role=web"), fresh=True)) == ["a", "c", "e"]
         assert ids(nova.servers(selected("list", servers=("e",)))) == ["e"]
         assert fleet.calls["servers/detail"] == 2
+
+    def test_a_notification_ends_the_shared_list_of_its_project_only(self, fleet):
+        settings = CloudSettings(without_keystone=True, endpoints={"nova": fleet.url}, server_list_age=60.0)
+        clouds = Clouds(settings)
+
+        def shown(project):
+            selector, member = selected("metadata", "role=web"), MemberTemplate(ports=(80,))
+            one = group(project_id=project, selector=selector, member=member)
+            return ids(clouds.get(one, None).servers(one, [], fresh=False))
+
+        assert (shown("sandbox"), shown("other")) == (["a", "c"], ["d"])
+        fleet.add("e", "192.0.2.5", metadata={"role": "web"})
+        fleet.add("f", "192.0.2.6", metadata={"role": "web"}, project_id="other")
+        clouds.servers_changed({"sandbox", "unknown"})
+        assert (shown("sandbox"), shown("other")) == (["a", "c", "e"], ["d"])
+        assert (shown("sandbox"), fleet.calls["servers/detail"]) == (["a", "c", "e"], 3)
 
     def test_a_failure_is_an_error_and_not_an_empty_list(self, make, fleet):
         nova = make()

@@ -47,13 +47,16 @@ class Clouds:
     """One cloud in memory for each group."""
 
     def __init__(self):
-        self.by_group = {}
+        self.by_group, self.changed = {}, []
 
     def __getitem__(self, name):
         return self.by_group.setdefault(name, MemoryCloud())
 
     def get(self, group, _credential):
         return self[group.id]
+
+    def servers_changed(self, project_ids):
+        self.changed.append(project_ids)
 
 
 @pytest.fixture
@@ -71,7 +74,7 @@ def start(stores, clouds, tmp_path):
         lines = "".join(f"{name} = {value}\n" for name, value in values.items())
         text = f"[amp_cluster]\nconnection = {stores.database.url}\nencryption_key_file = {tmp_path}/keys\n"
         (tmp_path / "cluster.conf").write_text(f"{text}lock_dir = {tmp_path}/locks\n{lines}")
-        made = Controller(config.load([str(tmp_path / "cluster.conf")]), clouds.get)
+        made = Controller(config.load([str(tmp_path / "cluster.conf")]), clouds)
         thread = threading.Thread(target=made.run)
         thread.start()
         running.append((made, thread))
@@ -288,6 +291,7 @@ def test_notifications_make_groups_of_server_and_project_due(stores, clouds, sta
     made._on_servers({"a": "p2"})
     until(lambda: all(len(clouds[name].calls) > before[name] for name in ("g1", "g2")))
     assert len(clouds["g3"].calls) == before["g3"]
+    assert clouds.changed == [{"p2"}]
 
 
 def test_the_status_page_shows_health_and_metrics(stores, clouds, start):
