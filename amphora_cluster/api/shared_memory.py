@@ -67,7 +67,7 @@ class SharedMemory:
         return memory is self._memory
 
     def peek(self) -> bytes:
-        """Return the content without the lock. A number of eight bytes is old or new, if its place is a multiple."""
+        """Return the content without the lock. An aligned number of eight bytes is complete: old or new."""
         return self._memory[:]
 
     def _take_lock(self) -> bool:
