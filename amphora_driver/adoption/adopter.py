@@ -59,8 +59,8 @@ _EVERY, _DUTY_SECONDS, _STEP_SECONDS = 0.5, 20.0, 10.0
 # of seconds.
 _SETTLE_SECONDS = 2.0
 _VIP_QUERY_SECONDS = 3.0
-# Seconds between a failed attempt of a step and the next attempt. The number doubles up to the limit, except in steps in
-# which the load balancer may be without service.
+# Seconds between a failed attempt of a step and the next attempt. The number doubles up to the limit, except in steps
+# in which the load balancer may be without service.
 _RETRY_SECONDS, _MOST_RETRY_SECONDS = 2.0, 30.0
 _WITHOUT_SERVICE = (Step.CUT, Step.TAKE, Step.RESTORE)
 # Seconds until the next attempt for a row that this controller cannot process, for example a damaged one. Each attempt

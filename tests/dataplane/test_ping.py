@@ -29,8 +29,7 @@ PORT = 9101
 def pinged(*names):
     """Return a configuration with the checks that the renderer writes for a PING monitor."""
     servers = "".join(
-        f"    server {MEMBER_IDS[name]} {MEMBERS[name]}:80 weight 1 {CHECK}"
-        " addr 127.0.0.1 port 9101\n"
+        f"    server {MEMBER_IDS[name]} {MEMBERS[name]}:80 weight 1 {CHECK} addr 127.0.0.1 port 9101\n"
         for name in names
     )
     return (

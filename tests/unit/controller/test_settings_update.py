@@ -412,7 +412,7 @@ def test_an_agent_that_knows_no_client_certificate_gets_the_other_settings(contr
 
 
 def test_a_file_is_read_again_when_only_its_ctime_changes(control, pool, shown_certificate):
-    """`cp --preserve=timestamps` writes into the same inode, and restores the time of the last change of the content."""
+    """`cp --preserve=timestamps` writes into the same inode, and restores the time of the content."""
     path = Path(control.conf.amp_logs.client_certificate)
     size = max(len(FORMER.pem), len(NEW.pem))
     shown_certificate(FORMER.pem.ljust(size, "\n"))
