@@ -2,7 +2,8 @@
 """Counters that all worker processes of the API share, and their page /metrics.
 
 Invariant: a counter never decreases while the API runs, also if a worker process is killed at any point: the kernel
-releases its lock. While a stopped worker keeps the lock, the others add their counts later. The page has the same authorization as the status pages of the other processes.
+releases its lock. While a stopped worker keeps the lock, the others add their counts later. The page
+has the same authorization as the status pages of the other processes.
 """
 
 from __future__ import annotations

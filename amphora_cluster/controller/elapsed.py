@@ -72,8 +72,8 @@ class ElapsedTimes:
 class PurgeClock:
     """The database clock for deletions of old rows. Not safe for threads.
 
-    A jump forward counts only after `delay` seconds: if the clock was set wrongly and is set back soon, no row is deleted
-    too early. The time since the jump is that of a monotonic clock, so other rows are deleted as before.
+    A jump forward counts only after `delay` seconds. If the clock was set wrongly and is set back soon, no row is
+    deleted too early. The time since the jump is that of a monotonic clock, so other rows are deleted as before.
 
     Args:
         now: the database clock.
