@@ -89,7 +89,7 @@ class PurgeClock:
         self._offsets: list[tuple[float, float]] = []
 
     def now(self) -> float:
-        """Return the earliest time that the database clock can have, by its positions in the last `delay` seconds."""
+        """Return the earliest present time by the positions of the clock in the last `delay` seconds."""
         ahead, moment = self._now(), self._monotonic()
         self._offsets = [one for one in self._offsets if moment - one[0] < self._delay]
         self._offsets.append((moment, ahead - moment))

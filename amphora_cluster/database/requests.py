@@ -105,7 +105,7 @@ class RequestStore:
         return tuple(map(_REQUESTS.decode, self._database.read(lambda c: c.execute(query).scalars().all())))
 
     def purge(self, retention: float, now: float) -> int:
-        """Delete requests and events that ended more than `retention` seconds before `now`, and expired nonces."""
+        """Delete requests and events that ended `retention` seconds before `now`, and expired nonces."""
 
         def write(connection: sa.Connection) -> int:
             old = (

@@ -164,7 +164,7 @@ def completion(port: Json, request: PortRequest) -> dict[str, object]:
 
 
 def lost_groups(port: Json) -> bool:
-    """Return whether a port with port security has no security group, so that Neutron blocks all its traffic.
+    """Return whether Neutron blocks all traffic of a port, because it has no security group.
 
     An operator can delete a group at the moment at which Neutron creates the first port with it. Neutron then removes
     the group from the new port.

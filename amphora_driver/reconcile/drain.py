@@ -80,7 +80,7 @@ class AmphoraRemoval:
             return None
 
     def with_answers(self, observed: tuple[Amphora, ...]) -> tuple[Amphora, ...]:
-        """Return the amphorae with their answers; a heartbeat that reports the VIP holder replaces an older answer."""
+        """Return the amphorae with their answers; a heartbeat with values replaces an older answer."""
         for one in observed:
             if one.id in self._answers and one.holds_vip is not None and one.heard_at != self._answers[one.id][1]:
                 del self._answers[one.id]

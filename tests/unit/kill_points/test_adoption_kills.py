@@ -378,15 +378,14 @@ def attempts(lab, monkeypatch, method, error, seconds):
     """Return the seconds between the attempts of a step whose method fails."""
     times = []
 
-    def fail(*_arguments):
+    def fail(*_):
         times.append(time.monotonic())
         raise error
 
     with monkeypatch.context() as patch:
         patch.setattr(adopter.Adopter, method, fail)
         plane = lab.plane()
-        begun = time.monotonic()
-        while time.monotonic() < begun + seconds:
+        for _ in range(2 * seconds):
             plane.round()
             lab.deployment.clock.advance(0.5)
         lab._adopter.release()
