@@ -22,7 +22,7 @@ import msgspec
 
 LOG = logging.getLogger(__name__)
 # Seconds to wait for the lock. A process has it for some microseconds, unless it is stopped (SIGSTOP) or frozen.
-LOCK_TIMEOUT = 0.5
+LOCK_TIMEOUT = 2.0
 # Seconds between two attempts to take the lock.
 _LOCK_PAUSE = 0.001
 KEY_BYTES = 16
