@@ -13,7 +13,8 @@ Invariants:
   use. A signed request shows only the id of its token. It is known for its source address only, and only until a
   request with this id and from this address fails.
 * The numbers of addresses, groups and known callers are bounded. Those without use for a long time are forgotten.
-* The worker processes of one host share the limits and the known callers. Each host counts for itself.
+* The worker processes of one host share the limits and the known callers. Each host counts for itself. While a stopped
+  worker has the lock of the memory, each other worker counts for itself, from a copy.
 """
 
 from __future__ import annotations

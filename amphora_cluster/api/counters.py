@@ -2,7 +2,8 @@
 """Counters that all worker processes of the API share, and their page /metrics.
 
 Invariant: a counter never decreases while the API runs, also if a worker process is killed at any point: the kernel
-releases its lock. The page has the same authorization as the status pages of the other processes.
+releases its lock. While a stopped worker keeps the lock, the others add their counts later. The page
+has the same authorization as the status pages of the other processes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from amphora_driver.telemetry import http_request
 # Reasons of refused authentications: no valid token, a pause after failures, a repeated signature.
 INVALID, LIMITED, REPLAYED = "invalid", "limited", "replayed"
 _REASONS = (INVALID, LIMITED, REPLAYED)
-_NUMBER = struct.Struct("=Q")
+# The native format writes a number at once, so that it can be read without the lock.
+_NUMBER = struct.Struct("@Q")
 
 
 class SharedCounters:
@@ -30,20 +32,25 @@ class SharedCounters:
 
     def __init__(self) -> None:
         self._memory = SharedMemory(_NUMBER.size * len(_REASONS))
+        # The numbers of this process that are not in the shared memory yet.
+        self._waiting = [0] * len(_REASONS)
 
     def count(self, reason: str) -> None:
         """Count a refused authentication."""
-        offset = _NUMBER.size * _REASONS.index(reason)
         with self._memory.locked() as memory:
-            (number,) = _NUMBER.unpack_from(memory, offset)
-            _NUMBER.pack_into(memory, offset, number + 1)
+            self._waiting[_REASONS.index(reason)] += 1
+            if not self._memory.is_shared(memory):
+                return
+            for place, more in enumerate(self._waiting):
+                (number,) = _NUMBER.unpack_from(memory, _NUMBER.size * place)
+                _NUMBER.pack_into(memory, _NUMBER.size * place, number + more)
+                self._waiting[place] = 0
 
     def collect(self) -> Iterator[Metric]:
         """Return the metrics, for prometheus_client."""
         text = "Requests without a valid authentication."
         family = CounterMetricFamily("amphora_cluster_refused_authentications", text, labels=["reason"])
-        with self._memory.locked() as memory:
-            numbers = [number for (number,) in _NUMBER.iter_unpack(memory[:])]
+        numbers = [number for (number,) in _NUMBER.iter_unpack(self._memory.peek())]
         for reason, number in zip(_REASONS, numbers, strict=True):
             family.add_metric([reason], number)
         yield family

@@ -2,21 +2,29 @@
 """Memory that forked processes share: a region with a lock, and tables with a fixed number of entries.
 
 Invariant: the kernel releases the lock of a killed process. A process that is killed during a write leaves at most one
-entry with a part of the old values. The users of a table bound each value that they read.
+entry with a part of the old values. The users of a table bound each value that they read. A process that stops while it
+has the lock blocks no other process for longer than `LOCK_TIMEOUT`.
 """
 
 from __future__ import annotations
 
 import fcntl
+import logging
 import mmap
 import os
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import msgspec
 
+LOG = logging.getLogger(__name__)
+# Seconds to wait for the lock. A process has it for some microseconds, unless it is stopped (SIGSTOP) or frozen.
+LOCK_TIMEOUT = 2.0
+# Seconds between two attempts to take the lock.
+_LOCK_PAUSE = 0.001
 KEY_BYTES = 16
 # The key, the moment of the last use, and the two values of an entry.
 _ENTRY = struct.Struct(f"={KEY_BYTES}sddQ")
@@ -34,17 +42,58 @@ class SharedMemory:
         os.ftruncate(self._file, size)
         self._memory = mmap.mmap(self._file, size)
         self._threads = threading.Lock()
+        # The copy that this process uses while another process keeps the lock.
+        self._copy: mmap.mmap | None = None
 
     @contextmanager
     def locked(self) -> Iterator[mmap.mmap]:
-        """Return the region, and exclude all other threads and processes."""
+        """Return the region, and exclude all other threads and processes.
+
+        While another process keeps the lock, return a copy of this process, whose changes are lost afterwards.
+        """
         # The lock of the file excludes other processes only, so the threads of this process need another lock.
         with self._threads:
-            fcntl.lockf(self._file, fcntl.LOCK_EX)
+            if not self._take_lock():
+                yield self._private_copy()
+                return
+            self._copy = None
             try:
                 yield self._memory
             finally:
                 fcntl.lockf(self._file, fcntl.LOCK_UN)
+
+    def is_shared(self, memory: mmap.mmap) -> bool:
+        """Return whether other processes see the changes of a region that `locked` has returned."""
+        return memory is self._memory
+
+    def peek(self) -> bytes:
+        """Return the content without the lock. An aligned number of eight bytes is complete: old or new."""
+        return self._memory[:]
+
+    def _take_lock(self) -> bool:
+        # Only the first thread waits while another process keeps the lock.
+        deadline = time.monotonic() + (LOCK_TIMEOUT if self._copy is None else 0.0)
+        while True:
+            try:
+                fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError):
+                if time.monotonic() >= deadline:
+                    return False
+                time.sleep(_LOCK_PAUSE)
+            else:
+                return True
+
+    def _private_copy(self) -> mmap.mmap:
+        if self._copy is None:
+            LOG.warning(
+                "a worker process of the API has kept the lock of the shared memory for %g s, because it is stopped or "
+                "gets no processor time, so this process counts failed authentications for itself; if it lasts, "
+                "continue or kill that process",
+                LOCK_TIMEOUT,
+            )
+            self._copy = mmap.mmap(-1, len(self._memory))
+            self._copy[:] = self._memory[:]
+        return self._copy
 
 
 class Entry(msgspec.Struct, frozen=True):

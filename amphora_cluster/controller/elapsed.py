@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long ago recorded times are, although the database clock may be set.
+"""How long ago recorded times are, and which of them are old, although the database clock may be set.
 
 A drain that ends too early costs the requests of clients. So the elapsed time is the larger one of two lower bounds:
 
@@ -67,3 +67,30 @@ class ElapsedTimes:
             return max(moment - first, min(now - recorded - JUMP_SECONDS, reliable), 0.0)
 
         return elapsed
+
+
+class PurgeClock:
+    """The database clock for deletions of old rows. Not safe for threads.
+
+    A jump forward counts only after `delay` seconds. If the clock was set wrongly and is set back soon, no row is
+    deleted too early. The time since the jump is that of a monotonic clock, so other rows are deleted as before.
+
+    Args:
+        now: the database clock.
+        delay: seconds until a jump forward counts.
+        monotonic: a clock that is never set, in seconds.
+    """
+
+    def __init__(self, now: Callable[[], float], delay: float, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._delay = delay
+        self._monotonic = monotonic
+        # How far the database clock was ahead of the monotonic clock, with the moment of the measurement.
+        self._offsets: list[tuple[float, float]] = []
+
+    def now(self) -> float:
+        """Return the earliest present time by the positions of the clock in the last `delay` seconds."""
+        ahead, moment = self._now(), self._monotonic()
+        self._offsets = [one for one in self._offsets if moment - one[0] < self._delay]
+        self._offsets.append((moment, ahead - moment))
+        return moment + min(offset for _, offset in self._offsets)

@@ -24,7 +24,7 @@ from amphora_cluster import config
 from amphora_cluster.cloud import options
 from amphora_cluster.cloud.notifications import NovaNotifications
 from amphora_cluster.controller.clouds import Clouds, CloudsOfOwners
-from amphora_cluster.controller.elapsed import ElapsedTimes
+from amphora_cluster.controller.elapsed import ElapsedTimes, PurgeClock
 from amphora_cluster.controller.group_pass import GroupPass, PassSettings
 from amphora_cluster.controller.status_page import StatusPage
 from amphora_cluster.database.claims import Claim, Claims, PassEnd
@@ -48,9 +48,9 @@ _TICK = 0.25
 _REAP_EVERY = 1.0
 # Seconds between two deletions of old requests, events and nonces.
 _PURGE_EVERY = 60.0
-# Seconds after a jump of the database clock in which the controller deletes nothing. If the clock is set back soon, a
-# nonce that was deleted too early would permit the repetition of a signed request.
-_PURGE_PAUSE = 900.0
+# Seconds until a jump of the database clock counts for deletions. If the clock is set back soon, a nonce that was
+# deleted too early would permit the repetition of a signed request.
+_PURGE_DELAY = 900.0
 # A stopping controller shortens the deadlines of its running passes to _STOP_GRACE seconds. The process waits for these
 # passes for at most _STOP_TIMEOUT seconds.
 _STOP_TIMEOUT, _STOP_GRACE = 20.0, 3.0
@@ -101,6 +101,7 @@ class Controller:
         self._group_pass = GroupPass(
             self._passes, self._database.now, self._groups.open_credential, self._clouds.get, settings, elapsed
         )
+        self._purge_clock = PurgeClock(self._database.now, _PURGE_DELAY)
         self._lock = threading.Lock()
         self._running: set[_Running] = set()
         self._ends: list[PassEnd] = []
@@ -122,7 +123,8 @@ class Controller:
                 ("renew the leases", self._conf.amp_cluster.lease / 3, self._renew),
                 ("write its heartbeat", HEARTBEAT_INTERVAL, self._registration.heartbeat, 0.0),
                 ("release the leases of dead controllers", _REAP_EVERY, self._reap),
-                ("delete old records", _PURGE_EVERY, self._purge),
+                # The first purge is soon, because the clock of the purges has to know the database clock before it jumps.
+                ("delete old records", _PURGE_EVERY, self._purge, _ERROR_BACKOFF),
             )
         ]
         with ProcessLock(self._conf.amp_cluster.lock_dir, self._name) as self._process_lock, self._status:
@@ -306,9 +308,7 @@ class Controller:
 
     def _purge(self) -> None:
         self._registration.purge()
-        if self._database.seconds_since_clock_jump() < _PURGE_PAUSE:
-            return
-        self._requests.purge(self._conf.amp_cluster.request_retention)
+        self._requests.purge(self._conf.amp_cluster.request_retention, self._purge_clock.now())
 
     def _on_servers(self, changed: Mapping[str, str]) -> None:
         """Make the groups of changed servers and of their projects due: a new server is in no group."""

@@ -104,11 +104,10 @@ class RequestStore:
         query = query.order_by(request_row.c.created_at.desc(), request_row.c.id).limit(most)
         return tuple(map(_REQUESTS.decode, self._database.read(lambda c: c.execute(query).scalars().all())))
 
-    def purge(self, retention: float) -> int:
-        """Delete requests and events that ended more than `retention` seconds ago, and expired nonces."""
+    def purge(self, retention: float, now: float) -> int:
+        """Delete requests and events that ended `retention` seconds before `now`, and expired nonces."""
 
         def write(connection: sa.Connection) -> int:
-            now = clock.now(connection)
             old = (
                 request_row.delete().where(request_row.c.ended_at < now - retention),
                 event_row.delete().where(event_row.c.at < now - retention),

@@ -59,9 +59,10 @@ _EVERY, _DUTY_SECONDS, _STEP_SECONDS = 0.5, 20.0, 10.0
 # of seconds.
 _SETTLE_SECONDS = 2.0
 _VIP_QUERY_SECONDS = 3.0
-# Seconds between a failed attempt of a step and the next attempt. The number does not grow, because the load balancer
-# may be without service.
-_RETRY_SECONDS = 2.0
+# Seconds between a failed attempt of a step and the next attempt. The number doubles up to the limit, except in steps
+# in which the load balancer may be without service.
+_RETRY_SECONDS, _MOST_RETRY_SECONDS = 2.0, 30.0
+_WITHOUT_SERVICE = (Step.CUT, Step.TAKE, Step.RESTORE)
 # Seconds until the next attempt for a row that this controller cannot process, for example a damaged one. Each attempt
 # writes a stack trace to the log.
 _DEFECT_SECONDS = 60.0
@@ -119,6 +120,8 @@ class Adopter:
         self._holds_duty = self._lacks_sockets = False
         # The keys are load balancer ids. The values are the monotonic times of the next attempts.
         self._not_before: dict[str, float] = {}
+        # The step that failed last of each load balancer, and the seconds until its next attempt.
+        self._back_off: dict[str, tuple[Step, float]] = {}
         self._handlers: dict[Step, Callable[[Adoption, OctaviaState], Move | Wait]] = {
             Step.LOCK: self._lock,
             Step.PREPARE: self._prepare,
@@ -170,8 +173,7 @@ class Adopter:
         try:
             work()
         except AmphoraDriverError as error:
-            self._not_before[of] = time.monotonic() + _RETRY_SECONDS
-            LOG.warning(_FAILED, found.step.value, of, _RETRY_SECONDS, error)
+            LOG.warning(_FAILED, found.step.value, of, self._put_off(found), error)
         except Exception as error:
             # `_attempt` handles the errors of a step. The other ones concern one row, for example a damaged one.
             self._not_before[of] = time.monotonic() + _DEFECT_SECONDS
@@ -179,6 +181,16 @@ class Adopter:
             LOG.exception(_FAILED, found.step.value, of, _DEFECT_SECONDS, reason)
             with suppress(AmphoraDriverError):
                 self._database.write(lambda c: records.set_reason(c, found, reason))
+
+    def _put_off(self, found: Adoption) -> float:
+        """Postpone the next attempt of a failed step; return the seconds."""
+        of = found.load_balancer_id
+        step, seconds = self._back_off.get(of, (found.step, 0.0))
+        grows = step is found.step and step not in _WITHOUT_SERVICE
+        seconds = min(2 * seconds, _MOST_RETRY_SECONDS) if grows and seconds else _RETRY_SECONDS
+        self._back_off[of] = found.step, seconds
+        self._not_before[of] = time.monotonic() + seconds
+        return seconds
 
     def _start_next(self) -> None:
         opened = self._database.read(lambda c: records.list_adoptions(c, only_open=True))
@@ -212,6 +224,7 @@ class Adopter:
         try:
             with apply_deadline(Deadline(_STEP_SECONDS, f"adopt load balancer {found.load_balancer_id}")):
                 result = work()
+            self._back_off.pop(found.load_balancer_id, None)
         except AmphoraDriverError as error:
             result = self._handle_failure(found, error, final=error.final)
         except Exception as error:
@@ -238,7 +251,7 @@ class Adopter:
     def _handle_failure(self, found: Adoption, error: AmphoraDriverError, *, final: bool) -> Move | Wait:
         text = "the controller could not perform step %s of the adoption of load balancer %s: %s"
         LOG.warning(text, found.step.value, found.load_balancer_id, error)
-        self._not_before[found.load_balancer_id] = time.monotonic() + _RETRY_SECONDS
+        self._put_off(found)
         if found.step is Step.WAITING:
             return (
                 Move(step=Step.REFUSED, reason=str(error))
@@ -270,6 +283,7 @@ class Adopter:
         failpoints.reach_step(f"Adopt-{found.step.value}", failpoints.Moment.MARKED)
         if moved is not None:
             self._not_before.pop(found.load_balancer_id, None)
+            self._back_off.pop(found.load_balancer_id, None)
             text = "adoption of load balancer %s: step %s is finished, the next step is %s%s"
             reason = f" ({result.reason})" if result.reason else ""
             LOG.info(text, found.load_balancer_id, found.step.value, result.step.value, reason)

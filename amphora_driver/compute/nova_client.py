@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from amphora_driver.openstack.errors import ApiError
-from amphora_driver.openstack.pages import is_refused_marker, read_pages
+from amphora_driver.openstack.pages import is_refused_marker, read_overlapping, read_pages
 
 if TYPE_CHECKING:
     from amphora_driver.openstack.session import Service
@@ -97,13 +97,18 @@ class Nova:
 
     def server_groups(self, name: str) -> list[Json]:
         """Return the server groups of the project with a name. Nova has no filter, so all groups are read."""
-        found: list[Json] = []
-        while True:
-            where = [("limit", str(self._page_size)), ("offset", str(len(found)))]
-            page = self._send("GET", "/os-server-groups", params=where)["server_groups"]
-            if not page:
-                return [one for one in found if one["name"] == name]
-            found += page
+        path = "/os-server-groups"
+
+        def read(begin: int) -> list[Json]:
+            # Nova has no markers for server groups.
+            where = [("limit", str(max(2, self._page_size))), ("offset", str(begin))]
+            page: list[Json] = self._send("GET", path, params=where)["server_groups"]
+            return page
+
+        found = read_overlapping(read, lambda one: one["id"])
+        if found is None:
+            raise ApiError(f"GET {path}", 503, "", "the list of server groups changed each time that it was read")
+        return [one for one in found if one["name"] == name]
 
     def create_server_group(self, name: str, policy: str) -> Json:
         """Create a server group; return it."""

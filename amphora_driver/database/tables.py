@@ -224,7 +224,9 @@ amphora = sa.Table(
 )
 
 # This table is separate from `amphora`, because health managers write its rows in bulk every few seconds. `epoch` and
-# `sequence` of the last heartbeat let a restarted health manager refuse repeated heartbeats.
+# `sequence` of the last heartbeat let a restarted health manager refuse repeated heartbeats. `holds_vip` is of the
+# heartbeat at `seen_at`, and NULL if its values were not read because of overload. `generation` and `agent_version` are
+# of the last heartbeat whose values were read.
 amphora_heartbeat = sa.Table(
     "amphora_heartbeat",
     metadata,

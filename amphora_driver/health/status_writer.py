@@ -474,6 +474,7 @@ def _last_heartbeat(amphora_id: str, last: LastReport) -> LastHeartbeat:
         generation=last.generation,
         epoch=epoch,
         sequence=sequence,
-        holds_vip=last.holds_vip,
+        # During overload, a heartbeat is recorded without its values. An older value must not get the time of this one.
+        holds_vip=last.holds_vip if last.read_at == last.monotonic else None,
         agent_version=last.agent_version,
     )

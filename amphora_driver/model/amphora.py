@@ -75,9 +75,9 @@ class Partner(msgspec.Struct, frozen=True, kw_only=True, order=True):
 class Amphora(msgspec.Struct, frozen=True, kw_only=True):
     """One recorded amphora, see `tables.amphora`; times are seconds since 1970.
 
-    `heard_at` and `holds_vip` are from the last heartbeat. `host` and `zone` are the location of the machine when its
-    agent first answered, see `compute.interface.Location`. A `dead` amphora is being replaced because it sends no
-    heartbeats and does not answer; no step depends on it.
+    `heard_at` and `holds_vip` are from the last heartbeat; `holds_vip` is None if its values were not read. `host` and
+    `zone` are the location of the machine when its agent first answered, see `compute.interface.Location`. A `dead`
+    amphora is being replaced because it sends no heartbeats and does not answer; no step depends on it.
     """
 
     id: str

@@ -163,6 +163,16 @@ def completion(port: Json, request: PortRequest) -> dict[str, object]:
     return changes
 
 
+def lost_groups(port: Json) -> bool:
+    """Return whether Neutron blocks all traffic of a port, because it has no security group.
+
+    An operator can delete a group at the moment at which Neutron creates the first port with it. Neutron then removes
+    the group from the new port.
+    """
+    is_guarded = port["binding:vnic_type"] != DIRECT and port.get("port_security_enabled", True)
+    return bool(is_guarded and not port["security_groups"])
+
+
 def missing_addresses(have: Iterable[str], wanted: Sequence[str]) -> list[str]:
     """Return the wanted addresses that are not there; an address can have several spellings."""
     known = {_address(one) for one in have}

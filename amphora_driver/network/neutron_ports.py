@@ -60,7 +60,7 @@ class AmphoraPorts:
             for _ in range(_ATTEMPTS):
                 try:
                     found = self._find(request)
-                    port = self._create(request, wanted) if found is None else self._complete(found, request)
+                    port = self._create(request, wanted) if found is None else self._complete(found, request, wanted)
                 except ApiError as error:
                     if not self._may_repeat(error):
                         raise
@@ -157,8 +157,10 @@ class AmphoraPorts:
         used = families(request.vips)
         return self._groups.for_vips(request.load_balancer_id, request.project_id, request.options, used, wanted)
 
-    def _complete(self, port: Json, request: PortRequest) -> Json:
+    def _complete(self, port: Json, request: PortRequest, wanted: str) -> Json:
         changes = objects.completion(port, request)
+        if objects.lost_groups(port):
+            changes["security_groups"] = self._groups_of(request, wanted)
         if not changes:
             return port
         return self._neutron.update("ports", port["id"], changes, port.get("revision_number"))

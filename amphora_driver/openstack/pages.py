@@ -2,7 +2,7 @@
 """Lists that a service returns in pages.
 
 A request for the next page names the last object that was read. The service refuses the request if this object was
-deleted meanwhile. The list then begins again.
+deleted meanwhile. The list then begins again. A list without such markers is read with overlapping pages.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from amphora_driver.openstack.errors import ApiError
 T = TypeVar("T")
 # Maximum number of times that a list begins again.
 MOST_RESTARTS = 3
+# Maximum number of times that the pages of a list without markers are read again from an earlier place.
+MOST_STEPS_BACK = 100
 # Nova: "marker [ID] not found". Octavia: "Supplied pagination marker 'ID' is not valid".
 _REFUSED_MARKER = re.compile(r"\bmarker\b.* not (found|valid)", re.IGNORECASE)
 
@@ -48,3 +50,30 @@ def read_pages(
         # Octavia announces another page after each full page, so the last page can be empty.
         if not (page and has_next):
             return found
+
+
+def read_overlapping(read: Callable[[int], Sequence[T]], key: Callable[[T], object]) -> list[T] | None:
+    """Return all objects of a list whose pages begin at a number; None if the list changes too fast.
+
+    A deletion moves all later objects, so the next page could leave out objects. Each page therefore begins with the
+    last object of the page before. If it begins with an unknown object, it is read again from an earlier place. The
+    service keeps the order of the objects and adds new ones at the end.
+
+    Args:
+        read: reads at least two objects from this number on, if there are so many.
+        key: identifies an object.
+    """
+    found: dict[object, T] = {}
+    begin, distance, steps_back = 0, 1, 0
+    while True:
+        page = read(begin)
+        if begin and not (page and key(page[0]) in found):
+            if steps_back == MOST_STEPS_BACK:
+                return None
+            begin, distance, steps_back = max(0, begin - distance), 2 * distance, steps_back + 1
+            continue
+        distance = 1
+        found.update((key(one), one) for one in page)
+        if len(page) <= 1:
+            return list(found.values())
+        begin += len(page) - 1

@@ -155,6 +155,12 @@ class Reporter:
                 LOG.warning(
                     "the provider agent could not update its row in the process registry and tries again: %s", error
                 )
+            except Exception:
+                # An error must not end this thread, because the duty of a reporter in a long update would expire.
+                LOG.exception(
+                    "the provider agent could not update its row in the process registry because of an unexpected "
+                    "error and tries again"
+                )
             before = rounds
             ended = self._ended.wait(process_registry.HEARTBEAT_INTERVAL)
         try:

@@ -80,11 +80,12 @@ class AmphoraRemoval:
             return None
 
     def with_answers(self, observed: tuple[Amphora, ...]) -> tuple[Amphora, ...]:
-        """Return the amphorae with their answers; a heartbeat replaces an older answer."""
+        """Return the amphorae with their answers; a heartbeat with values replaces an older answer."""
+        for one in observed:
+            if one.id in self._answers and one.holds_vip is not None and one.heard_at != self._answers[one.id][1]:
+                del self._answers[one.id]
         return tuple(
-            msgspec.structs.replace(one, holds_vip=self._answers[one.id][0])
-            if one.id in self._answers and one.heard_at == self._answers[one.id][1]
-            else one
+            msgspec.structs.replace(one, holds_vip=self._answers[one.id][0]) if one.id in self._answers else one
             for one in observed
         )
 

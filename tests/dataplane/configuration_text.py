@@ -25,9 +25,12 @@ DEFAULTS = """defaults
     timeout server 10s
     timeout check 5s
 """
+# The connection of a check must not take longer than `inter`, also with `timeout check`. The first check of a member
+# decides alone, and later ones only together.
+CHECK = "check inter 1s fastinter 200 downinter 200 fall 2 rise 1"
 
 
-def server(name: str, keywords: str = "weight 1 check inter 200 fall 1 rise 1") -> str:
+def server(name: str, keywords: str = f"weight 1 {CHECK}") -> str:
     return f"    server {MEMBER_IDS[name]} {MEMBERS[name]}:80 {keywords}\n"
 
 

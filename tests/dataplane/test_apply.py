@@ -9,7 +9,7 @@ import subprocess
 
 import pytest
 from amphora_lab import FIXED, MAC, VIP, VIP6, Client, eventually, get
-from configuration_text import LISTENER, MEMBER_IDS, POOL, SECOND, listener, text
+from configuration_text import CHECK, LISTENER, MEMBER_IDS, POOL, SECOND, listener, text
 
 pytestmark = pytest.mark.root
 RULE = "7a9d0c1e-0000-4000-8000-000000000007"
@@ -107,9 +107,9 @@ def test_members_are_added_and_removed_without_reload_or_failed_request(amphora)
         assert MEMBER_IDS["m2"] in answer["reason"]
         client.hears("m2")
         steps = [
-            text(listener(["m1", "m2", "m3"], m2="weight 5 check inter 200 fall 1 rise 1")),
-            text(listener(["m1", "m2", "m3"], m2="weight 5 check inter 200 fall 1 rise 1 disabled")),
-            text(listener(["m2", "m3"], m2="weight 1 check inter 200 fall 1 rise 1")),
+            text(listener(["m1", "m2", "m3"], m2=f"weight 5 {CHECK}")),
+            text(listener(["m1", "m2", "m3"], m2=f"weight 5 {CHECK} disabled")),
+            text(listener(["m2", "m3"], m2=f"weight 1 {CHECK}")),
         ]
         for generation, wanted in enumerate(steps, start=3):
             status, answer = amphora.push(generation, wanted)
@@ -128,7 +128,7 @@ def test_members_are_added_and_removed_without_reload_or_failed_request(amphora)
 
 
 def test_a_member_disabled_from_the_start_is_enabled_without_a_reload(amphora):
-    off = "weight 1 check inter 200 fall 1 rise 1 disabled"
+    off = f"weight 1 {CHECK} disabled"
     amphora.push(1, text(listener(["m1", "m2"], m1=off)))
     assert {fetch(amphora)[1] for _ in range(4)} == {"m2"}
     for generation, keywords, names in ((2, {}, {"m1", "m2"}), (3, {"m1": off}, {"m2"}), (4, {}, {"m1", "m2"})):
@@ -257,7 +257,7 @@ def _next(listening):
 
 def test_members_with_source_ip_persistence_change_at_runtime(amphora):
     def hashed(**ids):
-        servers = {name: f"weight 1 check inter 200 fall 1 rise 1 id {number}" for name, number in ids.items()}
+        servers = {name: f"weight 1 {CHECK} id {number}" for name, number in ids.items()}
         return text(listener(ids, extra="    balance source\n    hash-type consistent\n", **servers))
 
     amphora.push(1, hashed(m1=11))

@@ -209,6 +209,7 @@ defaults
     timeout connect 2s
     timeout client 10s
     timeout server 10s
+    timeout check 10s
 frontend amphora:exporter
     bind unix@{place}/exporter
     http-request use-service prometheus-exporter
@@ -221,7 +222,7 @@ frontend front
     default_backend pool:web
 backend pool:web
     option httpchk GET /
-    server up unix@{place}/web check inter 100 rise 1 fall 1
+    server up unix@{place}/web check inter 2s fastinter 100 rise 1 fall 2
     server bad unix@{place}/absent check inter 100 fall 1
     server backup unix@{place}/web backup
     server heavy unix@{place}/web weight 100 maxconn 10 maxqueue 5 slowstart 60s
@@ -233,10 +234,10 @@ backend pool:bytes
     mode tcp
     server up unix@{place}/web
     server none unix@{place}/web weight 0
-    server checked unix@{place}/web weight 0 check inter 100 rise 1 fall 1
+    server checked unix@{place}/web weight 0 check inter 2s fastinter 100 rise 1 fall 2
     server off unix@{place}/web disabled
     server leaving unix@{place}/web
-    server left unix@{place}/web check inter 100 rise 1 fall 1
+    server left unix@{place}/web check inter 2s fastinter 100 rise 1 fall 2
 backend pool:empty
 """
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from amphora_lab import MEMBERS, VIP, eventually, ip
-from configuration_text import DEFAULTS, LISTENER, MEMBER_IDS, POOL
+from configuration_text import CHECK, DEFAULTS, LISTENER, MEMBER_IDS, POOL
 
 from amphora_agent.responder import http_server
 from amphora_agent.responder.http_server import Responder
@@ -29,8 +29,7 @@ PORT = 9101
 def pinged(*names):
     """Return a configuration with the checks that the renderer writes for a PING monitor."""
     servers = "".join(
-        f"    server {MEMBER_IDS[name]} {MEMBERS[name]}:80 weight 1 check inter 200 fall 1 rise 1"
-        " addr 127.0.0.1 port 9101\n"
+        f"    server {MEMBER_IDS[name]} {MEMBERS[name]}:80 weight 1 {CHECK} addr 127.0.0.1 port 9101\n"
         for name in names
     )
     return (

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from amphora_lab import FIXED, FIXED6, MAC, VIP, VIP6, Client, eventually, ip
-from configuration_text import LISTENER, POOL, listener, text
+from configuration_text import CHECK, LISTENER, POOL, listener, text
 from member_network import MemberNetwork
 
 from amphora_agent.network.namespace import Namespace
@@ -121,7 +121,7 @@ def test_several_vips_of_both_families(amphora):
 
 def with_second(*members: str, other: bool) -> str:
     """Return a listener with these members and, if wanted, a member on the other network."""
-    line = f"    server {MEMBER} 192.0.2.110:80 weight 1 check inter 200 fall 1 rise 1\n" if other else ""
+    line = f"    server {MEMBER} 192.0.2.110:80 weight 1 {CHECK}\n" if other else ""
     return text(listener(members) + line)
 
 

@@ -10,7 +10,7 @@ import signal
 
 import pytest
 from amphora_lab import VIP, Client, eventually
-from configuration_text import LISTENER, POOL, listener, text
+from configuration_text import CHECK, LISTENER, POOL, listener, text
 from every_haproxy import RuntimeSocket
 
 from amphora_agent.haproxy import features
@@ -74,7 +74,7 @@ def test_a_member_added_at_runtime_gets_a_cookie_and_the_others_keep_theirs(amph
     eventually(lambda: answers(amphora), "HAProxy serves again")
     follows(amphora, cookies)
     # A member is added as disabled, and enabled later.
-    off = "weight 1 check inter 200 fall 1 rise 1 disabled"
+    off = f"weight 1 {CHECK} disabled"
     status, answer = amphora.push(4, text(listener(["m1"], extra=f"{COOKIE}    fullconn 77\n")))
     assert (status, answer.get("how")) == (200, "runtime"), answer
     for generation, keywords in ((5, {"m2": off}), (6, {})):

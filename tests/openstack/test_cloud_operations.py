@@ -203,6 +203,19 @@ class TestSingle:
             client.delete_image(image)
         assert cloud_user.answers(balancer.vip_address) == BOTH
 
+    def test_an_evacuation_of_a_zone_moves_the_amphora_to_the_other_one(self, cloud_user, balancer, provider_stack):
+        """All hosts stay enabled: the product chooses the zone, and not Nova."""
+        [former] = cloud_user.servers().values()
+        [left] = set(ZONES.values()) - {former.availability_zone}
+        rotated(provider_stack, cloud_user, "--zone", former.availability_zone, "--loadbalancer", balancer.id)
+        [server] = cloud_user.servers().values()
+        assert (server.id != former.id, server.availability_zone) == (True, left)
+        cloud_user.until(lambda: settled(provider_stack, balancer), "the job has ended")
+        recorded = provider_stack.read(sa.select(amphora.c.zone).where(amphora.c.load_balancer_id == balancer.id))
+        assert [one.zone for one in recorded] == [left]
+        assert cloud_user.answers(balancer.vip_address) == BOTH
+        assert cloud_user.balancers.get_load_balancer(balancer.id).provisioning_status == "ACTIVE"
+
     def test_a_resize_moves_the_amphora_to_another_zone(self, cloud_user, balancer, provider_stack):
         [former] = cloud_user.servers().values()
         [zone] = set(ZONES.values()) - {former.availability_zone}

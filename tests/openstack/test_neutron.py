@@ -220,6 +220,16 @@ class TestPorts:
         pairs = admin.get_port(first.id).allowed_address_pairs
         assert [one["ip_address"] for one in pairs] == ["198.51.100.200", "2001:db8::200"]
 
+    def test_a_port_that_lost_its_group_gets_it_again(self, backend, tenant, admin, deployment):
+        """An operator deletes the group while Neutron creates the first port with it, and Neutron answers 201."""
+        request = vip_port_request(tenant)
+        port = backend.ensure_port(request)
+        admin.update_port(port.id, security_group_ids=[])
+        admin.delete_security_group(group_named(admin, deployment, "octavia-amphora-traffic"))
+        assert backend.ensure_port(request) == port
+        group = group_named(admin, deployment, "octavia-amphora-traffic")
+        assert admin.get_port(port.id).security_group_ids == [group.id]
+
     def test_a_port_is_found_after_nova_has_attached_it(self, backend, tenant, admin):
         request = vip_port_request(tenant)
         port = backend.ensure_port(request)

@@ -216,6 +216,26 @@ class TestPlacement:
             nova.release_load_balancer(first.load_balancer_id)
         assert [group for group in nova_admin.compute.server_groups() if first.load_balancer_id in group.name] == []
 
+    def test_a_deletion_between_two_pages_hides_no_server_group(self, make_nova, deployment, monkeypatch):
+        client = make_nova(deployment, page_size=2)._nova
+        name = new_id()
+        first, *others = (client.create_server_group(name, "anti-affinity")["id"] for _ in range(5))
+        send, pages = client._send, []
+
+        def delete_after_the_first_page(method, path, **more):
+            answer = send(method, path, **more)
+            if (method, path) == ("GET", "/os-server-groups"):
+                pages.append(answer)
+                if len(pages) == 1:
+                    client.delete_server_group(first)
+            return answer
+
+        monkeypatch.setattr(client, "_send", delete_after_the_first_page)
+        assert set(others) <= {one["id"] for one in client.server_groups(name)}
+        assert len(pages) > 2
+        for one in others:
+            assert client.delete_server_group(one)
+
 
 class TestImages:
     def test_the_newest_image_of_the_owner_only(self, nova_cloud, nova, make_nova, deployment, make_image):

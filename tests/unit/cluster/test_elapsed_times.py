@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from amphora_cluster.controller.elapsed import ElapsedTimes
+from amphora_cluster.controller.elapsed import ElapsedTimes, PurgeClock
 
 NOW = 1_000_000.0
 LONG = 10_000.0
@@ -87,3 +87,31 @@ def test_groups_are_independent_and_forgotten(process):
     process.wait(3595)
     assert process.elapsed(NOW, "other") == 3595
     assert set(process.times._seen) == {"other"}
+
+
+class TestPurgeClock:
+    def test_a_jump_forward_counts_later(self, process):
+        clock = PurgeClock(lambda: process.clock, 900.0, lambda: process.steady)
+        assert clock.now() == NOW
+        process.set_clock(3600.0)
+        for seconds in (60, 60, 700):
+            process.wait(seconds)
+            assert clock.now() == process.clock - 3600
+        process.wait(80)
+        assert clock.now() == process.clock
+
+    def test_a_clock_that_is_set_back_counts_at_once(self, process):
+        clock = PurgeClock(lambda: process.clock, 900.0, lambda: process.steady)
+        clock.now()
+        process.set_clock(-3600.0)
+        assert clock.now() == process.clock
+        process.set_clock(3600.0)
+        process.wait(10)
+        assert clock.now() == process.clock - 3600
+
+    def test_a_slow_clock_falls_behind_by_its_drift_only(self, process):
+        clock = PurgeClock(lambda: process.clock, 900.0, lambda: process.steady)
+        for _ in range(100):
+            process.wait(60)
+            process.clock += 0.03
+            assert process.clock - clock.now() <= 0.5

@@ -3,10 +3,14 @@
 
 import logging
 import multiprocessing
+import os
+import signal
+import threading
+from contextlib import contextmanager
 
 import pytest
 
-from amphora_cluster.api import shared_memory
+from amphora_cluster.api import counters, shared_memory
 from amphora_cluster.api.attempts import (
     FORGOTTEN_AFTER,
     GROUP_FACTOR,
@@ -170,6 +174,62 @@ def test_a_process_that_was_killed_during_a_write_locks_out_no_caller(attempts):
     assert wait(attempts, caller()) == 0
     fail(attempts, caller())
     assert wait(attempts, caller()) == LONGEST_PAUSE
+
+
+@contextmanager
+def stopped_in(memory):
+    """Stop a process that has the lock of a memory, as SIGSTOP or a frozen container does."""
+
+    def stop():
+        with memory.locked():
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    process = multiprocessing.get_context("fork").Process(target=stop)
+    process.start()
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+    try:
+        yield
+    finally:
+        os.kill(process.pid, signal.SIGCONT)
+        process.join(20)
+    assert process.exitcode == 0
+
+
+def ends_in_time(work):
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(20)
+    return not thread.is_alive()
+
+
+def test_a_stopped_process_with_the_lock_blocks_no_other_process(attempts, caplog):
+    known = caller(credential="right")
+    attempts.add_success(known)
+    fail(attempts, caller(), MOST)
+    with stopped_in(attempts._memory):
+        assert ends_in_time(lambda: fail(attempts, caller(), 1))
+        assert wait(attempts, caller()) == 1, "the process counts on from the shared number"
+        assert wait(attempts, known) == 0
+    assert wait(attempts, caller()) == 0, "the count of the copy is lost"
+    fail(attempts, caller(), 1)
+    assert wait(attempts, caller()) == 1
+    assert [one.levelname for one in caplog.records if "kept the lock" in one.getMessage()] == ["WARNING"]
+
+
+def test_counters_wait_for_a_stopped_process(caplog):
+    shared = counters.SharedCounters()
+    shared.count(counters.INVALID)
+
+    def numbers():
+        [family] = shared.collect()
+        return [one.value for one in family.samples]
+
+    with stopped_in(shared._memory):
+        assert ends_in_time(lambda: shared.count(counters.LIMITED))
+        shared.count(counters.INVALID)
+        assert numbers() == [1, 0, 0]
+    shared.count(counters.REPLAYED)
+    assert numbers() == [2, 1, 1]
 
 
 def test_no_limit(clock):

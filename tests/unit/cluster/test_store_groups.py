@@ -147,7 +147,7 @@ def test_a_change_of_a_state_is_an_event(stores):
     assert (newest.server_id, newest.state, newest.at, len(newest.reason)) == ("a", "failed", 7.5, 2000)
     assert (oldest.state, oldest.reason) == ("serving", "")
     assert stores.groups.list_events("g1", 1) == (newest,)
-    stores.requests.purge(retention=3600.0)
+    stores.requests.purge(3600.0, stores.database.now())
     assert stores.database.read(lambda c: c.execute(sa.select(event_row)).all()) == []
 
 

@@ -137,11 +137,11 @@ def test_ended_requests_are_kept_for_the_retention_time(stores):
     new = stores.requests.add(LEAVE)
     finished(stores, new, stores.database.now() - 10.0)
     waiting = stores.requests.add(LEAVE)
-    assert stores.requests.purge(200.0) == 0
-    assert stores.requests.purge(50.0) == 1
+    assert stores.requests.purge(200.0, stores.database.now()) == 0
+    assert stores.requests.purge(50.0, stores.database.now()) == 1
     assert {one.id for one in stores.requests.list_requests("g1", 9)} == {new.id, waiting.id}
     assert stores.requests.add(LEAVE, key="old", digest="other").id != old.id, "the key has ended too"
-    assert stores.requests.purge(0.0) == 1, "an open request is never deleted"
+    assert stores.requests.purge(0.0, stores.database.now()) == 1, "an open request is never deleted"
 
 
 def test_only_the_digest_of_a_token_is_stored(stores):
@@ -179,7 +179,7 @@ def test_a_nonce_is_accepted_once(stores):
     assert stores.tokens.use_nonce("t1", "n", 60.0)
     assert not stores.tokens.use_nonce("t1", "n", 60.0)
     assert stores.tokens.use_nonce("t2", "n", -1.0), "another token"
-    stores.requests.purge(3600.0)
+    stores.requests.purge(3600.0, stores.database.now())
     assert stores.database.read(lambda c: c.execute(sa.select(nonce_row.c.token_id)).scalars().all()) == ["t1"]
     assert not stores.tokens.use_nonce("t1", "n", 60.0)
 

@@ -290,21 +290,33 @@ class TestServerGroups:
         made = make_nova(
             *CREATED[:2],
             (f"{GROUPS}0", {"server_groups": [other, self.group("h")]}),
+            (f"{GROUPS}1", {"server_groups": [self.group("h"), self.group("g", "server-7")]}),
             (f"{GROUPS}2", {"server_groups": [self.group("g", "server-7")]}),
-            (f"{GROUPS}3", {"server_groups": []}),
             MADE,
             server_groups=True,
         )
         made.boot(boot_request(partners=(PARTNER,)))
         assert hints(made) == {"group": "g"}
 
+    def test_a_deletion_between_two_pages_hides_no_group(self, make_nova):
+        other = self.group("a", name=f"octavia-lb-{LOAD_BALANCER}")
+        made = make_nova(
+            *CREATED[:2],
+            (f"{GROUPS}0", {"server_groups": [other, self.group("h")]}),
+            (f"{GROUPS}1", {"server_groups": [self.group("g", "server-7")]}),
+            (f"{GROUPS}0", {"server_groups": [self.group("h"), self.group("g", "server-7")]}),
+            (f"{GROUPS}1", {"server_groups": [self.group("g", "server-7")]}),
+            MADE,
+            server_groups=True,
+        )
+        made.boot(boot_request(partners=(PARTNER,)))
+        assert hints(made) == {"group": "g"}
+        assert made.script.finished()
+
     def test_a_former_spare_is_kept_apart_although_it_is_no_member(self, make_nova):
         spare = BootPartner(amphora_id="s", compute_id="spare")
-        pages = [
-            (f"{GROUPS}0", {"server_groups": [self.group("g", "server-7")]}),
-            (f"{GROUPS}1", {"server_groups": []}),
-        ]
-        made = make_nova(*CREATED[:2], *pages, MADE, server_groups=True)
+        page = (f"{GROUPS}0", {"server_groups": [self.group("g", "server-7")]})
+        made = make_nova(*CREATED[:2], page, MADE, server_groups=True)
         made.boot(boot_request(partners=(PARTNER, spare)))
         assert hints(made) == {"group": "g", "different_host": ["spare"]}
 
@@ -318,7 +330,7 @@ class TestServerGroups:
         other = self.group("o", name=f"octavia-amphora-two-{LOAD_BALANCER}")
         made = make_nova(
             (f"{GROUPS}0", {"server_groups": [other, self.group("g"), self.group("h")]}),
-            (f"{GROUPS}3", {"server_groups": []}),
+            (f"{GROUPS}2", {"server_groups": [self.group("h")]}),
             ("DELETE /os-server-groups/g", None),
             ("DELETE /os-server-groups/h", GONE),
             server_groups=True,

@@ -258,8 +258,18 @@ def test_answers_precede_older_heartbeats(conf, database, trouble, says, told):
     assert _known_holders(database, steps) == (False, told[1]), "the newer heartbeat counts"
 
 
-def _record_heartbeat(database, name, *, at, sequence):
-    heard = amphorae.LastHeartbeat(amphora_id=name, at=at, generation=1, epoch=1, sequence=sequence, holds_vip=False)
+def test_an_answer_counts_until_a_heartbeat_reports_the_vips(conf, database):
+    """An overloaded health manager records the times of heartbeats without their values."""
+    steps = take(conf, database, ASK, Agents({}, HOLDS), steps=True)
+    for sequence, (holds_vip, known) in enumerate([(None, True), (None, True), (False, False), (None, None)], start=1):
+        _record_heartbeat(database, OLD, at=100.0 + sequence, sequence=sequence, holds_vip=holds_vip)
+        assert _known_holders(database, steps) == (known, True)
+
+
+def _record_heartbeat(database, name, *, at, sequence, holds_vip=False):
+    heard = amphorae.LastHeartbeat(
+        amphora_id=name, at=at, generation=1, epoch=1, sequence=sequence, holds_vip=holds_vip
+    )
     database.write(lambda c: amphorae.record_heartbeats(c, [heard]))
 
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings of agents: choice of the amphorae, update of those with other settings, failures and old agents."""
 
-import errno
 import hashlib
 import json
 import logging
@@ -412,22 +411,18 @@ def test_an_agent_that_knows_no_client_certificate_gets_the_other_settings(contr
     assert certificates_of(control) == {FORMER.certificate_pem + FORMER.key_pem}
 
 
-def test_a_file_is_read_again_when_only_its_mode_changes(control, pool, shown_certificate, monkeypatch):
-    """The test user may read each file, so the first attempt fails by a replaced method."""
-    made, path = update(control), Path(control.conf.amp_logs.client_certificate)
+def test_a_file_is_read_again_when_only_its_ctime_changes(control, pool, shown_certificate):
+    """`cp --preserve=timestamps` writes into the same inode, and restores the time of the content."""
+    path = Path(control.conf.amp_logs.client_certificate)
+    size = max(len(FORMER.pem), len(NEW.pem))
+    shown_certificate(FORMER.pem.ljust(size, "\n"))
+    made, before = update(control), path.stat()
     assert made.run_round(pool) == MANY
-
-    def refuse(*_arguments, **_options):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-
-    shown_certificate(NEW.pem)
-    with monkeypatch.context() as patched:
-        patched.setattr(Path, "read_text", refuse)
-        assert made.run_round(pool) == 0
-    before = path.stat()
+    path.write_text(NEW.pem.ljust(size, "\n"))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     # The clock of the file system has coarse steps.
     while (after := path.stat()).st_ctime_ns == before.st_ctime_ns:
-        path.chmod(0o640)
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert (after.st_ino, after.st_mtime_ns, after.st_size) == (before.st_ino, before.st_mtime_ns, before.st_size)
     assert made.run_round(pool) == MANY
     assert certificates_of(control) == {NEW.certificate_pem + NEW.key_pem}

@@ -238,3 +238,20 @@ def test_the_vip_holder_is_recorded(pair):
         lambda c: c.execute(sa.select(amphora_heartbeat.c.amphora_id, amphora_heartbeat.c.holds_vip))
     )
     assert dict(rows.tuples().all()) == {"a": None, "b": False}
+
+
+def test_a_heartbeat_of_which_only_the_time_is_read_confirms_no_vip_holder(pair):
+    """During overload, the recorded time is new. The controller must not take an old value for a new one."""
+    pair.say("a", "UP", holds_vip=True)
+    pair.say("b", "UP", holds_vip=False)
+    pair.writer.flush(last=True)
+    before = {one.id: one for one in pair.database.read(lambda c: amphorae.load_amphorae(c, "lb"))}
+    pair.sequence += 1
+    assert pair.reports.accept_time("a", (1, pair.sequence), time.monotonic())
+    pair.writer.flush(last=True)
+    found = {one.id: one for one in pair.database.read(lambda c: amphorae.load_amphorae(c, "lb"))}
+    assert found["a"].heard_at > before["a"].heard_at
+    assert {name: one.holds_vip for name, one in found.items()} == {"a": None, "b": False}
+    pair.say("a", "UP", holds_vip=True)
+    pair.writer.flush(last=True)
+    assert pair.database.read(lambda c: amphorae.load_amphorae(c, "lb"))[0].holds_vip

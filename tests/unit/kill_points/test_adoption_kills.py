@@ -4,6 +4,7 @@
 Database, Octavia's tables and octavia-lib are real. Machines, agents and Neutron are fake.
 """
 
+import itertools
 import tempfile
 import time
 from pathlib import Path
@@ -21,7 +22,7 @@ from amphora_driver.adoption.records import Step
 from amphora_driver.database import clock
 from amphora_driver.database.tables import desired_object, duty, job, object_status, secret
 from amphora_driver.database.tables_fleet import process
-from amphora_driver.errors import Conflict, StoreError
+from amphora_driver.errors import Conflict, NetworkError, StoreError
 from amphora_driver.failpoints import Moment
 from amphora_driver.network.interface import NotYet
 from amphora_driver.network.local import LocalNetwork
@@ -371,6 +372,44 @@ def test_a_kept_load_balancer_is_read_rarely_until_a_revert(lab, monkeypatch):
     lab._adopter.release()
     lab.rounds(Step.REVERTED)
     assert_reverted(lab)
+
+
+def attempts(lab, monkeypatch, method, error, seconds):
+    """Return the seconds between the attempts of a step whose method fails."""
+    times = []
+
+    def fail(*_):
+        times.append(time.monotonic())
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(adopter.Adopter, method, fail)
+        plane = lab.plane()
+        for _ in range(2 * seconds):
+            plane.round()
+            lab.deployment.clock.advance(0.5)
+        lab._adopter.release()
+    return [after - before for before, after in itertools.pairwise(times)]
+
+
+def test_a_failing_step_is_repeated_less_and_less_often_while_the_load_balancer_serves(lab, monkeypatch):
+    lab.begin()
+    lab.ask()
+    lab.rounds(Step.REMOVE)
+    pauses = attempts(lab, monkeypatch, "_remove", NetworkError("delete a port", "no answer"), 125)
+    assert pauses == pytest.approx([2, 4, 8, 16, 30, 30, 30], abs=1.0)
+    lab.rounds(Step.DONE)
+    assert_adopted(lab)
+
+
+def test_a_failing_step_is_repeated_soon_while_the_load_balancer_does_not_serve(lab, monkeypatch):
+    lab.begin()
+    lab.ask()
+    lab.rounds(Step.TAKE)
+    pauses = attempts(lab, monkeypatch, "_progress", StoreError("read the progress", "no answer"), 9)
+    assert pauses == pytest.approx([2, 2, 2, 2], abs=0.6)
+    lab.rounds(Step.DONE)
+    assert_adopted(lab)
 
 
 def test_a_controller_without_octavias_sockets_leaves_the_adoption_to_others(lab, monkeypatch, caplog):

@@ -326,6 +326,29 @@ def test_the_duty_is_kept_during_a_report(recorder, database, conf, reporter, oc
     assert Reporter(conf, database)._acquire_duty(), "a clean shutdown releases the duty"
 
 
+def test_an_unexpected_error_does_not_end_the_updates_of_the_registry(reporter, monkeypatch, caplog):
+    """The thread of the registry also keeps the duty during a long report."""
+    monkeypatch.setattr(process_registry, "HEARTBEAT_INTERVAL", 0.01)
+    heartbeat, calls, over = process_registry.ProcessRegistration.heartbeat, [], threading.Event()
+
+    def fail_once(self, *, working):
+        calls.append(working)
+        if len(calls) == 1:
+            raise RuntimeError("a fault of ours")
+        heartbeat(self, working=working)
+        over.set()
+
+    monkeypatch.setattr(process_registry.ProcessRegistration, "heartbeat", fail_once)
+    thread = threading.Thread(target=reporter.run, args=(over.is_set,))
+    thread.start()
+    try:
+        assert over.wait(30), "the thread has ended"
+    finally:
+        over.set()
+        thread.join(60)
+    assert "could not update its row in the process registry because of an unexpected error" in caplog.text
+
+
 def test_a_reporter_without_octavia_releases_its_duty(recorder, database, conf, reporter, octavia):
     """The driver agent of its host has ended or hangs; those of other hosts run."""
     recorder.create_load_balancer(TREE, read_back=False)

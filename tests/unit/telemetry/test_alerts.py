@@ -56,6 +56,11 @@ def test_a_healthy_fleet_has_no_alert():
     assert said(amphorae=(machine(), machine(1002, holds_vip=None, state="booting", heard_at=None, confirmed=0))) == []
 
 
+def test_a_vip_report_that_was_not_read_is_no_alert():
+    """An overloaded health manager reads the times of heartbeats, but not all values."""
+    assert said(amphorae=(machine(holds_vip=None), machine(1002, holds_vip=False))) == []
+
+
 @pytest.mark.parametrize(
     ("level", "text", "more"),
     [
