@@ -123,7 +123,7 @@ class Controller:
                 ("renew the leases", self._conf.amp_cluster.lease / 3, self._renew),
                 ("write its heartbeat", HEARTBEAT_INTERVAL, self._registration.heartbeat, 0.0),
                 ("release the leases of dead controllers", _REAP_EVERY, self._reap),
-                # The first purge is soon, because the clock of the purges has to know the database clock before it jumps.
+                # The first purge is soon: its clock has to know the database clock before a jump.
                 ("delete old records", _PURGE_EVERY, self._purge, _ERROR_BACKOFF),
             )
         ]

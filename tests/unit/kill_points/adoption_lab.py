@@ -54,6 +54,9 @@ class FormerCloud:
         with self.kept.open() as kept:
             kept["off"] = [] if enabled else list(port_ids)
 
+    def announce(self, state):
+        """Nothing: the fake amphorae have no VIPs."""
+
     def remove(self, _state):
         with self.kept.open() as kept:
             kept["servers"] -= 1 if kept["servers"] else 0
@@ -73,6 +76,7 @@ class AdoptionLab:
         # The fake cloud has no Neutron, and `FormerCloud` disables the ports.
         monkeypatch.setattr(planner, "NEUTRON", "local")
         monkeypatch.setattr(adopter, "_UNLOCK_SECONDS", 5.0)
+        monkeypatch.setattr(adopter, "_HEARTBEAT_SECONDS", 0.1)
         self._take = deployment.octavia._take
         monkeypatch.setattr(deployment.octavia, "_take", self._record_status)
         self._engine = None
