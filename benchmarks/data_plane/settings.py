@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of HAProxy and of the kernel, each compared with the value that amphorae have, in the same alternation.
+
+Both sides are plain HAProxies with the lines of an amphora; one of them has one more line, or one line less.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from data_plane.kinds import Changes
+
+_OURS = Changes(
+    process=("tune.ssl.default-dh-param 2048", "tune.ssl.cachesize 0"),
+    defaults=("retries 3", "option redispatch", "option dontlognull", "option tcpka", "option splice-auto"),
+    frontend=(),
+)
+AMPHORA = _OURS
+"""The lines of an amphora that can change the speed (`amphora_agent/templates`)."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A setting: its text in the table, the lines with it, and the names of the cases in which it could matter."""
+
+    name: str
+    changes: Changes
+    cases: tuple[str, ...]
+
+
+def _process(line: str) -> Changes:
+    return replace(_OURS, process=(*_OURS.process, line))
+
+
+def _defaults(line: str) -> Changes:
+    return replace(_OURS, defaults=(*_OURS.defaults, line))
+
+
+def _without(line: str) -> Changes:
+    return replace(
+        _OURS,
+        process=tuple(one for one in _OURS.process if one != line),
+        defaults=tuple(one for one in _OURS.defaults if one != line),
+    )
+
+
+SETTINGS = (
+    Setting("without `option splice-auto`", _without("option splice-auto"), ("throughput", "TCP throughput")),
+    Setting("`option splice-response`", _defaults("option splice-response"), ("throughput", "TCP throughput")),
+    Setting("without `option tcpka`", _without("option tcpka"), ("connections", "TCP connections")),
+    Setting("`option idle-close-on-response`", _defaults("option idle-close-on-response"), ("requests",)),
+    Setting("`http-reuse always`", _defaults("http-reuse always"), ("requests", "connections")),
+    Setting("`tune.bufsize 32768`", _process("tune.bufsize 32768"), ("requests", "throughput")),
+    Setting("`tune.maxaccept 200`", _process("tune.maxaccept 200"), ("connections",)),
+    Setting("`tune.runqueue-depth 50`", _process("tune.runqueue-depth 50"), ("requests", "latency")),
+    Setting("`tune.sched.low-latency on`", _process("tune.sched.low-latency on"), ("requests", "latency")),
+    Setting("`busy-polling`", _process("busy-polling"), ("latency",)),
+    Setting("`tune.ssl.cachesize 20000`", _without("tune.ssl.cachesize 0"), ("TLS handshakes", "TLS resumed")),
+    Setting("`no-tls-tickets`", replace(_OURS, bind=" no-tls-tickets"), ("TLS handshakes", "TLS resumed")),
+    Setting("`tune.ssl.maxrecord 1400`", _process("tune.ssl.maxrecord 1400"), ("TLS requests",)),
+    Setting("`nbthread 2`", _process("nbthread 2"), ("requests", "connections", "TLS handshakes")),
+)
