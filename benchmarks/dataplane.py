@@ -142,11 +142,11 @@ def _settings(place: Place, _: Amphora, members: list[int], chosen: argparse.Nam
     found = []
     number = min(members, key=lambda one: abs(one - 10))
     known = {one.name: one for one in cases.CASES}
-    usual = Plain(place, changes=settings.AMPHORA)
     for setting in settings.SETTINGS:
         other = Plain(place, OTHER, setting.changes, name="other")
+        usual = Plain(place, changes=settings.NO_OFFLOADS if setting.changes.offloads else settings.AMPHORA)
         for case in [known[name] for name in setting.cases if not chosen.cases or name in chosen.cases.split(",")]:
-            with usual.serving(case.kind, number), other.serving(case.kind, number):
+            with cases.sink(place), usual.serving(case.kind, number), other.serving(case.kind, number):
                 slices = cases.compare(place, (other, usual), case, pairs=chosen.pairs, seconds=chosen.seconds)
             found.append({"setting": setting.name, "case": case.name, **asdict(slices)})
             _show(found[-1], slices)

@@ -215,6 +215,7 @@ CASES = (
     Case("TCP connections", kinds.TCP, "connections/s", _wrk(32, "/", *_CLOSE), always=False),
     Case("TCP throughput", kinds.TCP, "bodies/s", _wrk(8, "/large"), always=False),
     Case("UDP packets", kinds.UDP, "packets/s", _datagrams("packets")),
+    Case("UDP bulk", kinds.UDP, "packets/s", _datagrams("bulk"), always=False),
     Case("UDP segments", kinds.UDP, "packets/s", _datagrams("segments"), always=False),
     Case("UDP flows", kinds.UDP, "flows/s", _datagrams("flows"), always=False),
 )
@@ -243,6 +244,7 @@ def compare(
     for number in range(pairs):
         order = (0, 1) if number % 2 == 0 else (1, 0)
         for place_in_pair in order:
+            both[place_in_pair].select()
             one = measured(place, both[place_in_pair], case, seconds, changing=changing)
             (found.first, found.second)[place_in_pair].append(one)
     return found

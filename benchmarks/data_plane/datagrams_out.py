@@ -4,8 +4,8 @@
     datagrams_out.py ADDRESS PORT SECONDS KIND
 
 The kernel forwards a datagram within the processor time of the sender: the packet passes all namespaces before
-sendmmsg(2) returns. KIND is `packets` (64 bytes, on 64 flows), `segments` (1,200 bytes, with generic segmentation
-offload) or `flows` (each datagram is a new flow).
+sendmmsg(2) returns. KIND is `packets` (64 bytes, on 64 flows), `bulk` (1,200 bytes, on one flow), `segments` (the same
+with generic segmentation offload) or `flows` (each datagram is a new flow).
 """
 
 from __future__ import annotations
@@ -42,19 +42,23 @@ class _Message(ctypes.Structure):
     _fields_ = (("header", _Header), ("length", ctypes.c_uint))
 
 
-def _packets(place: tuple[str, int], until: float) -> int:
-    data = ctypes.create_string_buffer(64)
-    vector = _IoVec(ctypes.cast(data, ctypes.c_void_p), 64)
+def _packets(place: tuple[str, int], until: float, flow_count: int = _FLOWS, length: int = 64) -> int:
+    data = ctypes.create_string_buffer(length)
+    vector = _IoVec(ctypes.cast(data, ctypes.c_void_p), length)
     messages = (_Message * _BATCH)()
     for each in messages:
         each.header.vectors, each.header.vector_count = ctypes.pointer(vector), 1
     send = ctypes.CDLL(None, use_errno=True).sendmmsg
-    flows = [_flow(place) for _ in range(_FLOWS)]
+    flows = [_flow(place) for _ in range(flow_count)]
     sent = 0
     while time.monotonic() < until:
         for flow in flows:
             sent += max(0, send(flow.fileno(), messages, _BATCH, 0))
     return sent
+
+
+def _bulk(place: tuple[str, int], until: float) -> int:
+    return _packets(place, until, 1, _SEGMENT)
 
 
 def _segments(place: tuple[str, int], until: float) -> int:
@@ -85,7 +89,7 @@ def _flow(place: tuple[str, int]) -> socket.socket:
 
 def main() -> None:
     address, port, seconds, kind = sys.argv[1:]
-    send = {"packets": _packets, "segments": _segments, "flows": _new_flows}[kind]
+    send = {"packets": _packets, "bulk": _bulk, "segments": _segments, "flows": _new_flows}[kind]
     begun, used = time.monotonic(), time.process_time()
     sent = send((address, int(port)), begun + float(seconds))
     answer = {"sent": sent, "seconds": time.monotonic() - begun, "cpu": time.process_time() - used}

@@ -81,12 +81,16 @@ def plain(kind: Kind, members: int, *, address: str, folder: str, name: str, cha
 
 @dataclass(frozen=True)
 class Changes:
-    """Lines that a plain configuration has in addition, by section, and words of its bind line."""
+    """Lines that a plain configuration has in addition, by section, and words of its bind line.
+
+    `offloads` are words of `ethtool -K`.
+    """
 
     process: tuple[str, ...] = ()
     defaults: tuple[str, ...] = ()
     frontend: tuple[str, ...] = ()
     bind: str = ""
+    offloads: tuple[str, ...] = ()
     maxconn: int = 5000
 
 
@@ -94,11 +98,11 @@ def _lines(lines: tuple[str, ...]) -> str:
     return "".join(f"    {line}\n" for line in lines)
 
 
-def plain_datagrams(kind: Kind, members: int, address: str) -> str:
+def plain_datagrams(kind: Kind, members: int, address: str, table: str) -> str:
     """Return a minimal table of nftables: one rule selects the member, and one hides the client."""
     targets = ", ".join(f"{n} : {member_address(n)} . {UDP_MEMBER_PORT}" for n in range(members))
     return (
-        "table ip plain {\n"
+        f"table ip {table} {{\n"
         "  chain arriving {\n    type nat hook prerouting priority -100;\n"
         f"    ip daddr {address} udp dport {kind.port} dnat ip to numgen inc mod {members} map {{ {targets} }}\n  }}\n"
         "  chain leaving {\n    type nat hook postrouting priority 100;\n"

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings of HAProxy and of the kernel, each compared with the value that amphorae have, in the same alternation.
 
-Both sides are plain HAProxies with the lines of an amphora; one of them has one more line, or one line less.
+Both sides are plain HAProxies with the lines of an amphora; one of them has one more line, or one line less. For UDP,
+both sides have the same table of nftables, and the interface has other offloads.
 """
 
 from __future__ import annotations
@@ -13,10 +14,14 @@ from data_plane.kinds import Changes
 _OURS = Changes(
     process=("tune.ssl.default-dh-param 2048", "tune.ssl.cachesize 0"),
     defaults=("retries 3", "option redispatch", "option dontlognull", "option tcpka", "option splice-auto"),
-    frontend=(),
 )
 AMPHORA = _OURS
 """The lines of an amphora that can change the speed (`amphora_agent/templates`)."""
+
+
+_GRO, _UDP_GRO = "gro", "rx-udp-gro-forwarding"
+NO_OFFLOADS = replace(_OURS, offloads=(_GRO, "on", _UDP_GRO, "off"))
+"""The offloads that an interface of a virtual machine has by default."""
 
 
 @dataclass(frozen=True)
@@ -59,4 +64,9 @@ SETTINGS = (
     Setting("`no-tls-tickets`", replace(_OURS, bind=" no-tls-tickets"), ("TLS handshakes", "TLS resumed")),
     Setting("`tune.ssl.maxrecord 1400`", _process("tune.ssl.maxrecord 1400"), ("TLS requests",)),
     Setting("`nbthread 2`", _process("nbthread 2"), ("requests", "connections", "TLS handshakes")),
+    Setting(
+        f"`{_UDP_GRO} on`",
+        replace(_OURS, offloads=(_GRO, "on", _UDP_GRO, "on")),
+        ("UDP packets", "UDP bulk", "UDP segments"),
+    ),
 )

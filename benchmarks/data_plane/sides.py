@@ -88,6 +88,9 @@ class Amphora:
         else:
             self._states = _of_haproxy(next(line for line in rendered.text.split("\n") if member in line.split()))
 
+    def select(self) -> None:
+        """Do nothing: nothing has to change before a slice."""
+
     def body(self, step: str) -> bytes:
         """Return the body of a push in which the changing member is as after this step."""
         old, new = next(each for each in self._states[step] if each[0] in self._template)
@@ -170,16 +173,23 @@ class Plain:
             self._changing = f"add server back/changing {member_address(members)}:{kinds.MEMBER_PORT} weight 1"
             yield
 
+    def select(self) -> None:
+        """Set the offloads of the interface before a slice, if this side has a value of its own."""
+        if self._changes is not None and self._changes.offloads:
+            command = ["ethtool", "-K", "eth0", *self._changes.offloads]
+            assert self._place.inside("plain", command, stdout=subprocess.DEVNULL).wait() == 0
+
     @contextlib.contextmanager
     def _forwarding(self, kind: Kind, members: int) -> Iterator[None]:
         self._running, self.haproxy = None, []
-        self._nft(kinds.plain_datagrams(kind, members, self.address))
+        table = f"plain_{self.name}"
+        self._nft(kinds.plain_datagrams(kind, members, self.address, table))
         forwarding = ["sysctl", "-qw", "net.ipv4.ip_forward=1"]
         assert self._place.inside("plain", forwarding).wait() == 0
         try:
             yield
         finally:
-            self._nft("delete table ip plain\n")
+            self._nft(f"delete table ip {table}\n")
 
     def _nft(self, text: str) -> None:
         process = self._place.inside("plain", ["nft", "-f", "-"], stdin=subprocess.PIPE)
