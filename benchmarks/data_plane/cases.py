@@ -56,6 +56,7 @@ class Case:
     Attributes:
         unit: what the rate counts.
         always: whether it is measured with all numbers of members, and with changes.
+        share: the part of a slice's duration that suffices.
     """
 
     name: str
@@ -63,13 +64,14 @@ class Case:
     unit: str
     run: Callable[[Place, sides.Amphora | sides.Plain, float], tuple[float, float, dict[str, float]]]
     always: bool = True
+    share: float = 1.0
 
 
 def measured(place: Place, side: sides.Amphora | sides.Plain, case: Case, seconds: float, *, changing: bool) -> Slice:
     """Measure one slice of one side."""
     with _Changer(side, changing) as changer:
         before, others, begun = processor_seconds(side.haproxy), side.others_seconds(), time.monotonic()
-        units, lasted, more = case.run(place, side, seconds)
+        units, lasted, more = case.run(place, side, seconds * case.share)
         used, elapsed = processor_seconds(side.haproxy) - before, time.monotonic() - begun
         rest = (side.others_seconds() - others) / elapsed
     assert units, f"{case.name}: nothing was served by {side.name}"
@@ -214,10 +216,10 @@ CASES = (
     Case("TCP requests", kinds.TCP, "requests/s", _wrk(32), always=False),
     Case("TCP connections", kinds.TCP, "connections/s", _wrk(32, "/", *_CLOSE), always=False),
     Case("TCP throughput", kinds.TCP, "bodies/s", _wrk(8, "/large"), always=False),
-    Case("UDP packets", kinds.UDP, "packets/s", _datagrams("packets")),
-    Case("UDP bulk", kinds.UDP, "packets/s", _datagrams("bulk"), always=False),
-    Case("UDP segments", kinds.UDP, "packets/s", _datagrams("segments"), always=False),
-    Case("UDP flows", kinds.UDP, "flows/s", _datagrams("flows"), always=False),
+    Case("UDP packets", kinds.UDP, "packets/s", _datagrams("packets"), share=0.5),
+    Case("UDP bulk", kinds.UDP, "packets/s", _datagrams("bulk"), share=0.5, always=False),
+    Case("UDP segments", kinds.UDP, "packets/s", _datagrams("segments"), share=0.5, always=False),
+    Case("UDP flows", kinds.UDP, "flows/s", _datagrams("flows"), share=0.5, always=False),
 )
 
 

@@ -87,6 +87,7 @@ class Place:
         try:
             # The amphora inherits the processors of this thread.
             os.sched_setaffinity(0, self.balancing)
+            (folder / "amphora").mkdir()
             self.lab = Lab(f"pl{os.getpid()}", folder / "amphora", Authority("controllers"))
             self._closing.callback(self.lab.close)
             for task in Path("/proc/self/task").iterdir():

@@ -60,13 +60,19 @@ class Amphora:
         self._prepare(kind, members)
         self.push("remove")
         self._steps = itertools.cycle(STEPS)
-        if kind.udp:
-            self.haproxy = []
-        else:
-            processes = Processes(self._amphora)
-            processes.settled()
-            self.haproxy = [processes.master, *processes.workers]
-        yield
+        self.haproxy = [] if kind.udp else self._processes()
+        try:
+            yield
+        finally:
+            # Without a listener, HAProxy ends: the next kind begins without a replaced worker.
+            status, answer = self._amphora.push(next(self._place.lab.generations), None)
+            assert status == 200, answer
+
+    def _processes(self) -> list[int]:
+        found = Processes(self._amphora)
+        workers = found.workers
+        assert len(workers) == 1
+        return [found.master, *workers]
 
     def _prepare(self, kind: Kind, members: int) -> None:
         tree = kinds.tree(kind, members)
