@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from data_plane.kinds import Changes
+from data_plane.place import processors
 
 _OURS = Changes(
     process=("tune.ssl.default-dh-param 2048", "tune.ssl.cachesize 0"),
@@ -51,22 +52,17 @@ def _without(line: str) -> Changes:
 
 SETTINGS = (
     Setting("without `option splice-auto`", _without("option splice-auto"), ("throughput", "TCP throughput")),
-    Setting("`option splice-response`", _defaults("option splice-response"), ("throughput", "TCP throughput")),
-    Setting("without `option tcpka`", _without("option tcpka"), ("connections", "TCP connections")),
+    Setting("without `option tcpka`", _without("option tcpka"), ("connections",)),
     Setting("`option idle-close-on-response`", _defaults("option idle-close-on-response"), ("requests",)),
-    Setting("`http-reuse always`", _defaults("http-reuse always"), ("requests", "connections")),
-    Setting("`tune.bufsize 32768`", _process("tune.bufsize 32768"), ("requests", "throughput")),
+    Setting("`http-reuse always`", _defaults("http-reuse always"), ("connections",)),
+    Setting("`tune.bufsize 32768`", _process("tune.bufsize 32768"), ("throughput",)),
     Setting("`tune.maxaccept 200`", _process("tune.maxaccept 200"), ("connections",)),
-    Setting("`tune.runqueue-depth 50`", _process("tune.runqueue-depth 50"), ("requests", "latency")),
-    Setting("`tune.sched.low-latency on`", _process("tune.sched.low-latency on"), ("requests", "latency")),
+    Setting("`tune.runqueue-depth 50`", _process("tune.runqueue-depth 50"), ("requests",)),
+    Setting("`tune.sched.low-latency on`", _process("tune.sched.low-latency on"), ("latency",)),
     Setting("`busy-polling`", _process("busy-polling"), ("latency",)),
-    Setting("`tune.ssl.cachesize 20000`", _without("tune.ssl.cachesize 0"), ("TLS handshakes", "TLS resumed")),
-    Setting("`no-tls-tickets`", replace(_OURS, bind=" no-tls-tickets"), ("TLS handshakes", "TLS resumed")),
+    Setting("`tune.ssl.cachesize 20000`", _without("tune.ssl.cachesize 0"), ("TLS resumed",)),
+    Setting("`no-tls-tickets`", replace(_OURS, bind=" no-tls-tickets"), ("TLS resumed",)),
     Setting("`tune.ssl.maxrecord 1400`", _process("tune.ssl.maxrecord 1400"), ("TLS requests",)),
-    Setting("`nbthread 2`", _process("nbthread 2"), ("requests", "connections", "TLS handshakes")),
-    Setting(
-        f"`{_UDP_GRO} on`",
-        replace(_OURS, offloads=(_GRO, "on", _UDP_GRO, "on")),
-        ("UDP packets", "UDP bulk", "UDP segments"),
-    ),
+    Setting("one thread more", _process(f"nbthread {len(processors()[0]) + 1}"), ("requests", "connections")),
+    Setting(f"`{_UDP_GRO} on`", replace(_OURS, offloads=(_GRO, "on", _UDP_GRO, "on")), ("UDP packets", "UDP bulk")),
 )
