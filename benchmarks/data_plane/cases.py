@@ -208,6 +208,7 @@ CASES = (
     Case("requests", kinds.HTTP, "requests/s", _wrk(32)),
     Case("latency", kinds.HTTP, "requests/s", _wrk(2)),
     Case("connections", kinds.HTTP, "connections/s", _wrk(32, "/", *_CLOSE)),
+    Case("medium bodies", kinds.HTTP, "bodies/s", _wrk(32, "/medium"), always=False),
     Case("throughput", kinds.HTTP, "bodies/s", _wrk(8, "/large")),
     Case("TLS handshakes", kinds.TLS, "handshakes/s", _handshakes),
     Case("TLS requests", kinds.TLS, "requests/s", _wrk(32), always=False),

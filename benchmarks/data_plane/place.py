@@ -27,7 +27,7 @@ from amphora_agent.network import sysctls
 PLAIN, OTHER = "198.51.100.6", "198.51.100.7"
 """The addresses of plain HAProxies. The second one is for comparisons of two configurations."""
 MEMBER_PORT, UDP_MEMBER_PORT = 80, 5353
-LARGE_BYTES = 262_144
+MEDIUM_BYTES, LARGE_BYTES = 20_000, 262_144
 _GATEWAY = "198.51.100.1"
 _MEMBERS = """\
 global
@@ -43,6 +43,7 @@ defaults
 frontend members
     bind 0.0.0.0:{port}
     http-request return status 200 content-type application/octet-stream file {folder}/large if {{ path /large }}
+    http-request return status 200 content-type text/plain file {folder}/medium if {{ path /medium }}
     http-request return status 200 content-type text/plain file {folder}/small
 """
 
@@ -121,6 +122,7 @@ class Place:
         for namespace in (members, client):
             sysctls.apply_settings(self.network.thread("mem" if namespace == members else "cl"))
         (self.folder / "small").write_bytes(b"x" * 1024)
+        (self.folder / "medium").write_bytes(b"x" * MEDIUM_BYTES)
         (self.folder / "large").write_bytes(b"x" * LARGE_BYTES)
         self._closing.enter_context(self.haproxy("mem", "members", _MEMBERS.format(folder=self.folder, port=80)))
 

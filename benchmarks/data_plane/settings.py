@@ -14,7 +14,14 @@ from data_plane.place import processors
 
 _OURS = Changes(
     process=("tune.ssl.default-dh-param 2048", "tune.ssl.cachesize 0"),
-    defaults=("retries 3", "option redispatch", "option dontlognull", "option tcpka", "option splice-auto"),
+    defaults=(
+        "retries 3",
+        "option redispatch",
+        "option dontlognull",
+        "option tcpka",
+        "option splice-auto",
+        "option splice-response",
+    ),
 )
 AMPHORA = _OURS
 """The lines of an amphora that can change the speed (`amphora_agent/templates`)."""
@@ -51,7 +58,11 @@ def _without(line: str) -> Changes:
 
 
 SETTINGS = (
-    Setting("without `option splice-auto`", _without("option splice-auto"), ("throughput", "TCP throughput")),
+    Setting(
+        "without `option splice-response`",
+        _without("option splice-response"),
+        ("requests", "medium bodies", "throughput", "TCP throughput"),
+    ),
     Setting("without `option tcpka`", _without("option tcpka"), ("connections",)),
     Setting("`option idle-close-on-response`", _defaults("option idle-close-on-response"), ("requests",)),
     Setting("`http-reuse always`", _defaults("http-reuse always"), ("connections",)),
