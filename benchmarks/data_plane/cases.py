@@ -36,7 +36,7 @@ class Slice:
     Attributes:
         p50: latency in milliseconds; None if it is not measured.
         others: processors that the rest of the amphora has used (agent, checks of configurations).
-        changes: the number of member changes in the slice.
+        changes: member changes per second.
         errors: failed units.
     """
 
@@ -45,7 +45,7 @@ class Slice:
     p50: float | None = None
     p99: float | None = None
     others: float = 0.0
-    changes: int = 0
+    changes: float = 0.0
     errors: int = 0
 
 
@@ -77,7 +77,9 @@ def measured(place: Place, side: sides.Amphora | sides.Plain, case: Case, second
     assert units, f"{case.name}: nothing was served by {side.name}"
     cost = more.pop("cpu", used) / units * 1e6
     latency = {name: more[name] for name in ("p50", "p99") if name in more}
-    return Slice(units / lasted, cost, others=rest, changes=changer.made, errors=int(more.get("errors", 0)), **latency)
+    return Slice(
+        units / lasted, cost, others=rest, changes=changer.made / elapsed, errors=int(more.get("errors", 0)), **latency
+    )
 
 
 class _Changer:
