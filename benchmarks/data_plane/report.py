@@ -48,36 +48,39 @@ def _machine(found: dict[str, Any]) -> list[str]:
 
 def _compared(found: Sequence[dict[str, Any]], *, changing: bool) -> list[str]:
     lines = [
-        "Rates are medians. *Ratio* is the median of the pairs' ratios, amphora to plain; the target is at least",
+        "Rates count requests, connections, handshakes, packets or bodies per second. *Medium bodies* have 20 kB, those",
+        "of *throughput* 256 KiB. Rates are medians. *Ratio* is the median of the pairs' ratios, amphora to plain; the target is at least",
         f"{TARGET}. *Cost* is the processor time of HAProxy for one unit in microseconds (for UDP: of the sender, in",
         "which the kernel forwards). The ratio of costs is plain to amphora, so that more is better in both columns.",
         "",
     ]
-    head = ["", "members", "amphora", "plain", "unit", "ratio", "cost", "plain", "ratio", "p50, p99 ms", "plain"]
+    head = ["", "members", "amphora", "plain", "ratio", "cost: amphora", "plain", "ratio"]
     rows = [_row(one, changing=changing) for one in found]
     if changing:
         lines[-1:] = ["*Others* is the number of processors that the rest of the amphora uses.", ""]
         head += ["changes/s", "others"]
-    return lines + _table(head, rows)
+    timed = [one for one in found if one["case"] == "latency"]
+    latency = [[f"{one['members']:,}", *_latency(one["first"]), *_latency(one["second"])] for one in timed]
+    lines += _table(head, rows)
+    if not latency:
+        return lines
+    lines += ["Latency in milliseconds, with two connections:", ""]
+    return lines + _table(["members", "amphora: p50", "p99", "plain: p50", "p99"], latency)
 
 
 def _row(one: dict[str, Any], *, changing: bool) -> list[str]:
     first, second = one["first"], one["second"]
-    row = [one["case"], f"{one['members']:,}"]
-    row += [f"{_median(first, 'rate'):,.0f}", f"{_median(second, 'rate'):,.0f}", one["unit"]]
+    row = [one["case"], f"{one['members']:,}", f"{_median(first, 'rate'):,.0f}", f"{_median(second, 'rate'):,.0f}"]
     row += [_marked(_ratio(first, second, "rate"))]
     row += [f"{_median(first, 'cost'):.2f}", f"{_median(second, 'cost'):.2f}"]
     row += [_marked(_ratio(second, first, "cost"))]
-    row += [_latency(first), _latency(second)]
     if changing:
         row += [f"{_median(first, 'changes'):.1f}", f"{_median(first, 'others'):.2f}"]
     return row
 
 
-def _latency(slices: Sequence[dict[str, Any]]) -> str:
-    if slices[0]["p50"] is None:
-        return ""
-    return f"{_median(slices, 'p50'):.2f}, {_median(slices, 'p99'):.2f}"
+def _latency(slices: Sequence[dict[str, Any]]) -> list[str]:
+    return [f"{_median(slices, name):.2f}" for name in ("p50", "p99")]
 
 
 def _median(slices: Iterable[dict[str, Any]], name: str) -> float:
