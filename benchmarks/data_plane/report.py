@@ -39,7 +39,7 @@ def write(results: Results, docs: Path) -> None:
 
 def _machine(found: dict[str, Any]) -> list[str]:
     where = f"the balancer has {found['balancing']}, client and members have {found['loading']}"
-    slices = f"Each slice lasts {found['seconds']:g} s, with {found['pairs']} pairs of slices for each row."
+    slices = f"Each slice lasts {found['seconds']:g} s, and each row has {found['pairs']} pairs of slices."
     return [
         f"HAProxy {found['haproxy']}, Linux {found['kernel']}, {found['processors']} processors: {where}.",
         f"{slices} Load average before the run: {found['load']:.1f}.",
@@ -48,10 +48,11 @@ def _machine(found: dict[str, Any]) -> list[str]:
 
 def _compared(found: Sequence[dict[str, Any]], *, changing: bool) -> list[str]:
     lines = [
-        "Rates count requests, connections, handshakes, packets or bodies per second. *Medium bodies* have 20 kB, those",
-        "of *throughput* 256 KiB. Rates are medians. *Ratio* is the median of the pairs' ratios, amphora to plain; the target is at least",
-        f"{TARGET}. *Cost* is the processor time of HAProxy for one unit in microseconds (for UDP: of the sender, in",
-        "which the kernel forwards). The ratio of costs is plain to amphora, so that more is better in both columns.",
+        "Rates count requests, connections, handshakes, packets or bodies per second. *Medium bodies* have 20 kB,",
+        "those of *throughput* 256 KiB. Rates are medians. *Ratio* is the median of the pairs' ratios, amphora to",
+        f"plain; the target is at least {TARGET}. *Cost* is the processor time of HAProxy for one unit in microseconds",
+        "(for UDP: of the sender, in which the kernel forwards). The ratio of costs is plain to amphora, so that more",
+        "is better in both columns.",
         "",
     ]
     head = ["", "members", "amphora", "plain", "ratio", "cost: amphora", "plain", "ratio"]
