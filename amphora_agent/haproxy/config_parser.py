@@ -136,6 +136,11 @@ class Section:
         own = any(line.refusal is not None for line in (self.head, *self.lines))
         return own or any(server.line.refusal is not None for server in self.servers)
 
+    @cached_property
+    def files(self) -> frozenset[tuple[str, str]]:
+        """The files of all servers, each with its keyword."""
+        return frozenset(file for server in self.servers for file in server.files)
+
     @property
     def object_id(self) -> str | None:
         return self.name.partition(":")[0] or None
@@ -173,7 +178,7 @@ class Configuration:
 
     @cached_property
     def server_files(self) -> frozenset[tuple[str, str]]:
-        return frozenset(file for section in self.sections for server in section.servers for file in server.files)
+        return frozenset().union(*(section.files for section in self.sections))
 
     def _row(self, number: int) -> Row:
         return self.rows[number - 1] if 0 < number <= len(self.rows) else None
@@ -333,7 +338,33 @@ def _section(rows: Sequence[Row], begin: int, end: int, former: Mapping[tuple[st
     servers = tuple([row for row in body if isinstance(row, Server)])
     if (was := former.get((kind, name))) is not None:
         lines, servers = _reuse_if_same(was.lines, lines), _reuse_if_same(was.servers, servers)
-    return Section(kind, name, head, lines, servers, number=begin + 1)
+    section = Section(kind, name, head, lines, servers, number=begin + 1)
+    if was is not None and not was.refused and not was.files:
+        _derive(section, _different(was.servers, servers))
+    return section
+
+
+def _derive(section: Section, different: Sequence[Server]) -> None:
+    """Set the cached properties of a section whose other servers are allowed and have no files.
+
+    Without this, one changed server among 10,000 would take two milliseconds.
+    """
+    rows = (section.head, *section.lines, *(server.line for server in different))
+    refused = any(line.refusal is not None for line in rows)
+    files = frozenset(file for server in different for file in server.files)
+    vars(section).update(refused=refused, files=files)
+
+
+def _different(old: Sequence[Server], new: Sequence[Server]) -> Sequence[Server]:
+    """Return the new servers between the common servers at the start and at the end."""
+    first = _common_length(old, new)
+    last = min(_common_length(old[::-1], new[::-1]), len(new) - first)
+    return new[first : len(new) - last]
+
+
+def _common_length(old: Sequence[Server], new: Sequence[Server]) -> int:
+    same = list(map(is_, old, new))
+    return len(same) if all(same) else same.index(False)
 
 
 _Item = TypeVar("_Item", Line, Server)

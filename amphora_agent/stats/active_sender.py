@@ -66,10 +66,12 @@ class Sender:
         raise NotImplementedError
 
     def _run(self) -> None:
-        due = time.monotonic()
+        due = sample_due = time.monotonic()
         while not self._stopping.is_set():
             try:
-                self._collector.sample()
+                if time.monotonic() >= sample_due:
+                    self._collector.sample()
+                    sample_due = time.monotonic() + self._collector.pause
                 if self._is_requested() or time.monotonic() >= due:
                     due = time.monotonic() + self._settings.interval
                     self._send()

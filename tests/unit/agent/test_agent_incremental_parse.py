@@ -112,3 +112,32 @@ def test_a_reference_to_another_backend_causes_a_full_parse(keywords):
 def test_a_small_backend_is_parsed_completely():
     text = HEAD + many(count=MIN_SERVERS - 1)
     assert omit_checked_servers(text, parse(text), parse(text)) == text
+
+
+SERVERS = [
+    "    server a 192.0.2.1:80 weight 1",
+    "    server b 192.0.2.2:80 ssl verify none crt tls/1/client.pem",
+    "    server c 192.0.2.3:80 source 192.0.2.9 interface eth0",
+    "    server d 192.0.2.4:80 check",
+    "    http-request lua.run",
+    "    balance roundrobin",
+]
+
+
+@given(*[st.lists(st.sampled_from(SERVERS), max_size=6)] * 3)
+def test_a_similar_text_has_the_same_refusals_and_files(first, second, third):
+    """The parser derives both from the section before. A forbidden line never passes because of an allowed one."""
+    known = None
+    for lines in (first, second, third):
+        text = HEAD + "backend b\n" + "\n".join(lines)
+        found, fresh = parse(text, known), parse(text)
+        assert [one.refused for one in found.sections] == [one.refused for one in fresh.sections]
+        assert found.server_files == fresh.server_files
+        known = found
+
+
+def test_the_examples_have_refused_lines_and_files():
+    fresh = parse(HEAD + "backend b\n" + "\n".join(SERVERS))
+    assert fresh.sections[-1].refused
+    assert fresh.server_files
+    assert not parse(HEAD + "backend b\n" + SERVERS[0]).sections[-1].refused

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from amphora_agent.errors import HaproxyError
 from amphora_agent.haproxy import worker_replacement
 from amphora_agent.haproxy.config_parser import parse
 from amphora_agent.haproxy.process import Haproxy
+from amphora_agent.haproxy.runtime_commands import ActionRunner
 from amphora_agent.haproxy.runtime_state import ServerState
 from amphora_agent.haproxy.worker_replacement import drain_commands, ready_command
 
@@ -81,3 +83,16 @@ def test_a_timeout_ends_the_commands_and_a_refusal_does_not(monkeypatch, answers
     monkeypatch.setattr(worker_replacement, "drain_commands", lambda *_: given)
     told = Haproxy._drain_removed_servers(SimpleNamespace(worker=SimpleNamespace(ask=ask)), "", wanted())
     assert heard == told == given[:asked]
+
+
+def test_the_connections_of_few_and_of_many_servers_are_found():
+    """Few servers are searched, many are read line by line. A name may be the beginning of another one."""
+    names = [f"s{number}" for number in range(30)]
+    head = "# bkname/svname bkid/svid addr port - purge_delay used_cur used_max\n"
+    answer = head + "".join(
+        f"p:b/{name} 3/{number} 127.0.0.1 80 - 5000 {number} 0\n" for number, name in enumerate(names)
+    )
+    runner = ActionRunner(SimpleNamespace(ask=lambda _: answer), None, None, Path("/"))
+    expected = {name: (("3", str(number)), number) for number, name in enumerate(names)}
+    assert runner._usage("p:b", set(names)) == expected
+    assert runner._usage("p:b", {"s2", "s29", "other"}) == {name: expected[name] for name in ("s2", "s29")}

@@ -21,12 +21,14 @@ class Collector:
     """One pool with many members."""
 
     is_large = False
+    pause = 0.0
 
     def __init__(self):
         self.members = dict.fromkeys(MEMBERS, "UP")
+        self.samples = 0
 
     def sample(self):
-        pass
+        self.samples += 1
 
     def statuses(self):
         return {"pool:listener": dict(self.members)}
@@ -132,3 +134,13 @@ def test_the_first_heartbeat_to_a_new_target_is_complete(paths, receiving, colle
     assert [read(receiving).report.full for _ in range(2)] == [None, 1]
     for link in sender._sockets.values():
         link.close()
+
+
+def test_heartbeats_continue_during_the_pause_between_two_samples(paths, receiving, collector):
+    collector.pause = 60.0
+    sender = HeartbeatSender(settings_for(receiving), paths, collector, lambda: 1, lambda: None, dict)
+    sender.start()
+    for _ in range(5):
+        read(receiving)
+    sender.close()
+    assert collector.samples == 1

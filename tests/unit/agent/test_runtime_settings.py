@@ -213,6 +213,7 @@ class Collector:
     """A collector without HAProxy."""
 
     is_large = False
+    pause = 0.0
 
     def sample(self):
         pass

@@ -40,7 +40,7 @@ FLOWS = (
 )
 CALLS = ("member_create", "listener_create", "listener_create_tls", "loadbalancer_create", "pool_create")
 PROGRAMS = (
-    "agent_footprint", "apply_latency", "cluster_polling", "failover", "fleet", "heartbeats", "latency",
+    "agent_footprint", "apply_latency", "cluster_polling", "dataplane", "failover", "fleet", "heartbeats", "latency",
     "periodic_work", "status_calls",
 )  # fmt: skip
 
