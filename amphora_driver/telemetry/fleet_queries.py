@@ -75,7 +75,6 @@ _FAILOVER = tables_fleet.failover
 _EVENT = tables_fleet.failover_event
 
 
-
 class _BalancerRow(msgspec.Struct, frozen=True, array_like=True):
     """A load balancer or a pool of spares, in the order of the columns."""
 
@@ -340,7 +339,9 @@ def read_name_and_addresses(body: str | None) -> tuple[str | None, tuple[str, ..
     return found.name, tuple(vip.address for vip in (found.vip, *found.additional_vips) if vip.address)
 
 
-def _build_pools(rows: Iterable[_BalancerRow], amphorae: Iterable[AmphoraInfo], configured: int) -> tuple[SparePoolInfo, ...]:
+def _build_pools(
+    rows: Iterable[_BalancerRow], amphorae: Iterable[AmphoraInfo], configured: int
+) -> tuple[SparePoolInfo, ...]:
     kept: dict[str, list[AmphoraInfo]] = {}
     for one in amphorae:
         if one.role == SPARE:

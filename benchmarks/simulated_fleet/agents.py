@@ -6,7 +6,8 @@
 Each amphora has a loopback address, a certificate and a heartbeat key of its own. One TCP socket listens on all
 addresses: the agent of a connection follows from the address that the client has chosen, and the TLS handshake shows
 the certificate of the amphora that the client expects. A client without a certificate of the controllers is refused.
-An amphora without `has_power` sends no heartbeats and reads no data. The amphorae of a pair elect the holder of the VIPs.
+An amphora without `has_power` sends no heartbeats and reads no data. The amphorae of a pair elect the
+holder of the VIPs.
 
 `FOLDER/agents.json` has the options, `FOLDER/amphorae.jsonl` the amphorae, `FOLDER/control` is the socket for commands.
 """

@@ -56,7 +56,7 @@ class Program:
 
 @dataclass
 class Options:
-    """The options of a deployment: kind of the database, heartbeat interval, largest number of controllers, and others."""
+    """The options of a deployment: database, heartbeat interval, largest number of controllers, and others."""
 
     database: str = "mariadb"
     interval: float = 10.0

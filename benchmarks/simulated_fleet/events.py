@@ -48,7 +48,9 @@ def renew_certificates(deployment: Deployment, seconds: float, balancers: int) -
         ids = [shape.identifier("lb", number) for number in range(balancers)]
         begun = time.time()
         due = rows.write(
-            amphora.update().where(amphora.c.load_balancer_id.in_(ids)).values(certificate_issued_at=begun - 6.9 * 86400)
+            amphora.update()
+            .where(amphora.c.load_balancer_id.in_(ids))
+            .values(certificate_issued_at=begun - 6.9 * 86400)
         )
         before = at_rest.read_cpu(deployment)
         spread = at_rest.watch_agents(deployment, seconds)["renewals"]
@@ -185,7 +187,9 @@ def _count_lines(deployment: Deployment) -> dict[str, int]:
     return {name: len(re.findall(b"\n", one.log.read_bytes())) for name, one in deployment.programs.items()}
 
 
-def _used(deployment: Deployment, before: dict[str, float], seconds: float, *, database: bool = True) -> dict[str, float]:
+def _used(
+    deployment: Deployment, before: dict[str, float], seconds: float, *, database: bool = True
+) -> dict[str, float]:
     now = at_rest.read_cpu(deployment, database=database)
     return {name: (value - before.get(name, 0.0)) / seconds for name, value in now.items()}
 
@@ -198,4 +202,3 @@ def wait(is_met: Callable[[], bool], patience: float) -> float | None:
             return time.monotonic() - begun
         time.sleep(_EVERY)
     return None
-

@@ -28,12 +28,14 @@ def describe_changes(found: dict[str, Any], database: str, size: int) -> list[st
     options, alone = found["options"], found["alone"]
     hints = "RabbitMQ and local sockets" if options["broker"] else "local sockets"
     lines = [f"## Changes of members, {database}, {size:,} load balancers", ""]
+    rate = f"{found['per_minute']:g} changes in a minute of {found['balancers']} load balancers"
     lines += [
-        f"{found['per_minute']:g} changes in a minute of {found['balancers']} load balancers, {found['controllers']} "
-        f"controllers, hints over {hints}.",
+        f"{rate}, {found['controllers']} controllers, hints over {hints}.",
         f"The large load balancer has {found['members']:,} members, and changes without a pause.",
-        "*Served* is the time until the last amphora has applied the change, *confirmed* until the controller has "
-        "recorded it.",
+        (
+            "*Served* is the time until the last amphora has applied the change, *confirmed* until the controller has "
+            "recorded it."
+        ),
         "Load average: " + ", ".join(f"{found[one]['load_average']:.1f}" for one in _PARTS) + ".",
         "",
     ]
@@ -46,11 +48,11 @@ def describe_changes(found: dict[str, Any], database: str, size: int) -> list[st
     rows += [["call of the driver: p50, p99, longest (ms)", *(_milliseconds(found[one]["call"]) for one in _PARTS)]]
     rows += [["failed; not served", *(f"{found[one]['failures']}; {found[one]['not_served']}" for one in _PARTS)]]
     for name, text in {"due": "jobs without a controller", "running": "jobs at work", "unreported": "outbox"}.items():
-        rows.append(
-            [f"largest number: {text}", *(str(found[one]["samples"]["largest"][name]) for one in _PARTS)]
-        )
+        rows.append([f"largest number: {text}", *(str(found[one]["samples"]["largest"][name]) for one in _PARTS)])
     if alone["locks"]:
-        rows.append(["waits for row locks (number; longest since the start, s)", *(_locks(found[one]) for one in _PARTS)])
+        rows.append(
+            ["waits for row locks (number; longest since the start, s)", *(_locks(found[one]) for one in _PARTS)]
+        )
     rows.append(["longest wait of the provider for a lock (s)", *(_own_wait(found[one]) for one in _PARTS)])
     rows += [
         [f"processor: {text}", *(f"{found[one]['cpu'][name]:.2f}" for one in _PARTS)]
@@ -118,8 +120,8 @@ def _rotation(found: dict[str, Any]) -> list[list[str]]:
         ["rotation: load balancers at once; largest number; failed",
          f"{found['at_once']}; {found['samples']['largest']['rotating']}; {found['failed']}"],
         ["rotation: load balancers in a minute", f"{rate:.0f}"],
-        ["rotation: one load balancer, p50; longest (s)", f"{found['each'].get('p50', 0):.1f}; "
-         f"{found['each'].get('most', 0):.1f}"],
+        ["rotation: one load balancer, p50; longest (s)", (f"{found['each'].get('p50', 0):.1f}; "
+         f"{found['each'].get('most', 0):.1f}")],
         ["rotation: processors of the first controller; database",
          f"{found['cpu']['controller0']:.2f}; {found['cpu'].get('database', 0):.2f}"],
     ]  # fmt: skip
