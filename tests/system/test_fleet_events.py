@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Changes and events in a simulated fleet, with three controllers on MariaDB and the real octavia-driver-agent.
 
-The scenarios are those of `benchmarks/fleet.py`, shorter and smaller. The tests assert numbers and ratios, and no times.
-They share one fleet, in the order of this file.
+The scenarios are those of `benchmarks/fleet.py`, shorter and smaller. The tests assert numbers and ratios. They share
+one fleet, in the order of this file.
 """
 
 import importlib
@@ -66,9 +66,10 @@ def test_a_large_load_balancer_delays_no_other_one(fleet):
 def test_renewals_are_spread(fleet):
     due, seconds = NUMBER * 3 // 4, 35.0
     found = fleet.events.renew_certificates(fleet.deployment, seconds, due)
-    # Housekeeping makes at most 100 load balancers due in 30 s, also if more are due. They have two amphorae each.
-    assert 0 < found["renewed"] <= 2 * 2 * 100 < found["due"] + 2 * 100
-    assert sum(found["spread"]) >= found["renewed"]
+    # Housekeeping makes at most 100 load balancers due in 30 s, also if more are due. They have two amphorae at most.
+    spread = found["spread"]
+    most = max(sum(spread[begin : begin + 25]) for begin in range(len(spread)))
+    assert 0 < most <= 2 * 100 < found["due"], spread
 
 
 @pytest.mark.lasts(300)
