@@ -17,6 +17,7 @@ from __future__ import annotations
 import heapq
 import logging
 import random
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -475,7 +476,7 @@ def _compute_write(current: _CurrentReports) -> _PendingWrite:
         for object_id, one in statuses.items()
         if written.get(object_id) is not one.status
     ]
-    computed = {object_id: one.status for object_id, one in statuses.items()}
+    computed = {sys.intern(object_id): one.status for object_id, one in statuses.items()}
     return _PendingWrite(state, computed, Entry(current.load_balancer_id, observations))
 
 
