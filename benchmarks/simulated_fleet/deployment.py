@@ -242,6 +242,7 @@ class Deployment:
         agents |= {"targets": [f"127.0.0.1:{self.health_port}"], "client_ca": str(etc / "controller_ca.pem")}
         agents |= {"ca_certificate": str(etc / "amphora_ca.pem"), "ca_private_key": str(etc / "amphora_ca.key")}
         (self.folder / "agents.json").write_text(json.dumps(agents))
+        octavia = None if self.options.rows_only else self._write_octavia_rows(number, members)
         migrate.upgrade(self.urls["operator"])
         sys.path.append(str(self.folder / "plugins"))
         database = self.open_database()
@@ -251,17 +252,20 @@ class Deployment:
             count = rows.insert(number, members, bundles=not self.options.rows_only)
         finally:
             database.dispose()
-        if self.options.rows_only:
+        if octavia is None:
             return count
-        made = subprocess.run(
-            [sys.executable, "-m", "simulated_fleet.octavia_rows", str(number), json.dumps(members or {})],
-            env=self.environment(self.configuration), capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        assert made.returncode == 0, made.stderr[-3000:]
+        _, errors = octavia.communicate()
+        assert octavia.returncode == 0, errors[-3000:]
         if self.options.database == "mariadb":
             for database_name in ("fleet", "octavia"):
                 _execute(self.counters_url, f"ANALYZE TABLE {', '.join(_tables(self.counters_url, database_name))}")
         return count
+
+    def _write_octavia_rows(self, number: int, members: dict[int, int] | None) -> subprocess.Popen[str]:
+        """Start the process that writes Octavia's rows, beside those of the provider."""
+        words = ["-m", "simulated_fleet.octavia_rows", str(number), json.dumps(members or {})]
+        environment = self.environment(self.configuration)
+        return subprocess.Popen([sys.executable, *words], env=environment, stderr=subprocess.PIPE, text=True)
 
     def _write_entry_points(self) -> None:
         folder = self.folder / "plugins/simulated_fleet-0.dist-info"

@@ -11,7 +11,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from amphora_driver.database.tables import amphora, amphora_heartbeat, job
-from amphora_driver.database.tables_fleet import circuit_breaker, failover, rotation_item, silent_amphora
+from amphora_driver.database.tables_fleet import circuit_breaker, failover, rotation, rotation_item, silent_amphora
 from amphora_driver.store import circuit_breaker as breakers
 from simulated_fleet import at_rest, changes, sampling, shape
 from simulated_fleet.deployment import Deployment, is_healthy
@@ -72,7 +72,8 @@ def rotate(deployment: Deployment, seconds: float, at_once: int) -> dict[str, An
             commands["rotation show"] = at_rest.run_command(deployment, "rotation", "show")
             done = rows.all(sa.select(rotation_item).where(rotation_item.c.state == "done"))
             passed = time.time() - begun
-            at_rest.run_command(deployment, "rotation", "abort", "1")
+            newest = rows.all(sa.select(sa.func.max(rotation.c.id)))[0][0]
+            at_rest.run_command(deployment, "rotation", "abort", str(newest))
             settled = wait(lambda: not rows.count(rotation_item, rotation_item.c.state == "running"), 120.0)
         failed = rows.count(rotation_item, rotation_item.c.state == "failed")
         lasted = [row.ended_at - row.begun_at for row in done]
@@ -119,6 +120,7 @@ def lose_amphorae(deployment: Deployment, number: int, patience: float) -> dict[
             closed = time.time()
             found["replaced"] = wait(lambda: not rows.count(amphora, amphora.c.id.in_(lost)), patience)
             found["replacing_seconds"] = time.time() - closed
+            wait(lambda: not rows.count(failover, failover.c.ended_at.is_(None)), patience)
             served = rows.all(sa.select(failover).where(failover.c.begun_at >= begun))
         found["failovers"] = len(served)
         found["unserved"] = sum(row.served_at is None for row in served)
