@@ -32,6 +32,18 @@ def _compile(element: Any, compiler: Any, **options: Any) -> str:
     return f"json_array({compiler.process(element.clauses, **options)})"
 
 
+@compiles(_JsonRow, "sqlite")
+def _compile_sqlite(element: Any, compiler: Any, **options: Any) -> str:
+    # SQLite's JSON has 15 digits of a number, but a time in seconds with microseconds has 16.
+    values = []
+    for clause in element.clauses:
+        value = compiler.process(clause, **options)
+        if isinstance(clause.type, sa.Float):
+            value = f"json(CASE WHEN {value} IS NULL THEN 'null' ELSE printf('%!.17g', {value}) END)"
+        values.append(value)
+    return f"json_array({', '.join(values)})"
+
+
 @compiles(_JsonRow, "postgresql")
 def _compile_postgresql(element: Any, compiler: Any, **options: Any) -> str:
     return f"CAST(json_build_array({compiler.process(element.clauses, **options)}) AS TEXT)"

@@ -22,6 +22,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
     drifts: bool | int | None
     confirmed: int
     created_at: float
+    booted_at: float | None
     certificate_authority: int | None
 
 
@@ -39,7 +40,8 @@ def fill(connection, number, texts=("x",)):
             "reason": texts[place % len(texts)],
             "drifts": (None, True, False)[place % 3],
             "confirmed": 2**53 - place,
-            "created_at": 1_234_567_890.25 + place,
+            "created_at": 1_764_290_000.123456 + place,
+            "booted_at": (None, 0.0, -1.5, 1e300)[place % 4],
             "certificate_authority": None if place % 2 else place,
         }
         for place in range(number)
@@ -51,8 +53,10 @@ def fill(connection, number, texts=("x",)):
 def test_values_arrive_unchanged(any_database):
     expected = any_database.write(lambda connection: fill(connection, 600, TEXTS))
     found = any_database.read(lambda connection: read_rows(connection, query(), Row))
-    told = {row.id: (row.reason, row.confirmed, row.created_at, row.certificate_authority) for row in found}
-    names = ("reason", "confirmed", "created_at", "certificate_authority")
+    told = {
+        row.id: (row.reason, row.confirmed, row.created_at, row.booted_at, row.certificate_authority) for row in found
+    }
+    names = ("reason", "confirmed", "created_at", "booted_at", "certificate_authority")
     assert told == {row["id"]: tuple(row[name] for name in names) for row in expected}
     flags = {row.id: None if row.drifts is None else bool(row.drifts) for row in found}
     assert flags == {row["id"]: row["drifts"] for row in expected}
