@@ -66,7 +66,7 @@ def join_rows(
         return query
     # The id after the last permitted row is found in the index, so the server does not sort whole rows.
     after = sa.select(key).order_by(key).limit(1).offset(limit).correlate(None).scalar_subquery()
-    return query.where(key < sa.func.coalesce(after, "~"))
+    return query.where(sa.or_(after.is_(None), key < after))
 
 
 def read_rows(connection: sa.Connection, query: sa.Select[Any], kind: type[T]) -> list[T]:
