@@ -64,6 +64,7 @@ def test_the_others_take_the_parts_of_an_agent_that_ends(database):
 def test_parts_of_a_living_agent_that_reports_nothing_do_not_stay_free(database):
     agents = join(database, "a", "b")
     look(agents)
+    look(agents)
     agents[1].release()
     numbers = [len(agents[0].parts()) for _ in range(8)]
     assert numbers[0] == 8, "the other agent has time to take its parts again"
