@@ -32,8 +32,8 @@ def fleet(tmp_path_factory):
     """A fleet at rest, and the modules of the benchmark."""
     with bench_harness.importable():
         modules = {name: importlib.import_module(f"simulated_fleet.{name}") for name in MODULES}
-        options = modules["deployment"].Options(interval=2.0, controllers=3)
-        made = modules["deployment"].Deployment(tmp_path_factory.mktemp("f"), options)
+        module = modules.pop("deployment")
+        made = module.Deployment(tmp_path_factory.mktemp("f"), module.Options(interval=2.0, controllers=3))
         with made.run(NUMBER, {modules["changes"].LARGE: MEMBERS}):
             made.start_all(controllers=1)
             modules["at_rest"].settle(made)
@@ -95,8 +95,8 @@ def test_an_outage_of_the_database_causes_no_work(fleet):
     found = fleet.events.stop_database(fleet.deployment, SECONDS)
     assert (found["failovers"], found["silent"], found["lost"]) == (0, 0, 0)
     for name, used in found["cpu"].items():
-        # No process waits in a busy loop. Reconnections and log lines cost less than the usual work.
-        assert used < 2 * rest["cpu"][name] + 0.1, (name, used, rest["cpu"])
+        # A process in a busy loop would use a whole processor. Attempts to connect use a small part of one.
+        assert used < 2 * rest["cpu"][name] + 0.3, (name, used, rest["cpu"])
     for name, (before, after) in found["memory"].items():
         assert after < 1.25 * before, (name, found["memory"])
     assert found["change"]["failed"] == []
