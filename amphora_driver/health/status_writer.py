@@ -30,13 +30,13 @@ from amphora_driver.errors import UnknownObject
 from amphora_driver.health import statistics
 from amphora_driver.health.amphora_findings import AmphoraFindings
 from amphora_driver.health.amphora_reports import AmphoraReports, LastReport
-from amphora_driver.health.recent_trees import RecentTrees
 from amphora_driver.health.stale_connections import StaleConnections
 from amphora_driver.health.status import ListenerReport, Report, operating_statuses
 from amphora_driver.health.write_batch import BatchWriter, Entry, Written, plain
 from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.model.enums import Operating
 from amphora_driver.model.loadbalancer import LoadBalancer
+from amphora_driver.render.cache import Cache
 from amphora_driver.store import amphorae, desired_objects, status_outbox
 from amphora_driver.store.amphorae import LastHeartbeat, ServingState
 
@@ -56,6 +56,8 @@ _PART = 100
 # A flush starts no further part after this number of seconds. Statistics wait then, and other load balancers wait for
 # the next flush.
 _FLUSH_SECONDS = 1.0
+# Maximum number of objects of load balancers in memory. An object takes about 500 bytes.
+_MAX_TREE_OBJECTS = 20_000
 # A flush writes at most about this number of rows of statistics.
 _MAX_STATISTICS = 5000
 
@@ -184,7 +186,8 @@ class StatusWriter:
         self._is_overloaded = is_overloaded
         self._batches = BatchWriter(database)
         self._states: dict[str, _LoadBalancerState] = {}
-        self._trees = RecentTrees()
+        # The load balancers whose statuses were computed last. Their number of objects is limited.
+        self._trees: Cache[LoadBalancer] = Cache(_MAX_TREE_OBJECTS)
         # Load balancer id by amphora id, as read from the database last.
         self._owners: dict[str, str] = {}
         # Amphorae with heartbeats since the last flush to the database.
@@ -359,7 +362,7 @@ class StatusWriter:
         served = min(newest, one.generation)
         if served > state.served:
             # A new generation may contain objects without statuses in the database, so all statuses are computed again.
-            self._trees.forget(load_balancer_id)
+            self._trees.drop(load_balancer_id)
             tree = self._load_tree(connection, load_balancer_id)
             state.listeners = None if tree is None else frozenset(listener.id for listener in tree.listeners)
             state.served, state.statuses = served, {}
@@ -383,7 +386,7 @@ class StatusWriter:
                 tree = desired_objects.load_tree(connection, load_balancer_id)
             except UnknownObject:
                 return None
-            self._trees.put(tree)
+            self._trees.put(load_balancer_id, tree, sum(1 for _ in desired_objects.iter_subtree(tree)))
         return tree
 
     def _keep_counters(self, amphora_ids: Iterable[str]) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Divides the listeners among the provider agents of several hosts, which then report statistics in parallel.
+"""Divides the listeners among the provider agents of several hosts, which report in parallel.
 
 Invariant: one provider agent at a time reports a listener, so that Octavia never applies an older total after a newer
 one. A part is the listeners whose ids begin with the same hexadecimal digit. The right to a part is a duty. Its lease
