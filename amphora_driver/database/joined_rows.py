@@ -61,8 +61,8 @@ def join_rows(
         limit: largest number of rows, those with the smallest keys; None for all.
     """
     joined = sa.func.aggregate_strings(_JsonRow(*columns), ",").label("joined")
-    query: sa.Select[Any] = sa.select(sa.func.count().label("number"), joined)
-    query = query.select_from(source).group_by(sa.func.substr(key, 1, 2))
+    columns_of_group: tuple[sa.ColumnElement[Any], ...] = (sa.func.count().label("number"), joined)
+    query = sa.select(*columns_of_group).select_from(source).group_by(sa.func.substr(key, 1, 2))
     if limit is None:
         return query
     # The id after the last permitted row is found in the index, so the server does not sort whole rows.

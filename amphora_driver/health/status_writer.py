@@ -25,6 +25,7 @@ import msgspec
 import sqlalchemy as sa
 
 from amphora_driver import metrics
+from amphora_driver.bounded_cache import Cache
 from amphora_driver.database.engine import Database
 from amphora_driver.errors import UnknownObject
 from amphora_driver.health import statistics
@@ -36,7 +37,6 @@ from amphora_driver.health.write_batch import BatchWriter, Entry, Written, plain
 from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.model.enums import Operating
 from amphora_driver.model.loadbalancer import LoadBalancer
-from amphora_driver.render.cache import Cache
 from amphora_driver.store import amphorae, desired_objects, status_outbox
 from amphora_driver.store.amphorae import LastHeartbeat, ServingState
 
