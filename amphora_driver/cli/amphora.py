@@ -56,13 +56,17 @@ class ListAmphorae(PagedLister):
                 query = query.where(job.c.project_id == parsed_args.project)
             if parsed_args.status:
                 query = query.where(amphora.c.state == parsed_args.status.lower())
-            return connection.execute(query).all()
+            if parsed_args.stale:
+                query = query.where(queries.is_stale_row(time.time() - self.app.conf.amp_failover.silent_after))
+            if parsed_args.marker:
+                query = query.where(queries.select_after(connection, parsed_args.marker))
+            # One more row shows that the list continues.
+            limit = self.page_size(parsed_args)
+            return connection.execute(query.limit(limit + 1) if limit > 0 else query).all()
 
         rows: Sequence[Any] = self.app.read(read)
-        if parsed_args.stale:
-            before = time.time() - self.app.conf.amp_failover.silent_after
-            rows = [row for row in rows if queries.is_stale(row, before)]
-        return LIST_HEAD, self.page(map(_list_row, rows), parsed_args)
+        # The rows begin after the marker already.
+        return LIST_HEAD, self.page(map(_list_row, rows), argparse.Namespace(**{**vars(parsed_args), "marker": None}))
 
 
 class ShowAmphora(ShowOne):
@@ -74,7 +78,7 @@ class ShowAmphora(ShowOne):
     def values(self, parsed_args: argparse.Namespace) -> dict[str, Any]:
         def read(connection: sa.Connection) -> Any:
             chosen = queries.find_amphora_id(connection, parsed_args.amphora)
-            return connection.execute(queries.amphora_query().where(amphora.c.id == chosen)).one()
+            return connection.execute(queries.amphora_query(with_ports=True).where(amphora.c.id == chosen)).one()
 
         row = self.app.read(read)
         return {

@@ -78,10 +78,7 @@ class PagedLister(Lister):
             if next(skipped, None) is None:
                 raise UnknownObject(f"list the rows after {parsed_args.marker}", "no row has this id")
             following = skipped
-        limit, last = parsed_args.limit, None
-        if limit is None:
-            # A program that reads the output does not see the warning.
-            limit = _PAGE if getattr(parsed_args, "formatter", "table") == "table" else 0
+        limit, last = self.page_size(parsed_args), None
         for number, row in enumerate(following):
             if 0 < limit <= number:
                 LOG.warning(
@@ -93,6 +90,13 @@ class PagedLister(Lister):
                 return
             last = row[0]
             yield row
+
+    def page_size(self, parsed_args: argparse.Namespace) -> int:
+        """Return the largest number of rows; 0 or less for all."""
+        if parsed_args.limit is not None:
+            return int(parsed_args.limit)
+        # A program that reads the output does not see the warning that more rows follow.
+        return _PAGE if getattr(parsed_args, "formatter", "table") == "table" else 0
 
 
 class ShowOne(Command, show.ShowOne):

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import sqlalchemy as sa
 
+from amphora_driver.database.joined_rows import join_rows, read_rows
 from amphora_driver.database.tables import amphora, amphora_heartbeat, desired_object, job, object_status, request
 from amphora_driver.database.tables_fleet import failover, silent_amphora
 from amphora_driver.errors import UnknownObject
@@ -38,6 +39,8 @@ IS_NO_SPARE = sa.or_(job.c.op.is_(None), IS_LOAD_BALANCER)
 _MAX_LISTED = 10
 # Number of load balancers that a list reads at once.
 _PART = 500
+# The order of amphorae in lists.
+_ORDER = (amphora.c.load_balancer_id, amphora.c.created_at, amphora.c.id)
 
 
 class LoadBalancerSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,6 +85,16 @@ def iter_load_balancers(
         after = ids[-1]
 
 
+def list_statuses(connection: sa.Connection) -> list[LoadBalancerSummary]:
+    """Return all load balancers with their statuses and pending requests only, ordered by id."""
+    status = (object_status.c.pending, object_status.c.provisioning, object_status.c.operating)
+    columns = (job.c.load_balancer_id, job.c.op, object_status.c.object_id, *status, pending_since().label("since"))
+    own = job.outerjoin(object_status, object_status.c.object_id == job.c.load_balancer_id)
+    query = sa.select(*columns).select_from(own).where(IS_LOAD_BALANCER).order_by(job.c.load_balancer_id)
+    rows = connection.execute(query).all()
+    return [LoadBalancerSummary(work=row, status=row if row.object_id else None, since=row.since) for row in rows]
+
+
 def list_load_balancers(connection: sa.Connection, *conditions: sa.ColumnElement[bool]) -> list[LoadBalancerSummary]:
     """Return the load balancers that meet the conditions on the table `job`, ordered by id."""
     chosen = sa.select(job.c.load_balancer_id).where(IS_LOAD_BALANCER, *conditions)
@@ -118,11 +131,15 @@ def list_load_balancers(connection: sa.Connection, *conditions: sa.ColumnElement
     ]
 
 
-def amphora_query() -> sa.Select[Any]:
-    """Return a query of amphorae with last heartbeat and desired generation, without the heartbeat key."""
+def amphora_query(*, with_ports: bool = False) -> sa.Select[Any]:
+    """Return a query of amphorae with last heartbeat and desired generation, without the heartbeat key.
+
+    The ports and partners of an amphora are longer than all its other values together.
+    """
     heard = amphora_heartbeat.c
+    omitted = {"heartbeat_key"} if with_ports else {"heartbeat_key", "plugged", "partners"}
     columns = (
-        *(column for column in amphora.c if column.name != "heartbeat_key"),
+        *(column for column in amphora.c if column.name not in omitted),
         *(heard.seen_at, heard.holds_vip, heard.agent_version, heard.generation.label("heard")),
         *(job.c.generation.label("wanted"), job.c.op, job.c.topology),
         *(silent_amphora.c.kind.label("silent"), silent_amphora.c.verdict),
@@ -132,8 +149,63 @@ def amphora_query() -> sa.Select[Any]:
         .outerjoin(job, job.c.load_balancer_id == amphora.c.load_balancer_id)
         .outerjoin(silent_amphora, silent_amphora.c.amphora_id == amphora.c.id)
     )
-    order = (amphora.c.load_balancer_id, amphora.c.created_at, amphora.c.id)
-    return sa.select(*columns).select_from(together).order_by(*order)
+    return sa.select(*columns).select_from(together).order_by(*_ORDER)
+
+
+class CheckedAmphora(msgspec.Struct, frozen=True, array_like=True):
+    """The columns of `amphora_query` that `status check` needs."""
+
+    id: str
+    load_balancer_id: str
+    state: str
+    seen_at: float | None
+    silent: str | None
+    drifts: bool | int | None
+    drift: str | None
+    near_limit: str | None
+    certificate_issued_at: float | None
+    certificate_expires_at: float | None
+    agent_version: str | None
+    image: str | None
+
+
+_CHECKED = join_rows(
+    amphora.outerjoin(amphora_heartbeat, amphora_heartbeat.c.amphora_id == amphora.c.id)
+    .outerjoin(job, job.c.load_balancer_id == amphora.c.load_balancer_id)
+    .outerjoin(silent_amphora, silent_amphora.c.amphora_id == amphora.c.id),
+    amphora.c.id,
+    *(amphora.c.id, amphora.c.load_balancer_id, amphora.c.state, amphora_heartbeat.c.seen_at, silent_amphora.c.kind),
+    *(amphora.c.drifts, amphora.c.drift, amphora.c.near_limit),
+    *(amphora.c.certificate_issued_at, amphora.c.certificate_expires_at),
+    *(amphora_heartbeat.c.agent_version, amphora.c.image),
+).where(IS_NO_SPARE)
+
+
+def list_checked_amphorae(connection: sa.Connection) -> list[CheckedAmphora]:
+    """Return all amphorae except spares, ordered by id."""
+    return sorted(read_rows(connection, _CHECKED, CheckedAmphora), key=lambda one: one.id)
+
+
+def select_after(connection: sa.Connection, amphora_id: str) -> sa.ColumnElement[bool]:
+    """Return the condition for the rows of `amphora_query` after this amphora.
+
+    Raises:
+        UnknownObject: no amphora has this id.
+    """
+    marker = connection.execute(sa.select(*_ORDER).where(amphora.c.id == amphora_id)).first()
+    if marker is None:
+        raise UnknownObject(f"list the rows after {amphora_id}", "no amphora has this id")
+    following: sa.ColumnElement[bool] = sa.false()
+    for column in reversed(_ORDER):
+        value = getattr(marker, column.name)
+        following = sa.or_(column > value, sa.and_(column == value, following))
+    return following
+
+
+def is_stale_row(before: float) -> sa.ColumnElement[bool]:
+    """Return the condition of `is_stale` for `amphora_query`."""
+    silent = sa.func.coalesce(amphora_heartbeat.c.seen_at, 0.0) < before
+    return sa.and_(amphora.c.state != AmphoraState.BOOTING.value, silent)
 
 
 def count_pending() -> sa.ScalarSelect[Any]:
@@ -148,7 +220,9 @@ def count_unreported() -> sa.ScalarSelect[Any]:
 
 def pending_since() -> sa.ScalarSelect[Any]:
     """Return a subquery for statements about `job`: acceptance time of the oldest pending request."""
-    unapplied = (request.c.load_balancer_id == job.c.load_balancer_id, request.c.applied_at.is_(None))
+    # The condition on the generation lets the database use an index and skip the history of old requests.
+    newer = sa.and_(request.c.load_balancer_id == job.c.load_balancer_id, request.c.generation > job.c.applied)
+    unapplied = (newer, request.c.applied_at.is_(None))
     return sa.select(sa.func.min(request.c.accepted_at)).where(*unapplied).scalar_subquery()
 
 

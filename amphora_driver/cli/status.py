@@ -127,14 +127,13 @@ def _check_schema(app: Any) -> Check:
 
 
 def _read_rows(connection: sa.Connection, now: float, expiry_before: float) -> Rows:
-    machines = queries.amphora_query().where(queries.IS_NO_SPARE)
     authority = certificate_authority.c
     columns = (authority.id, authority.kind, authority.state, authority.expires_at)
     current = sa.select(*columns).where(authority.state != "gone").order_by(authority.id)
     return Rows(
         processes=connection.execute(sa.select(process).order_by(process.c.host, process.c.name)).all(),
-        load_balancers=queries.list_load_balancers(connection),
-        machines=connection.execute(machines).all(),
+        load_balancers=queries.list_statuses(connection),
+        machines=queries.list_checked_amphorae(connection),
         failovers=failovers.list_open_failovers(connection),
         rotations=connection.execute(sa.select(rotation).where(rotation.c.ended_at.is_(None))).all(),
         breaker=circuit_breaker.read_breaker_rows(connection),

@@ -13,6 +13,7 @@ not in the result of `take_changed`.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -258,6 +259,7 @@ class _AmphoraState:
         a difference to an unknown report, of which only counters are used.
         """
         if report.full is None:
+            report = _share_texts(report, self._whole)
             self._base, self._base_order = (report if _has_few_names(report) else None), order
         elif self._base is not None and self._base_order == (order[0], report.full):
             report = _apply_difference(self._base, report)
@@ -382,6 +384,23 @@ def _is_repetition(before: Report, report: Report) -> bool:
         and report.listeners.keys() == known.keys()
         and all(known[key].status == listener.status for key, listener in report.listeners.items())
     )
+
+
+def _share_texts(report: Report, before: Report | None) -> Report:
+    """Return a report whose ids and words use the memory of equal ones in this process.
+
+    The heartbeats of a pair repeat the same ids for as long as the pair exists, and so do its statuses.
+    """
+    if before is not None and report.pools == before.pools:
+        return msgspec.structs.replace(report, pools=before.pools)
+    shared = sys.intern
+    pools = {
+        shared(key): PoolReport(
+            shared(pool.status), {shared(member): shared(word) for member, word in pool.members.items()}
+        )
+        for key, pool in report.pools.items()
+    }
+    return msgspec.structs.replace(report, pools=pools)
 
 
 def _has_few_names(report: Report) -> bool:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import heapq
 import logging
 import random
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -24,15 +25,17 @@ import msgspec
 import sqlalchemy as sa
 
 from amphora_driver import metrics
+from amphora_driver.bounded_cache import Cache
 from amphora_driver.database.engine import Database
 from amphora_driver.errors import UnknownObject
 from amphora_driver.health import statistics
 from amphora_driver.health.amphora_findings import AmphoraFindings
 from amphora_driver.health.amphora_reports import AmphoraReports, LastReport
 from amphora_driver.health.stale_connections import StaleConnections
-from amphora_driver.health.status import ListenerReport, Report, Statuses, operating_statuses
+from amphora_driver.health.status import ListenerReport, Report, operating_statuses
 from amphora_driver.health.write_batch import BatchWriter, Entry, Written, plain
 from amphora_driver.model.amphora import AmphoraState
+from amphora_driver.model.enums import Operating
 from amphora_driver.model.loadbalancer import LoadBalancer
 from amphora_driver.store import amphorae, desired_objects, status_outbox
 from amphora_driver.store.amphorae import LastHeartbeat, ServingState
@@ -53,15 +56,18 @@ _PART = 100
 # A flush starts no further part after this number of seconds. Statistics wait then, and other load balancers wait for
 # the next flush.
 _FLUSH_SECONDS = 1.0
+# Maximum number of objects of load balancers in memory. An object takes about 500 bytes.
+_MAX_TREE_OBJECTS = 20_000
 # A flush writes at most about this number of rows of statistics.
 _MAX_STATISTICS = 5000
 
 
 class _LoadBalancerState(msgspec.Struct):
-    """The tree of one load balancer (None if deleted), and the statuses and statistics rows written last.
+    """The state of one load balancer, with the statuses and statistics rows written last.
 
     Attributes:
-        served: the newest generation that an amphora served when the tree was read.
+        listeners: the ids of its listeners; None if it is deleted.
+        served: the newest generation that an amphora served when the listeners were read.
         silent: amphorae that became silent while their partner sends heartbeats.
         recorded: the load balancer and its amphorae at the last read.
         valid_until: time of the next read; a time of `time.monotonic()`.
@@ -73,9 +79,9 @@ class _LoadBalancerState(msgspec.Struct):
         is_queued: whether statistics are due at a known time.
     """
 
-    tree: LoadBalancer | None = None
+    listeners: frozenset[str] | None = None
     served: int = -1
-    statuses: Statuses = {}
+    statuses: dict[str, Operating] = {}
     rows: dict[statistics.Key, statistics.Row] = {}
     silent: frozenset[str] = frozenset()
     recorded: ServingState = msgspec.field(default_factory=lambda: ServingState(generation=0))
@@ -90,7 +96,7 @@ class _LoadBalancerState(msgspec.Struct):
     def invalidate_changed_status(self, load_balancer_id: str, recorded: str | None) -> None:
         """Forget the written load balancer status if another process has changed it in the database."""
         own = self.statuses.get(load_balancer_id)
-        if own is not None and own.status.value != recorded:
+        if own is not None and own.value != recorded:
             self.statuses = {one: known for one, known in self.statuses.items() if one != load_balancer_id}
             self.settled = False
 
@@ -100,8 +106,7 @@ class _LoadBalancerState(msgspec.Struct):
 
     def retain(self, amphora_ids: Iterable[str]) -> None:
         """Drop the statistics of other amphorae and of deleted listeners from memory."""
-        kept = set(amphora_ids)
-        listeners = {listener.id for listener in self.tree.listeners} if self.tree is not None else set()
+        kept, listeners = set(amphora_ids), self.listeners or frozenset()
         self.rows = {key: row for key, row in self.rows.items() if key[0] in listeners and key[1] in kept}
 
 
@@ -111,12 +116,14 @@ class _CurrentReports(msgspec.Struct, frozen=True):
     Attributes:
         reports: the reports of all amphorae.
         trusted: the amphorae whose statuses of members and listeners count.
+        tree: the load balancer; None if it is deleted, or if its statuses follow from the reports already.
     """
 
     load_balancer_id: str
     state: _LoadBalancerState
     reports: dict[str, Report]
     trusted: tuple[str, ...]
+    tree: LoadBalancer | None
 
 
 class _PendingWrite(msgspec.Struct, frozen=True):
@@ -128,7 +135,7 @@ class _PendingWrite(msgspec.Struct, frozen=True):
     """
 
     state: _LoadBalancerState
-    statuses: Statuses | None
+    statuses: dict[str, Operating] | None
     entry: Entry
     counts: bool = False
 
@@ -179,6 +186,8 @@ class StatusWriter:
         self._is_overloaded = is_overloaded
         self._batches = BatchWriter(database)
         self._states: dict[str, _LoadBalancerState] = {}
+        # The load balancers whose statuses were computed last. Their number of objects is limited.
+        self._trees: Cache[LoadBalancer] = Cache(_MAX_TREE_OBJECTS)
         # Load balancer id by amphora id, as read from the database last.
         self._owners: dict[str, str] = {}
         # Amphorae with heartbeats since the last flush to the database.
@@ -298,13 +307,12 @@ class StatusWriter:
         state = self._states[load_balancer_id]
         for amphora_id, counters in self._reports.take_counters(state.recorded.amphorae).items():
             state.add_counters(amphora_id, counters)
-        if state.tree is None:
+        if state.listeners is None:
             state.counters = {}
             return
         live = self._reports.live_ids(state.recorded.amphorae, time.monotonic())
         reports = {one: Report(listeners=listeners) for one, listeners in state.counters.items()}
-        listener_ids = {listener.id for listener in state.tree.listeners}
-        changed = statistics.changed_rows(reports, load_balancer_id, listener_ids, state.rows, live)
+        changed = statistics.changed_rows(reports, load_balancer_id, state.listeners, state.rows, live)
         # The open connections of an amphora without heartbeats become 0. Its other counters keep their values.
         done = {row.key for row in changed}
         closed = [row for row in statistics.closed_connections(state.rows, live) if row.key not in done]
@@ -354,7 +362,10 @@ class StatusWriter:
         served = min(newest, one.generation)
         if served > state.served:
             # A new generation may contain objects without statuses in the database, so all statuses are computed again.
-            state.tree, state.served, state.statuses = _load_tree(connection, load_balancer_id), served, {}
+            self._trees.drop(load_balancer_id)
+            tree = self._load_tree(connection, load_balancer_id)
+            state.listeners = None if tree is None else frozenset(listener.id for listener in tree.listeners)
+            state.served, state.statuses = served, {}
             state.retain(one.amphorae)
             state.settled = False
         state.invalidate_changed_status(load_balancer_id, one.operating)
@@ -364,7 +375,19 @@ class StatusWriter:
         state.recorded, state.counted, state.live = one, counted, list(reports)
         state.valid_until = now + _REFRESH_INTERVAL * random.uniform(0.75, 1.25)  # noqa: S311 - no secret
         self._queue_statistics(load_balancer_id, now)
-        return _CurrentReports(load_balancer_id, state, reports, counted)
+        tree = None if state.settled or state.listeners is None else self._load_tree(connection, load_balancer_id)
+        return _CurrentReports(load_balancer_id, state, reports, counted, tree)
+
+    def _load_tree(self, connection: sa.Connection, load_balancer_id: str) -> LoadBalancer | None:
+        """Return a load balancer from memory or from the database; None if it does not exist."""
+        tree = self._trees.get(load_balancer_id)
+        if tree is None:
+            try:
+                tree = desired_objects.load_tree(connection, load_balancer_id)
+            except UnknownObject:
+                return None
+            self._trees.put(load_balancer_id, tree, sum(1 for _ in desired_objects.iter_subtree(tree)))
+        return tree
 
     def _keep_counters(self, amphora_ids: Iterable[str]) -> None:
         """Move the last counters of deleted amphorae to their load balancers, whose totals include them."""
@@ -443,27 +466,21 @@ class StatusWriter:
         self._cleaned_up_at = time.monotonic()
 
 
-def _load_tree(connection: sa.Connection, load_balancer_id: str) -> LoadBalancer | None:
-    try:
-        return desired_objects.load_tree(connection, load_balancer_id)
-    except UnknownObject:
-        return None
-
-
 def _compute_write(current: _CurrentReports) -> _PendingWrite:
     state = current.state
     if state.settled:
         return _PendingWrite(state, None, Entry(current.load_balancer_id))
-    if state.tree is None:
+    if current.tree is None:
         return _PendingWrite(state, {}, Entry(current.load_balancer_id))
-    statuses = operating_statuses(state.tree, [current.reports[each] for each in current.trusted])
+    statuses = operating_statuses(current.tree, [current.reports[each] for each in current.trusted])
     written = state.statuses
     observations = [
         status_outbox.Observation(object_id=object_id, kind=one.kind, operating=one.status, reason=plain(one.reason))
         for object_id, one in statuses.items()
-        if object_id not in written or written[object_id].status is not one.status
+        if written.get(object_id) is not one.status
     ]
-    return _PendingWrite(state, statuses, Entry(current.load_balancer_id, observations))
+    computed = {sys.intern(object_id): one.status for object_id, one in statuses.items()}
+    return _PendingWrite(state, computed, Entry(current.load_balancer_id, observations))
 
 
 def _last_heartbeat(amphora_id: str, last: LastReport) -> LastHeartbeat:

@@ -76,6 +76,8 @@ _QUEUED = 2
 _IMPLAUSIBLE = 2**31
 # Result of `next` if no amphora is due.
 _END = object()
+# Number of audits without drift that one transaction records.
+_MOST_TOGETHER = 100
 
 
 class Drift(str, Enum):
@@ -180,6 +182,9 @@ class DriftAuditor:
         # Load balancers whose amphorae have a configuration from another version of the renderer, in the order of
         # detection.
         self._outdated: dict[str, None] = {}
+        # Amphorae without drift whose audits are not recorded yet. If their record fails, a later round repeats the
+        # audits.
+        self._agreeing: list[str] = []
         self._pushed_at = time.monotonic()
         # For each load balancer: the fingerprint of the configuration that the audit requested to push because of drift
         # RENDERER. The audit requests no second push for an equal fingerprint.
@@ -272,6 +277,7 @@ class DriftAuditor:
                     done += self._handle_answer(target, answer)
                 elif not answer.cancel():
                     self._put_off([target.amphora.id])
+            self._record_agreeing()
         return done
 
     def _targets(self, due: Iterable[list[AuditCandidate]]) -> Iterator[_Target | None]:
@@ -306,12 +312,32 @@ class DriftAuditor:
         try:
             reported, settings = answer.result()
             drift = classify_drift(target.recorded.generation, target.digest, reported)
-            self._record(target.recorded, target.amphora, drift, reported, settings)
+            if drift is Drift.NONE and not settings:
+                self._record_agreement(target)
+            else:
+                self._record(target.recorded, target.amphora, drift, reported, settings)
         except (Exception, CancelledError) as error:  # noqa: BLE001 - an error must not stop the audit of others
             _log_failure(f"amphora {target.amphora.id}", error)
             self._put_off([target.amphora.id])
             return 0
         return 1
+
+    def _record_agreement(self, target: _Target) -> None:
+        """Note an audit without drift. One transaction records many of them."""
+        self._outdated.pop(target.recorded.tree.id, None)
+        self._agreeing.append(target.amphora.id)
+        if len(self._agreeing) >= _MOST_TOGETHER:
+            self._record_agreeing()
+
+    def _record_agreeing(self) -> None:
+        ids, self._agreeing = self._agreeing, []
+        if not ids:
+            return
+        now = self._database.now()
+        try:
+            self._database.write(lambda connection: config_drift.record_audit(connection, ids, now))
+        except Exception as error:  # noqa: BLE001 - an error must not stop the audit of others
+            _log_failure(f"{len(ids)} amphorae", error)
 
     def _put_off(self, amphora_ids: Iterable[str]) -> None:
         at = time.monotonic() + min(_RETRY_AFTER, self._interval)

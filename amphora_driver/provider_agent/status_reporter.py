@@ -9,7 +9,7 @@ statuses from the outbox until Octavia accepts them.
 
 One reporter at a time holds the duty. The duty moves when that reporter dies, or when its octavia-driver-agent accepts
 nothing. The duty never moves during an update, because Octavia would apply that update after those of the next
-reporter.
+reporter. Statistics need no duty: all hosts report them, each for its own listeners (`statistics_shares`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from typing import Any
@@ -36,6 +36,7 @@ from amphora_driver.provider_agent import sync_transactions
 from amphora_driver.provider_agent.octavia_audit import OctaviaAuditor
 from amphora_driver.provider_agent.octavia_reader import OctaviaReader
 from amphora_driver.provider_agent.resync import Resyncer
+from amphora_driver.provider_agent.statistics_shares import PARTS, StatisticsShares
 from amphora_driver.queue import jobs, local_socket, notifier
 from amphora_driver.store import listener_stats, process_registry, status_outbox
 
@@ -97,6 +98,7 @@ class Reporter:
         # For each object with a refused status: the monotonic time of the next report, and the back-off in seconds.
         self._refused: dict[str, tuple[float, float]] = {}
         self._last_reported = self._last_listener = ""
+        self._shares = StatisticsShares(database, self._name)
 
     def run(self, is_stopped: Callable[[], bool]) -> None:
         """Report after every wake-up, and at least once per poll interval, until `is_stopped` returns True."""
@@ -123,12 +125,20 @@ class Reporter:
         jobs.release_duty(self._database, _DUTY, self._name)
 
     def _report_statistics_until_stopped(self) -> None:
-        while not self._ended.wait(self._conf.amp_queue.poll_interval):
+        interval, yielded = self._conf.amp_queue.poll_interval, 0
+        while not self._ended.wait(interval):
+            if yielded:
+                # Provider agents on other hosts can take over the listeners of this one meanwhile.
+                yielded -= 1
+                continue
             try:
-                while self._holds_duty() and not self._ended.is_set() and self.report_statistics():
+                while not self._ended.is_set() and self.report_statistics(self._shares.parts()):
                     pass
             except _UNREACHABLE as error:
                 LOG.warning("the provider agent could not report statistics to Octavia and tries again: %s", error)
+                if not isinstance(error, AmphoraDriverError):
+                    yielded = _YIELD_INTERVALS
+                    self._release_shares()
             except Exception:
                 # An error must not end this thread, because Octavia would get no statistics until the next start. The
                 # poll interval is the back-off.
@@ -136,6 +146,12 @@ class Reporter:
                     "the provider agent could not report statistics to Octavia because of an unexpected error and "
                     "tries again"
                 )
+
+        self._release_shares()
+
+    def _release_shares(self) -> None:
+        with suppress(AmphoraDriverError):
+            self._shares.release()
 
     def _update_registry_until_stopped(self) -> None:
         """Update the row of this process in the registry. The process works while it completes rounds.
@@ -381,13 +397,16 @@ class Reporter:
         self._refused.pop(report.object_id, None)
         return True
 
-    def report_statistics(self) -> bool:
+    def report_statistics(self, parts: Collection[str] | None = None) -> bool:
         """Report the totals of listeners that have changed since their last report, in one call to Octavia.
 
-        The result is whether the call was full, so that the totals of more listeners may be due.
+        `parts` are the listeners of this host (`statistics_shares`); None for all. The result is whether the call was
+        full, so that the totals of more listeners may be due.
         """
-        after = self._last_listener
-        totals = self._database.read(lambda c: listener_stats.list_due_totals(c, _MAX_ROWS, after))
+        after, mine = self._last_listener, None if parts is None or len(parts) == len(PARTS) else parts
+        if mine is not None and not mine:
+            return False
+        totals = self._database.read(lambda c: listener_stats.list_due_totals(c, _MAX_ROWS, after, mine))
         if not totals:
             return False
         with metrics.octavia_call("statistics"):

@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 import msgspec
 import sqlalchemy as sa
 
+from amphora_driver.bounded_cache import Cache
 from amphora_driver.model.enums import Kind
 from amphora_driver.model.loadbalancer import L7Policy, Listener, LoadBalancer, Pool
-from amphora_driver.render.cache import Cache
 from amphora_driver.store import desired_objects
 from amphora_driver.store.desired_objects import ObjectChange
 

@@ -14,12 +14,12 @@ from typing import TypeVar
 
 import msgspec
 
+from amphora_driver.bounded_cache import Cache
 from amphora_driver.errors import ModelError
 from amphora_driver.model.enums import Algorithm, PersistenceType, PoolProtocol
 from amphora_driver.model.loadbalancer import Listener, Member, Pool
 from amphora_driver.render import health_monitor as monitors
 from amphora_driver.render import quoting, render_errors, tls
-from amphora_driver.render.cache import Cache
 from amphora_driver.render.effective_defaults import Defaults
 from amphora_driver.render.health_monitor import Monitor
 from amphora_driver.render.quoting import Quoted

@@ -13,12 +13,12 @@ from functools import partial
 
 import msgspec
 
+from amphora_driver.bounded_cache import Cache
 from amphora_driver.errors import ModelError
 from amphora_driver.model.enums import ListenerProtocol, PoolProtocol
 from amphora_driver.model.loadbalancer import Listener
 from amphora_driver.render import http_headers, l7, quoting, render_errors, tls
 from amphora_driver.render.backend import ExaminedPool, Route, needs_http
-from amphora_driver.render.cache import Cache
 from amphora_driver.render.effective_defaults import Defaults, TimeoutLimits
 from amphora_driver.render.quoting import Quoted
 from amphora_driver.render.template import TEMPLATE

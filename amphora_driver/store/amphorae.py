@@ -18,7 +18,8 @@ import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 
 from amphora_driver.database.bulk_update import BulkUpdate
-from amphora_driver.database.rows import chunks, load_as, to_struct
+from amphora_driver.database.joined_rows import join_rows, read_rows
+from amphora_driver.database.rows import chunks, to_struct
 from amphora_driver.database.tables import DUE_NOW, amphora, amphora_heartbeat, job, object_status
 from amphora_driver.database.tables_fleet import adoption, failover
 from amphora_driver.database.vault import SecretLocation, Vault
@@ -286,13 +287,34 @@ def record_near_limit(connection: sa.Connection, changed: Mapping[str, str | Non
         connection.execute(amphora.update().where(amphora.c.id == amphora_id).values(near_limit=names))
 
 
+class _ReachableRow(msgspec.Struct, frozen=True, array_like=True):
+    """The columns of `ReachableAmphora`, in its order."""
+
+    id: str
+    management_address: str
+    load_balancer_id: str
+    epoch: int | None
+
+
+_REACHABLE = join_rows(
+    amphora.outerjoin(amphora_heartbeat, amphora_heartbeat.c.amphora_id == amphora.c.id),
+    amphora.c.id,
+    *(amphora.c.id, amphora.c.management_address, amphora.c.load_balancer_id, amphora_heartbeat.c.epoch),
+).where(amphora.c.state == AmphoraState.READY.value, amphora.c.management_address.is_not(None))
+
+
 def list_reachable(connection: sa.Connection) -> list[ReachableAmphora]:
-    """Return all ready amphorae, also warm spares."""
-    ready = amphora.c.state == AmphoraState.READY.value, amphora.c.management_address.is_not(None)
-    epoch = sa.func.coalesce(amphora_heartbeat.c.epoch, 0).label("epoch")
-    columns = amphora.c.id, amphora.c.management_address, amphora.c.load_balancer_id, epoch
-    joined = amphora.outerjoin(amphora_heartbeat, amphora_heartbeat.c.amphora_id == amphora.c.id)
-    return load_as(connection, ReachableAmphora, sa.select(*columns).select_from(joined).where(*ready))
+    """Return all ready amphorae, also warm spares, ordered by id."""
+    rows = sorted(read_rows(connection, _REACHABLE, _ReachableRow), key=lambda row: row.id)
+    return [
+        ReachableAmphora(
+            id=row.id,
+            management_address=row.management_address,
+            load_balancer_id=row.load_balancer_id,
+            epoch=row.epoch or 0,
+        )
+        for row in rows
+    ]
 
 
 def last_heartbeats(connection: sa.Connection, amphora_ids: Sequence[str] | None = None) -> dict[str, tuple[int, int]]:

@@ -17,7 +17,8 @@ from typing import Any
 import msgspec
 import sqlalchemy as sa
 
-from amphora_driver.database.rows import load_as, to_struct
+from amphora_driver.database.joined_rows import join_rows, read_rows
+from amphora_driver.database.rows import to_struct
 from amphora_driver.database.tables import amphora, amphora_heartbeat, job
 from amphora_driver.database.tables_fleet import certificate_authority
 from amphora_driver.database.vault import SecretLocation
@@ -173,26 +174,45 @@ def change_ca_states(connection: sa.Connection, moves: Mapping[CaRecord, CaState
     return True
 
 
+class _CertificateRow(msgspec.Struct, frozen=True, array_like=True):
+    """The columns of `AmphoraCertificate`, in its order."""
+
+    amphora_id: str
+    load_balancer_id: str
+    ready_at: float | None
+    issued_at: float | None
+    expires_at: float | None
+    authority: int | None
+    trusts: str | None
+    heard_at: float | None
+
+
+_CERTIFICATES = join_rows(
+    amphora.outerjoin(amphora_heartbeat, amphora_heartbeat.c.amphora_id == amphora.c.id),
+    amphora.c.id,
+    *(amphora.c.id, amphora.c.load_balancer_id, amphora.c.ready_at, amphora.c.certificate_issued_at),
+    *(amphora.c.certificate_expires_at, amphora.c.certificate_authority, amphora.c.trusts),
+    amphora_heartbeat.c.seen_at,
+).where(sa.or_(amphora.c.management_address.is_not(None), amphora.c.certificate_issued_at.is_not(None)))
+
+
 def list_amphora_certificates(connection: sa.Connection) -> tuple[AmphoraCertificate, ...]:
-    """Return the certificates of all amphorae that have one or will get one."""
-    has_any = sa.or_(amphora.c.management_address.is_not(None), amphora.c.certificate_issued_at.is_not(None))
-    columns = {
-        "amphora_id": amphora.c.id,
-        "load_balancer_id": amphora.c.load_balancer_id,
-        "ready": amphora.c.ready_at.is_not(None),
-        "issued_at": amphora.c.certificate_issued_at,
-        "expires_at": amphora.c.certificate_expires_at,
-        "authority": amphora.c.certificate_authority,
-        "trusts": amphora.c.trusts,
-        "heard_at": amphora_heartbeat.c.seen_at,
-    }
-    query = (
-        sa.select(*(column.label(name) for name, column in columns.items()))
-        .outerjoin(amphora_heartbeat, amphora_heartbeat.c.amphora_id == amphora.c.id)
-        .where(has_any)
-        .order_by(amphora.c.certificate_expires_at, amphora.c.id)
+    """Return the certificates of all amphorae that have one or will get one, the first expiry first."""
+    rows = read_rows(connection, _CERTIFICATES, _CertificateRow)
+    rows.sort(key=lambda row: (row.expires_at is not None, row.expires_at or 0.0, row.amphora_id))
+    return tuple(
+        AmphoraCertificate(
+            amphora_id=row.amphora_id,
+            load_balancer_id=row.load_balancer_id,
+            ready=row.ready_at is not None,
+            issued_at=row.issued_at,
+            expires_at=row.expires_at,
+            authority=row.authority,
+            trusts=row.trusts,
+            heard_at=row.heard_at,
+        )
+        for row in rows
     )
-    return tuple(load_as(connection, AmphoraCertificate, query))
 
 
 def make_load_balancers_due(connection: sa.Connection, load_balancer_ids: Collection[str], now: float) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import sqlalchemy as sa
 
-from amphora_driver.database.rows import load_as
+from amphora_driver.database.rows import chunks, load_as
 from amphora_driver.database.tables import DUE_NOW, amphora, job
 from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.store.amphorae import replace_confirmation
@@ -59,8 +59,9 @@ def record_audit(connection: sa.Connection, amphora_ids: Sequence[str], now: flo
     values: dict[str, Any] = {"audited_at": now, "drifts": drift is not None}
     if drift is not None:
         values["drift"] = drift[:_MAX_DRIFT_TEXT]
-    for amphora_id in sorted(amphora_ids):
-        connection.execute(amphora.update().where(amphora.c.id == amphora_id).values(**values))
+    # All writers lock rows in the order of their ids, so that no deadlock occurs.
+    for ids in chunks(sorted(amphora_ids)):
+        connection.execute(amphora.update().where(amphora.c.id.in_(ids)).values(**values))
 
 
 def record_agent_finding(connection: sa.Connection, amphora_id: str, drift: str, moment: str = "") -> bool:

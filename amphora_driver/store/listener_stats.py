@@ -8,7 +8,7 @@ Active connections include existing amphorae only.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import msgspec
@@ -52,17 +52,20 @@ class ListenerTotals(msgspec.Struct, frozen=True, kw_only=True):
         return {"id": self.listener_id, **{name: getattr(self, name) for name in _COUNTERS}}
 
 
-def list_due_totals(connection: sa.Connection, limit: int, after: str = "") -> list[ListenerTotals]:
+def list_due_totals(
+    connection: sa.Connection, limit: int, after: str = "", parts: Collection[str] | None = None
+) -> list[ListenerTotals]:
     """Return the totals that Octavia has not received in their newest version, ordered by listener.
 
     Ids after `after`, the last reported listener, come first. A listener whose counters always change then delays no
-    other one.
+    other one. With `parts`, the result has only listeners whose ids begin with one of these digits.
     """
     table = listener_statistics
+    mine = [] if parts is None else [sa.func.lower(sa.func.substr(table.c.listener_id, 1, 1)).in_(sorted(parts))]
     changed = (
         sa.select(table.c.listener_id)
         .join(job, job.c.load_balancer_id == table.c.load_balancer_id)
-        .where(table.c.version > table.c.reported, job.c.committed > 0)
+        .where(table.c.version > table.c.reported, job.c.committed > 0, *mine)
         .group_by(table.c.listener_id)
         .order_by(sa.case((table.c.listener_id > after, 0), else_=1), table.c.listener_id)
     )

@@ -15,6 +15,7 @@ import msgspec
 import sqlalchemy as sa
 
 from amphora_driver.database import clock, tables, tables_fleet
+from amphora_driver.database.joined_rows import join_rows, read_rows
 from amphora_driver.store import circuit_breaker, sealed_secrets, spare_pools
 from amphora_driver.store.requests import Op
 from amphora_driver.store.spare_pools import SparePoolSpec
@@ -73,38 +74,80 @@ _SILENCE = tables_fleet.silent_amphora
 _FAILOVER = tables_fleet.failover
 _EVENT = tables_fleet.failover_event
 
-_BALANCERS = (
-    sa.select(
-        *(_WORK.c.load_balancer_id.label("id"), _WORK.c.project_id, _WORK.c.topology, _WORK.c.op, _WORK.c.generation),
-        *(_WORK.c.applied, _WORK.c.committed, _WORK.c.attempts, _WORK.c.error, _WORK.c.dirty.label("due")),
-        _WORK.c.due_at,
-        *(_WORK.c.owner, _WORK.c.leased_until, _WORK.c.spares, _WORK.c.spare_pool),
-        *(_STATUS.c.provisioning, _STATUS.c.operating, _STATUS.c.reason, _STATUS.c.pending),
-        tables.desired_object.c.body,
-    )
-    .outerjoin(_STATUS, _STATUS.c.object_id == _WORK.c.load_balancer_id)
-    .outerjoin(tables.desired_object, tables.desired_object.c.id == _WORK.c.load_balancer_id)
-    .order_by(_WORK.c.load_balancer_id)
-    .limit(MAX_BALANCERS)
+
+class _BalancerRow(msgspec.Struct, frozen=True, array_like=True):
+    """A load balancer or a pool of spares, in the order of the columns."""
+
+    id: str
+    project_id: str | None
+    topology: str
+    op: str
+    generation: int
+    applied: int
+    committed: int
+    attempts: int
+    error: str | None
+    due: bool | int
+    due_at: float
+    owner: str | None
+    leased_until: float | None
+    spares: str | None
+    spare_pool: str | None
+    provisioning: str | None
+    operating: str | None
+    reason: str | None
+    pending: int | None
+    body: str | None
+
+
+class _AmphoraRow(msgspec.Struct, frozen=True, array_like=True):
+    """An amphora, in the order of the columns."""
+
+    id: str
+    load_balancer_id: str
+    role: str
+    state: str
+    confirmed: int
+    created_at: float
+    certificate_issued_at: float | None
+    certificate_expires_at: float | None
+    certificate_authority: int | None
+    image: str | None
+    drift: str | None
+    drifts: bool | int | None
+    reason: str | None
+    near_limit: str | None
+    heard_at: float | None
+    holds_vip: bool | int | None
+    agent_version: str | None
+    silence: str | None
+    silent_since: float | None
+    verdict: str | None
+
+
+_BALANCERS = join_rows(
+    _WORK.outerjoin(_STATUS, _STATUS.c.object_id == _WORK.c.load_balancer_id).outerjoin(
+        tables.desired_object, tables.desired_object.c.id == _WORK.c.load_balancer_id
+    ),
+    _WORK.c.load_balancer_id,
+    *(_WORK.c.load_balancer_id, _WORK.c.project_id, _WORK.c.topology, _WORK.c.op, _WORK.c.generation, _WORK.c.applied),
+    *(_WORK.c.committed, _WORK.c.attempts, _WORK.c.error, _WORK.c.dirty, _WORK.c.due_at, _WORK.c.owner),
+    *(_WORK.c.leased_until, _WORK.c.spares, _WORK.c.spare_pool),
+    *(_STATUS.c.provisioning, _STATUS.c.operating, _STATUS.c.reason, _STATUS.c.pending),
+    tables.desired_object.c.body,
+    limit=MAX_BALANCERS,
 )
-_AMPHORA_COLUMNS = {
-    **{name: _AMPHORA.c[name] for name in ("id", "load_balancer_id", "role", "state", "confirmed", "created_at")},
-    **{name: _AMPHORA.c[name] for name in ("certificate_issued_at", "certificate_expires_at")},
-    **{name: _AMPHORA.c[name] for name in ("certificate_authority", "image", "drift", "drifts", "reason")},
-    "heard_at": _SEEN.c.seen_at,
-    "holds_vip": _SEEN.c.holds_vip,
-    "agent_version": _SEEN.c.agent_version,
-    "silence": _SILENCE.c.kind,
-    "silent_since": _SILENCE.c.since,
-    "verdict": _SILENCE.c.verdict,
-    "near_limit": _AMPHORA.c.near_limit,
-}
-_AMPHORAE = (
-    sa.select(*_AMPHORA_COLUMNS.values())
-    .outerjoin(_SEEN, _SEEN.c.amphora_id == _AMPHORA.c.id)
-    .outerjoin(_SILENCE, _SILENCE.c.amphora_id == _AMPHORA.c.id)
-    .order_by(_AMPHORA.c.load_balancer_id, _AMPHORA.c.created_at, _AMPHORA.c.id)
-    .limit(MAX_AMPHORAE)
+_AMPHORAE = join_rows(
+    _AMPHORA.outerjoin(_SEEN, _SEEN.c.amphora_id == _AMPHORA.c.id).outerjoin(
+        _SILENCE, _SILENCE.c.amphora_id == _AMPHORA.c.id
+    ),
+    _AMPHORA.c.id,
+    *(_AMPHORA.c[name] for name in ("id", "load_balancer_id", "role", "state", "confirmed", "created_at")),
+    *(_AMPHORA.c[name] for name in ("certificate_issued_at", "certificate_expires_at", "certificate_authority")),
+    *(_AMPHORA.c[name] for name in ("image", "drift", "drifts", "reason", "near_limit")),
+    *(_SEEN.c.seen_at, _SEEN.c.holds_vip, _SEEN.c.agent_version),
+    *(_SILENCE.c.kind, _SILENCE.c.since, _SILENCE.c.verdict),
+    limit=MAX_AMPHORAE,
 )
 # The condition on the generation lets the database use an index and skip old requests.
 _ACCEPTED = (
@@ -175,8 +218,9 @@ def list_ended_failovers(database: Database, after: float) -> tuple[tuple[Failov
 
 def _read(connection: sa.Connection, spares_configured: int, expiry_days: float) -> FleetSnapshot:
     now = float(connection.execute(sa.select(clock.now(connection))).scalar_one())
-    rows = connection.execute(_BALANCERS).all()
-    amphora_rows = connection.execute(_AMPHORAE).all()
+    rows = sorted(read_rows(connection, _BALANCERS, _BalancerRow), key=lambda row: row.id)
+    amphora_rows = read_rows(connection, _AMPHORAE, _AmphoraRow)
+    amphora_rows.sort(key=lambda row: (row.load_balancer_id, row.created_at, row.id))
     accepted = {row.load_balancer_id: row.accepted_at for row in connection.execute(_ACCEPTED)}
     amphorae = _build_amphorae(amphora_rows, rows)
     breaker_rows = circuit_breaker.read_breaker_rows(connection)
@@ -216,24 +260,39 @@ def _build_breaker(rows: Mapping[str, circuit_breaker.BreakerRow]) -> BreakerInf
     return msgspec.structs.replace(found, **held)
 
 
-def _build_amphorae(rows: Iterable[Any], work: Iterable[Any]) -> tuple[AmphoraInfo, ...]:
+def _build_amphorae(rows: Iterable[_AmphoraRow], work: Iterable[_BalancerRow]) -> tuple[AmphoraInfo, ...]:
     newest = {row.id: row.generation for row in work if row.op != spare_pools.OP}
     pools = {row.id for row in work if row.op == spare_pools.OP}
-    found = []
-    for row in rows:
-        # For tens of thousands of amphorae, access to columns by position saves two thirds of the time.
-        values = dict(zip(_AMPHORA_COLUMNS, row, strict=True))
-        of = values["load_balancer_id"]
-        values["drifts"] = bool(values["drifts"])
-        values["near_limit"] = tuple(filter(None, (values["near_limit"] or "").split(",")))
-        if of in pools:
-            values["role"] = SPARE
-        found.append(AmphoraInfo(wanted=newest.get(of, 0), **values))
-    return tuple(found)
+    return tuple(
+        AmphoraInfo(
+            id=row.id,
+            load_balancer_id=row.load_balancer_id,
+            role=SPARE if row.load_balancer_id in pools else row.role,
+            state=row.state,
+            wanted=newest.get(row.load_balancer_id, 0),
+            confirmed=row.confirmed,
+            created_at=row.created_at,
+            heard_at=row.heard_at,
+            holds_vip=None if row.holds_vip is None else bool(row.holds_vip),
+            agent_version=row.agent_version,
+            image=row.image,
+            certificate_issued_at=row.certificate_issued_at,
+            certificate_expires_at=row.certificate_expires_at,
+            certificate_authority=row.certificate_authority,
+            drift=row.drift,
+            reason=row.reason,
+            drifts=bool(row.drifts),
+            silence=row.silence,
+            silent_since=row.silent_since,
+            verdict=row.verdict,
+            near_limit=tuple(row.near_limit.split(",")) if row.near_limit else (),
+        )
+        for row in rows
+    )
 
 
 def _build_balancers(
-    rows: Iterable[Any], accepted: Mapping[str, float], amphorae: Iterable[AmphoraInfo], now: float
+    rows: Iterable[_BalancerRow], accepted: Mapping[str, float], amphorae: Iterable[AmphoraInfo], now: float
 ) -> tuple[LoadBalancerInfo, ...]:
     holders: dict[str, tuple[str, ...]] = {}
     for one in amphorae:
@@ -249,6 +308,7 @@ def _build_balancers(
             row,
             name=name,
             addresses=addresses,
+            due=bool(row.due),
             state=provisioning_status(row),
             owner=row.owner if row.owner is not None and (row.leased_until or 0.0) > now else None,
             accepted_at=accepted.get(row.id),
@@ -279,7 +339,9 @@ def read_name_and_addresses(body: str | None) -> tuple[str | None, tuple[str, ..
     return found.name, tuple(vip.address for vip in (found.vip, *found.additional_vips) if vip.address)
 
 
-def _build_pools(rows: Iterable[Any], amphorae: Iterable[AmphoraInfo], configured: int) -> tuple[SparePoolInfo, ...]:
+def _build_pools(
+    rows: Iterable[_BalancerRow], amphorae: Iterable[AmphoraInfo], configured: int
+) -> tuple[SparePoolInfo, ...]:
     kept: dict[str, list[AmphoraInfo]] = {}
     for one in amphorae:
         if one.role == SPARE:

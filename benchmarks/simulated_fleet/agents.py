@@ -6,7 +6,8 @@
 Each amphora has a loopback address, a certificate and a heartbeat key of its own. One TCP socket listens on all
 addresses: the agent of a connection follows from the address that the client has chosen, and the TLS handshake shows
 the certificate of the amphora that the client expects. A client without a certificate of the controllers is refused.
-An amphora without `has_power` sends no heartbeats and reads no data.
+An amphora without `has_power` sends no heartbeats and reads no data. The amphorae of a pair elect the
+holder of the VIPs.
 
 `FOLDER/agents.json` has the options, `FOLDER/amphorae.jsonl` the amphorae, `FOLDER/control` is the socket for commands.
 """
@@ -26,13 +27,14 @@ import sys
 import time
 import uuid
 import zlib
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from amphora_agent.stats.heartbeat_codec import MAGIC
+from amphora_agent.stats import heartbeat_codec
 from amphora_driver.certificates.ca import Authority
 from simulated_fleet import shape
 
@@ -52,6 +54,7 @@ class Amphora:
     id: str
     address: str
     key: bytes
+    load_balancer_id: str = ""
     listeners: list[str] = field(default_factory=list)
     pools: dict[str, list[str]] = field(default_factory=dict)
     generation: int | None = None
@@ -106,6 +109,8 @@ class Agents:
         self._epoch = time.time_ns()
         self._at: dict[str, Amphora] = {}
         self._by_id: dict[str, Amphora] = {}
+        self._of: defaultdict[str, list[Amphora]] = defaultdict(list)
+        self._applied: list[tuple[str, str, int, float]] = []
         self._counts: Counter[str] = Counter()
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8 << 20)
@@ -118,6 +123,15 @@ class Agents:
     def _add(self, amphora: Amphora) -> None:
         self._at[amphora.address] = self._by_id[amphora.id] = amphora
         self._next = max(self._next, len(self._by_id))
+        if amphora.load_balancer_id:
+            self._of[amphora.load_balancer_id].append(amphora)
+
+    def _elect(self, load_balancer_id: str, leaving: Amphora | None = None) -> None:
+        """Let a configured amphora of a pair take the VIPs if no other one holds them."""
+        able = [one for one in self._of[load_balancer_id] if one is not leaving and one.has_power.is_set()]
+        able = [one for one in able if one.generation and one.holds_vip is not None]
+        if able and not any(one.holds_vip for one in able):
+            able[0].holds_vip, able[0].packed = True, b""
 
     # --- heartbeats ---------------------------------------------------------------------------------------------------
 
@@ -142,15 +156,22 @@ class Agents:
             amphora.packed = b""
         if not amphora.packed:
             amphora.packed = zlib.compress(json.dumps(amphora.document(), separators=(",", ":")).encode())
-        amphora.sequence += 1
-        head = _HEADER.pack(MAGIC, uuid.UUID(amphora.id).bytes, self._epoch, amphora.sequence)
-        signed = head + amphora.packed
-        datagram = signed + hmac.digest(amphora.key, signed, hashlib.sha256)
-        for target in self._targets:
-            # A full socket buffer loses datagrams, as a network does.
-            with suppress(OSError):
-                self._socket.sendto(datagram, target)
-        self._counts["datagrams"] += 1
+        for datagram in self._datagrams(amphora):
+            amphora.sequence += 1
+            for target in self._targets:
+                # A full socket buffer loses datagrams, as a network does.
+                with suppress(OSError):
+                    self._socket.sendto(datagram, target)
+            self._counts["datagrams"] += 1
+
+    def _datagrams(self, amphora: Amphora) -> Iterator[bytes]:
+        """Yield the datagrams of a heartbeat. Small ones are signed from the stored compressed document."""
+        own, first = uuid.UUID(amphora.id), amphora.sequence + 1
+        if len(amphora.packed) > heartbeat_codec.LARGEST - _HEADER.size - hashlib.sha256().digest_size:
+            yield from heartbeat_codec.datagrams(own, amphora.key, self._epoch, first, amphora.document())
+            return
+        signed = _HEADER.pack(heartbeat_codec.MAGIC, own.bytes, self._epoch, first) + amphora.packed
+        yield signed + hmac.digest(amphora.key, signed, hashlib.sha256)
 
     # --- TLS ----------------------------------------------------------------------------------------------------------
 
@@ -264,6 +285,7 @@ class Agents:
                 return 200, {}
             case "POST", "/v2/vrrp/release":
                 amphora.holds_vip, amphora.packed = False, b""
+                self._elect(amphora.load_balancer_id, leaving=amphora)
                 return 200, {"holds_vip": False, "connections": 0, "draining": None}
         return 404, {"error": {"wanted": f"{method} {path}", "happened": "it is unknown", "remedy": ""}}
 
@@ -280,6 +302,13 @@ class Agents:
             else:
                 members.append(name)
         amphora.packed = b""
+        if not amphora.load_balancer_id:
+            amphora.load_balancer_id = document["load_balancer_id"]
+            self._of[amphora.load_balancer_id].append(amphora)
+        if document["vrrp"] is not None:
+            amphora.holds_vip = bool(amphora.holds_vip)
+            self._elect(amphora.load_balancer_id)
+        self._applied.append((amphora.load_balancer_id, amphora.id, amphora.generation or 0, time.time()))
         self._send(amphora)
         return {
             "generation": amphora.generation,
@@ -328,10 +357,22 @@ class Agents:
         if known is not None:
             self._at.pop(known.address, None)
             self._contexts.pop(amphora_id, None)
+            if known in self._of[known.load_balancer_id]:
+                self._of[known.load_balancer_id].remove(known)
+            self._elect(known.load_balancer_id)
 
     def _do_lose(self, amphora_ids: list[str]) -> None:
-        for one in amphora_ids:
-            self._by_id[one].has_power.clear()
+        """Take the power of amphorae; their partners take the VIPs."""
+        lost = [self._by_id[one] for one in amphora_ids]
+        for one in lost:
+            one.has_power.clear()
+        for one in lost:
+            self._elect(one.load_balancer_id)
+
+    def _do_applied(self) -> list[tuple[str, str, int, float]]:
+        """Return and forget the bundles since the last call: load balancer, amphora, generation, time."""
+        found, self._applied = self._applied, []
+        return found
 
     def _do_busy(self, percent: float) -> int:
         """Let the counters of this share of the amphorae grow with each heartbeat."""

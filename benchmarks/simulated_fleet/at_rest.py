@@ -30,12 +30,13 @@ COMMANDS = (
     ("certificate", "list"),
     ("status", "check"),
 )
+# The requests to agents whose distribution over time is shown.
+SPREAD = {"drift audits": "GET /v2/bundle", "renewals": "PUT /v2/certificate"}
 PAGES = ("/", "/page.json", "/status.json", "/metrics", "/healthz")
 
 
 def measure(deployment: Deployment, seconds: float) -> dict[str, Any]:
     """Measure for some seconds, then each command and page."""
-    settle(deployment)
     found = measure_processes(deployment, seconds)
     return {
         **found,
@@ -65,11 +66,11 @@ def find_warnings(deployment: Deployment, problem: re.Pattern[str] = PROBLEM) ->
 def measure_processes(deployment: Deployment, seconds: float) -> dict[str, Any]:
     """Return the load of each process: parts of a processor, MiB, statements per second."""
     counters = processes.DatabaseCounters(deployment.counters_url)
-    before, statements, begun = _cpu(deployment), counters.read(), time.monotonic()
+    before, statements, begun = read_cpu(deployment), counters.read(), time.monotonic()
     work = deployment.command(do="counts")
-    time.sleep(seconds)
+    spread = watch_agents(deployment, seconds)
     passed = time.monotonic() - begun
-    used = {name: (now - before[name]) / passed for name, now in _cpu(deployment).items()}
+    used = {name: (now - before[name]) / passed for name, now in read_cpu(deployment).items()}
     after = {name: (now - statements.get(name, 0.0)) / passed for name, now in counters.read().items()}
     counters.dispose()
     now = deployment.command(do="counts")
@@ -77,22 +78,38 @@ def measure_processes(deployment: Deployment, seconds: float) -> dict[str, Any]:
         "load_average": processes.load_average(),
         "seconds": passed,
         "cpu": used,
-        "memory": _memory(deployment),
+        "memory": read_memory(deployment),
         "statements": after,
         "agents": {name: (now[name] - work.get(name, 0)) / passed for name in now},
+        "spread": spread,
     }
 
 
-def _cpu(deployment: Deployment) -> dict[str, float]:
+def watch_agents(deployment: Deployment, seconds: float) -> dict[str, list[int]]:
+    """Return the numbers of drift audits and of renewed certificates in each second."""
+    before, begun = deployment.command(do="counts"), time.monotonic()
+    found: dict[str, list[int]] = {name: [] for name in SPREAD}
+    for second in range(1, round(seconds) + 1):
+        time.sleep(max(0.0, begun + second - time.monotonic()))
+        now = deployment.command(do="counts")
+        for name, request in SPREAD.items():
+            found[name].append(now.get(request, 0) - before.get(request, 0))
+        before = now
+    return found
+
+
+def read_cpu(deployment: Deployment, *, database: bool = True) -> dict[str, float]:
+    """Return the processor time of each process so far, in seconds."""
     found = {name: processes.cpu_seconds(one.pids()) for name, one in deployment.programs.items()}
-    if deployment.database_pid:
+    if database and deployment.database_pid:
         found["database"] = processes.cpu_seconds([deployment.database_pid])
     return found
 
 
-def _memory(deployment: Deployment) -> dict[str, float]:
+def read_memory(deployment: Deployment, *, database: bool = True) -> dict[str, float]:
+    """Return the proportional memory of each process with its children, in MiB."""
     found = {name: processes.memory_mib(one.pids()) for name, one in deployment.programs.items()}
-    if deployment.database_pid:
+    if database and deployment.database_pid:
         found["database"] = processes.memory_mib(processes.family(deployment.database_pid))
     return found
 

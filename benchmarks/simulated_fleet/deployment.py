@@ -56,11 +56,13 @@ class Program:
 
 @dataclass
 class Options:
-    """The options of a deployment: kind of the database, heartbeat interval, number of controllers, further options."""
+    """The options of a deployment: database, heartbeat interval, largest number of controllers, and others."""
 
     database: str = "mariadb"
     interval: float = 10.0
     controllers: int = 1
+    # Hints to other processes over RabbitMQ, beside the local sockets.
+    broker: bool = False
     further: dict[str, dict[str, str]] = field(default_factory=dict)
     # octavia-driver-agent as it is installed, without the provider agent: for measurements of its calls.
     plain_agent: bool = False
@@ -76,7 +78,7 @@ class Deployment:
         self.programs: dict[str, Program] = {}
         self.server: Any = None
         self.urls: dict[str, str] = {}
-        self.octavia_url = self.counters_url = ""
+        self.octavia_url = self.counters_url = self.broker_url = ""
         self.database_pid = 0
         self._ports = _free_ports(5 + options.controllers)
         self.agent_port, self.health_port = self._ports[:2]
@@ -85,17 +87,32 @@ class Deployment:
     def run(self, number: int, members: dict[int, int] | None = None) -> Iterator[Deployment]:
         with ExitStack() as stack:
             stack.enter_context(self._database_server())
+            if self.options.broker:
+                import rabbitmq  # noqa: PLC0415 - only with a broker
+
+                self.broker_url = stack.enter_context(rabbitmq.server()).url
             stack.callback(self.stop)
             self.amphorae = self._prepare(number, members)
             yield self
 
-    def start_all(self) -> None:
+    def start_all(self, controllers: int | None = None) -> None:
         """Start agents, health manager, controllers and octavia-driver-agent, one after the other."""
         self.start_agents()
         self.start_health_manager()
-        for number in range(self.options.controllers):
+        for number in range(self.options.controllers if controllers is None else controllers):
             self.start_controller(number)
         self.start_driver_agent()
+
+    def start_other_controllers(self) -> None:
+        """Start the controllers that do not run yet."""
+        for number in range(self.options.controllers):
+            if f"controller{number}" not in self.programs:
+                self.start_controller(number)
+
+    def restart_database(self) -> None:
+        """Start MariaDB after `server.kill()`."""
+        self.server.start()
+        self._set_server_options()
 
     def start_agents(self) -> None:
         program = self._start("agents", "simulated_fleet.agents", str(self.folder))
@@ -175,7 +192,8 @@ class Deployment:
 
             with mariadb.killable("fleet", "octavia") as self.server:
                 fleet, self.octavia_url = self.server.urls
-                _execute(fleet, "SET GLOBAL userstat = 1", "SET GLOBAL innodb_buffer_pool_size = 536870912")
+                self.counters_url = fleet
+                self._set_server_options()
                 for user in USERS:
                     _execute(
                         fleet,
@@ -183,8 +201,6 @@ class Deployment:
                         f"GRANT ALL ON fleet.* TO '{user}'@'localhost'",
                     )
                     self.urls[user] = fleet.replace("//root@", f"//{user}@")
-                self.counters_url = fleet
-                self.database_pid = int((self.server.data.parent / "pid").read_text())
                 yield
         else:
             import postgresql  # noqa: PLC0415 - only for this kind
@@ -198,6 +214,11 @@ class Deployment:
                 self.database_pid = int((folder / "data/postmaster.pid").read_text().split()[0])
                 yield
 
+    def _set_server_options(self) -> None:
+        """Set the options that the server forgets at its end, and note its process."""
+        _execute(self.counters_url, "SET GLOBAL userstat = 1", "SET GLOBAL innodb_buffer_pool_size = 536870912")
+        self.database_pid = int((self.server.data.parent / "pid").read_text())
+
     def _prepare(self, number: int, members: dict[int, int] | None) -> int:
         """Write configuration, certificates and rows; return the number of amphorae."""
         self.settings = Settings(
@@ -209,6 +230,7 @@ class Deployment:
             agent_python=sys.executable,
             store_url=self.urls["operator"],
             octavia_url=self.octavia_url,
+            broker_url=self.broker_url or None,
             octavia_options={"driver_agent": {"enabled_provider_agents": ""}} if self.options.plain_agent else {},
         )
         config_files.write(self.settings)
@@ -220,6 +242,7 @@ class Deployment:
         agents |= {"targets": [f"127.0.0.1:{self.health_port}"], "client_ca": str(etc / "controller_ca.pem")}
         agents |= {"ca_certificate": str(etc / "amphora_ca.pem"), "ca_private_key": str(etc / "amphora_ca.key")}
         (self.folder / "agents.json").write_text(json.dumps(agents))
+        octavia = None if self.options.rows_only else self._write_octavia_rows(number, members)
         migrate.upgrade(self.urls["operator"])
         sys.path.append(str(self.folder / "plugins"))
         database = self.open_database()
@@ -229,17 +252,20 @@ class Deployment:
             count = rows.insert(number, members, bundles=not self.options.rows_only)
         finally:
             database.dispose()
-        if self.options.rows_only:
+        if octavia is None:
             return count
-        made = subprocess.run(
-            [sys.executable, "-m", "simulated_fleet.octavia_rows", str(number)],
-            env=self.environment(self.configuration), capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        assert made.returncode == 0, made.stderr[-3000:]
+        _, errors = octavia.communicate()
+        assert octavia.returncode == 0, errors[-3000:]
         if self.options.database == "mariadb":
             for database_name in ("fleet", "octavia"):
                 _execute(self.counters_url, f"ANALYZE TABLE {', '.join(_tables(self.counters_url, database_name))}")
         return count
+
+    def _write_octavia_rows(self, number: int, members: dict[int, int] | None) -> subprocess.Popen[str]:
+        """Start the process that writes Octavia's rows, beside those of the provider."""
+        words = ["-m", "simulated_fleet.octavia_rows", str(number), json.dumps(members or {})]
+        environment = self.environment(self.configuration)
+        return subprocess.Popen([sys.executable, *words], env=environment, stderr=subprocess.PIPE, text=True)
 
     def _write_entry_points(self) -> None:
         folder = self.folder / "plugins/simulated_fleet-0.dist-info"

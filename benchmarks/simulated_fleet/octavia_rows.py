@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Octavia's own rows of the fleet, so that octavia-driver-agent accepts the reports. Runs in a process of its own.
 
-python -m simulated_fleet.octavia_rows NUMBER
+python -m simulated_fleet.octavia_rows NUMBER MEMBERS
+
+`MEMBERS` is a JSON object: the number of members of the first pool, by number of the load balancer.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from typing import Any
@@ -20,7 +23,7 @@ _BATCH = 200
 _STATUS = {"provisioning_status": "ACTIVE", "operating_status": "ONLINE", "enabled": True}
 
 
-def main(number: int) -> None:
+def main(number: int, members: dict[int, int]) -> None:
     """Create Octavia's tables and the rows of the first load balancers."""
     octavia_start.prepare()
     service.prepare_service(["fleet", "--config-file", os.environ["OCTAVIA_CONF"]])
@@ -29,7 +32,7 @@ def main(number: int) -> None:
     for begin in range(0, number, _BATCH):
         rows: dict[Any, list[dict[str, Any]]] = {}
         for one in range(begin, min(begin + _BATCH, number)):
-            _add(shape.load_balancer(one), rows)
+            _add(shape.load_balancer(one, members.get(one)), rows)
         with engine.begin() as connection:
             for model, some in rows.items():
                 connection.execute(model.__table__.insert(), some)
@@ -91,4 +94,4 @@ def _add(tree: Any, rows: dict[Any, list[dict[str, Any]]]) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), {int(one): count for one, count in json.loads(sys.argv[2]).items()})

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from simulated_fleet import plots
+from simulated_fleet import plots, report_events
+from simulated_fleet.report_events import table
 
 PROCESSES = {"controller0": "controller", "health": "health manager", "reporter": "provider agent"}
 OTHERS = {"database": "database", "agents": "simulated agents"}
@@ -26,6 +27,10 @@ def write(results: Results, docs: Path) -> None:
         if found:
             lines += _at_rest(found, database)
             _plot(found, docs / "fleet", database)
+        for size, one in _of(results, "changes", database).items():
+            lines += report_events.describe_changes(one, database, size)
+        for size in dict.fromkeys(int(name.split("/")[2]) for name in results):
+            lines += report_events.describe_events(results, database, size)
     docs.mkdir(parents=True, exist_ok=True)
     (docs / "fleet-figures.md").write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
 
@@ -61,7 +66,7 @@ def _at_rest(found: dict[int, Any], database: str) -> list[str]:
     rows += _rows(found, "statements/s", users, lambda one, name: one["statements"].get(name), "{:.1f}")
     rows += _rows(found, "start, s of processor time", PROCESSES, lambda one, name: _start(one, name, 1), "{:.1f}")
     rows += _rows(found, "start, s", PROCESSES, lambda one, name: _start(one, name, 0), "{:.1f}")
-    lines += _table(head, rows)
+    lines += table(head, rows)
     lines += [
         "### Commands and pages",
         "",
@@ -74,12 +79,12 @@ def _at_rest(found: dict[int, Any], database: str) -> list[str]:
         [f"`amphoractl {name}`", *(_timed(one["commands"].get(name)) for one in found.values())] for name in commands
     ]
     rows += [[f"`GET {name}`", *(_timed(one["pages"].get(name)) for one in found.values())] for name in pages]
-    lines += _table(head, rows)
+    lines += table(head, rows)
     lines += ["### Tables", "", "Rows, and MiB with indexes.", ""]
     last = found[sizes[-1]]["tables"]
     largest = sorted(last, key=lambda name: -last[name][0])[:_MOST_TABLES]
     rows = [[f"`{name}`", *(_size(one["tables"].get(name)) for one in found.values())] for name in largest]
-    lines += _table(head, rows)
+    lines += table(head, rows)
     if len(found) > 1:
         files = {"cpu": "processor", "memory": "memory", "statements": "statements", "commands": "commands and pages"}
         lines += [
@@ -111,11 +116,6 @@ def _timed(one: Any) -> str:
 
 def _size(one: Sequence[float] | None) -> str:
     return "" if one is None else f"{one[0]:,.0f} ({one[1]:.1f})"
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
-    return [*lines, *(f"| {' | '.join(row)} |" for row in rows), ""]
 
 
 def _plot(found: dict[int, Any], folder: Path, database: str) -> None:

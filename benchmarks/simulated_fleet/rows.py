@@ -118,6 +118,7 @@ class FleetRows:
             yield {
                 "id": machine.id,
                 "address": machine.management_address,
+                "load_balancer_id": tree.id,
                 "key": key.hex(),
                 "generation": 1,
                 "digest": digests[machine.id],

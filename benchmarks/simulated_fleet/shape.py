@@ -12,7 +12,14 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from amphora_driver.model.enums import Algorithm, ListenerProtocol, MonitorType, PoolProtocol, Topology
+from amphora_driver.model.enums import (
+    Algorithm,
+    ClientAuthentication,
+    ListenerProtocol,
+    MonitorType,
+    PoolProtocol,
+    Topology,
+)
 from amphora_driver.model.loadbalancer import HealthMonitor, Listener, LoadBalancer, Member, Pool, Profile, Vip
 from amphora_driver.model.network import FixedAddress, Port, Subnet
 from amphora_driver.topology import ActiveStandbyTopology, SingleTopology
@@ -100,6 +107,7 @@ def load_balancer(number: int, members: int | None = None, size: Size | None = N
                 protocol_port=80 + place,
                 name=f"listener-{place}",
                 default_pool_id=pool.id,
+                client_authentication=ClientAuthentication.NONE,
             )
             for place, pool in enumerate(pools)
         ),

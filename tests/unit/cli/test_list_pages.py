@@ -89,6 +89,23 @@ def test_only_a_table_has_a_limit_by_default(amphoractl, configuration, words, m
     assert len(ids(amphoractl, configuration, *words, "--limit", "2")[0]) == 2
 
 
+def test_a_page_of_amphorae_reads_one_row_more_than_it_shows(amphoractl, configuration, monkeypatch):
+    read_rows, lengths = command.PagedLister.page, []
+
+    def count(self, rows, parsed_args):
+        listed = list(rows)
+        lengths.append(len(listed))
+        return read_rows(self, listed, parsed_args)
+
+    monkeypatch.setattr(command.PagedLister, "page", count)
+    everything, _ = ids(amphoractl, configuration, "amphora", "list", "--limit", "0")
+    for marker in ((), ("--marker", everything[1])):
+        page, err = ids(amphoractl, configuration, "amphora", "list", "--stale", "--limit", "2", *marker)
+        begin = 2 if marker else 0
+        assert (page, "more rows follow" in err) == (everything[begin : begin + 2], True)
+    assert lengths == [NUMBER, 3, 3]
+
+
 @pytest.mark.parametrize("words", [("loadbalancer", "list"), ("amphora", "list")])
 def test_an_unknown_marker_is_an_error(amphoractl, configuration, words):
     status, _, err = amphoractl(configuration, *words, "--marker", "unknown")

@@ -139,6 +139,23 @@ def test_implausible_generation_is_reported_and_not_exceeded(control, audits, po
     assert (row.generation, row.dirty) == (1, False)
 
 
+def test_one_transaction_records_the_audits_without_drift(control, audits, pool, monkeypatch):
+    record, recorded = drift_audit.config_drift.record_audit, []
+
+    def fail_once(connection, ids, now, drift=None):
+        recorded.append(list(ids))
+        if len(recorded) == 1:
+            raise OverflowError("too large")
+        return record(connection, ids, now, drift)
+
+    monkeypatch.setattr(drift_audit.config_drift, "record_audit", fail_once)
+    for _ in range(2):
+        # A failed record is repeated with the audits of the next round.
+        assert audits.run_round(pool) == MANY
+    assert [len(ids) for ids in recorded] == [MANY, MANY]
+    assert compared(control) == {f"lb{number}" for number in range(MANY)}
+
+
 def test_amphorae_of_all_load_balancers_are_asked_in_parallel(control, audits, pool):
     together = threading.Barrier(4, timeout=60)
     chosen = [one_of(control, f"lb{number}") for number in range(4)]

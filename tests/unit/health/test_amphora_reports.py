@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 import time
 
+import msgspec
 import pytest
 
 from amphora_driver.health.amphora_reports import AmphoraReports, LastReport
@@ -58,6 +59,18 @@ def test_amphorae_have_separate_reports(received):
     assert reports.keys() == {"a", "b"}
     assert reports["a"].listeners.keys() == {"l"}
     assert reports["b"].amphora_id == "b"
+
+
+def test_the_amphorae_of_a_pair_share_the_memory_of_equal_ids(received):
+    def decoded():
+        return heartbeat_report(msgspec.json.encode(Report(1, {"l": OPEN}, {"p:l": pool(member="UP")})))
+
+    heartbeat_report = msgspec.json.Decoder(Report).decode
+    for sequence, amphora_id in ((1, "a"), (1, "b"), (2, "a"), (3, "a")):
+        assert received.accept(heartbeat(sequence, decoded(), amphora_id=amphora_id), sequence)
+    first, second = (received.live_reports([one], 3)[one].pools for one in "ab")
+    assert next(iter(first["p:l"].members)) is next(iter(second["p:l"].members))
+    assert next(iter(first)) is next(iter(second))
 
 
 def test_a_split_report_is_merged(received):

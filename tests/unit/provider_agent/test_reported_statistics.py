@@ -72,6 +72,18 @@ def test_listeners_that_always_change_delay_no_other_listener(reporter, database
     assert {one for call in octavia.statistics for one in reported(call)} == set(LISTENERS)
 
 
+def test_each_host_reports_its_part_of_the_listeners(conf, database, octavia, reporter):
+    listeners = [f"{number:x}-listener" for number in range(16)] + ["F-listener"]
+    count(database, 1, listeners)
+    hosts = [Reporter(conf, database, name) for name in ("first", "second")]
+    for host, parts in zip(hosts, ("01234567", "89abcdef"), strict=True):
+        host.report_statistics(frozenset(parts))
+        host.report_statistics(frozenset())
+    assert [sorted(reported(call)) for call in octavia.statistics] == [
+        sorted(listeners[:8]), sorted(listeners[8:])
+    ]  # fmt: skip
+
+
 def test_a_counter_that_changes_during_the_call_is_reported_afterwards(reporter, database, octavia):
     count(database, 1, LISTENERS[:2])
     send = reporter.library.update_listener_statistics

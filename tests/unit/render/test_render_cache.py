@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from threading import Thread
 
-from amphora_driver.render.cache import Cache
+from amphora_driver.bounded_cache import Cache
 
 
 def test_cached_values_are_returned():

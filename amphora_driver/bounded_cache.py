@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cache of rendered objects, which never changes a result and never exceeds its capacity."""
+"""Cache of values, which never changes a result and never exceeds its capacity."""
 
 from __future__ import annotations
 

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tables of changes and events, in Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+_PARTS = {"alone": "changes", "beside": "beside the large load balancer"}
+_NAMES = {
+    "controller0": "controller 1",
+    "controller1": "controller 2",
+    "controller2": "controller 3",
+    "health": "health manager",
+    "reporter": "provider agent",
+    "database": "database",
+}
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return the lines of a table, and an empty line."""
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    return [*lines, *(f"| {' | '.join(row)} |" for row in rows), ""]
+
+
+def describe_changes(found: dict[str, Any], database: str, size: int) -> list[str]:
+    """Return the section about changes of members."""
+    options, alone = found["options"], found["alone"]
+    hints = "RabbitMQ and local sockets" if options["broker"] else "local sockets"
+    lines = [f"## Changes of members, {database}, {size:,} load balancers", ""]
+    rate = f"{found['per_minute']:g} changes in a minute of {found['balancers']} load balancers"
+    lines += [
+        f"{rate}, {found['controllers']} controllers, hints over {hints}.",
+        f"The large load balancer has {found['members']:,} members, and changes without a pause.",
+        (
+            "*Served* is the time until the last amphora has applied the change, *confirmed* until the controller has "
+            "recorded it."
+        ),
+        "Load average: " + ", ".join(f"{found[one]['load_average']:.1f}" for one in _PARTS) + ".",
+        "",
+    ]
+    names = list(dict.fromkeys(name for one in _PARTS for name in found[one]["delays"]))
+    rows = [["changes; later ones because of an earlier one", *(_counts(found[one]) for one in _PARTS)]]
+    rows += [
+        [f"{name}: p50, p99, longest (ms)", *(_milliseconds(found[one]["delays"].get(name)) for one in _PARTS)]
+        for name in names
+    ]
+    rows += [["call of the driver: p50, p99, longest (ms)", *(_milliseconds(found[one]["call"]) for one in _PARTS)]]
+    rows += [["failed; not served", *(f"{found[one]['failures']}; {found[one]['not_served']}" for one in _PARTS)]]
+    for name, text in {"due": "jobs without a controller", "running": "jobs at work", "unreported": "outbox"}.items():
+        rows.append([f"largest number: {text}", *(str(found[one]["samples"]["largest"][name]) for one in _PARTS)])
+    if alone["locks"]:
+        rows.append(
+            ["waits for row locks (number; longest since the start, s)", *(_locks(found[one]) for one in _PARTS)]
+        )
+    rows.append(["longest wait of the provider for a lock (s)", *(_own_wait(found[one]) for one in _PARTS)])
+    rows += [
+        [f"processor: {text}", *(f"{found[one]['cpu'][name]:.2f}" for one in _PARTS)]
+        for name, text in _NAMES.items()
+        if name in alone["cpu"]
+    ]
+    return [*lines, *table(["", *_PARTS.values()], rows)]
+
+
+def _counts(part: dict[str, Any]) -> str:
+    return f"{part['changes']:,}; {part['waited']}"
+
+
+def _milliseconds(values: dict[str, float] | None) -> str:
+    if not values or not values["number"]:
+        return ""
+    return ", ".join(f"{1000 * values[name]:,.0f}" for name in ("p50", "p99", "most"))
+
+
+def _locks(part: dict[str, Any]) -> str:
+    return f"{part['locks']['waits']:.0f}; {part['locks']['longest']:.2f}"
+
+
+def _own_wait(part: dict[str, Any]) -> str:
+    """Octavia's transactions belong to the user root: the barrier waits for them on purpose."""
+    return f"{max((value for user, value in part['samples']['lock_waits'].items() if user != 'root'), default=0.0):.2f}"
+
+
+def describe_events(results: dict[str, Any], database: str, size: int) -> list[str]:
+    """Return the section about events."""
+    lines: list[str] = []
+    found = {name: results.get(f"{name}/{database}/{size}") for name in ("renewal", "rotation", "loss", "outage")}
+    if not any(found.values()):
+        return lines
+    lines += [f"## Events, {database}, {size:,} load balancers", ""]
+    rows: list[list[str]] = []
+    rest = results.get(f"rest/{database}/{size}")
+    if rest and rest.get("spread"):
+        rows.append(["drift audits at rest in a second: mean; largest", _spread(rest["spread"]["drift audits"])])
+    for name, describe in (
+        ("renewal", _renewal),
+        ("rotation", _rotation),
+        ("loss", _loss),
+        ("outage", _outage),
+    ):
+        if found[name]:
+            rows += describe(found[name])
+    return [*lines, *table(["event", "figure"], rows)]
+
+
+def _spread(values: list[int]) -> str:
+    return f"{sum(values) / max(1, len(values)):.1f}; {max(values, default=0)}"
+
+
+def _renewal(found: dict[str, Any]) -> list[list[str]]:
+    return [
+        ["certificates that are due at once; renewed; seconds", _joined(found, "due", "renewed", "seconds")],
+        ["renewals in a second: mean; largest", _spread(found["spread"])],
+    ]
+
+
+def _rotation(found: dict[str, Any]) -> list[list[str]]:
+    rate = 60 * found["balancers"] / found["seconds"]
+    return [
+        ["rotation: load balancers at once; largest number; failed",
+         f"{found['at_once']}; {found['samples']['largest']['rotating']}; {found['failed']}"],
+        ["rotation: load balancers in a minute", f"{rate:.0f}"],
+        ["rotation: one load balancer, p50; longest (s)", (f"{found['each'].get('p50', 0):.1f}; "
+         f"{found['each'].get('most', 0):.1f}")],
+        ["rotation: processors of the first controller; database",
+         f"{found['cpu']['controller0']:.2f}; {found['cpu'].get('database', 0):.2f}"],
+    ]  # fmt: skip
+
+
+def _loss(found: dict[str, Any]) -> list[list[str]]:
+    opened = "opened" if found["breaker_opened"] else "stayed closed"
+    return [
+        ["amphorae lost at once; of", f"{found['lost']:,}; {found['amphorae']:,}"],
+        ["all detected after (s); circuit breaker", f"{_seconds(found['detected'])}; {opened}"],
+        ["fail-overs before an operator closed the circuit breaker", str(found["begun_before_decision"])],
+        ["all replaced after its closing (s)", _seconds(found["replaced"])],
+        ["fail-overs; of others; not served", _joined(found, "failovers", "wrong", "unserved")],
+        ["one fail-over until it is served: p50; p99 (s)",
+         f"{found['served'].get('p50', 0):.2f}; {found['served'].get('p99', 0):.2f}"],
+        ["largest number in progress", str(found["samples"]["largest"]["open failovers"])],
+    ]  # fmt: skip
+
+
+def _outage(found: dict[str, Any]) -> list[list[str]]:
+    used = "; ".join(f"{text} {found['cpu'][name]:.3f}" for name, text in _NAMES.items() if name in found["cpu"])
+    grown = max((after - before for before, after in found["memory"].values()), default=0.0)
+    delays = found["change"]["delays"].get("others served")
+    return [
+        ["seconds without the database", f"{found['seconds']:.0f}"],
+        ["processors meanwhile", used],
+        ["largest growth of a process meanwhile (MiB)", f"{grown:.0f}"],
+        ["lines of the logs meanwhile", str(sum(found["log_lines"].values()))],
+        ["all processes healthy; new heartbeats of all amphorae (s after the start)",
+         f"{_seconds(found['healthy'])}; {_seconds(found['since_start'])}"],
+        ["fail-overs; silent amphorae; lost amphorae", _joined(found, "failovers", "silent", "lost")],
+        ["next change of a member until served (ms)", _milliseconds(delays)],
+        ["drift audits in a second afterwards: mean; largest", _spread(found["spread"])],
+    ]  # fmt: skip
+
+
+def _seconds(value: float | None) -> str:
+    return "not in time" if value is None else f"{value:.1f}"
+
+
+def _joined(found: dict[str, Any], *names: str) -> str:
+    return "; ".join(f"{found[name]:,.0f}" for name in names)
