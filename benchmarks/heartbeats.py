@@ -152,9 +152,19 @@ def _manager(folder: Path, url: str, options: list[str]):
             process.wait(60)
 
 
-def _seconds(process: psutil.Process) -> float:
+def processor_seconds(process: psutil.Process) -> float:
+    """Return the processor time of a process and its descendants."""
     times = [one.cpu_times() for one in (process, *process.children(recursive=True))]
     return sum(one.user + one.system for one in times)
+
+
+def create_fleet(folder: Path, url: str, number: int, size: str) -> list[Amphora]:
+    """Return amphorae with rows of confirmed load balancers; the folder has the file of the encryption key."""
+    database, vault = Database(url), Vault.load(str(folder / "key"))
+    fleet = [Amphora(place + 1, size) for place in range(number)]
+    for begin in range(0, len(fleet), 50):
+        database.write(lambda c, some=fleet[begin : begin + 50]: [one.record(c, vault) for one in some])
+    return fleet
 
 
 def measure(chosen: argparse.Namespace) -> dict[str, float | str]:
@@ -170,10 +180,7 @@ def measure(chosen: argparse.Namespace) -> dict[str, float | str]:
             (url,) = running.urls
             server = psutil.Process(running._process.pid)  # noqa: SLF001 - the processor time of the server
         migrate.upgrade(url)
-        database, vault = Database(url), Vault.load(str(folder / "key"))
-        fleet = [Amphora(number + 1, chosen.size) for number in range(chosen.amphorae)]
-        for begin in range(0, len(fleet), 50):
-            database.write(lambda c, some=fleet[begin : begin + 50]: [one.record(c, vault) for one in some])
+        database, fleet = Database(url), create_fleet(folder, url, chosen.amphorae, chosen.size)
         # The first round is heard before the measurement: it causes statuses and new rows.
         epoch = time.time_ns()
         prepared = [[one.datagrams(epoch) for one in fleet] for _ in range(rounds + 2)]
@@ -186,11 +193,11 @@ def measure(chosen: argparse.Namespace) -> dict[str, float | str]:
         listeners = len(fleet) * len(fleet[0].tree.listeners)
         _wait_for_rows(database, tables.listener_statistics, listeners, lambda: None)
         _send(sender, port, prepared.pop(0), chosen.interval)
-        begun, before = time.monotonic(), (_seconds(manager), _seconds(server) if server else 0.0)
+        begun, before = time.monotonic(), (processor_seconds(manager), processor_seconds(server) if server else 0.0)
         for one in prepared:
             _send(sender, port, one, chosen.interval)
         passed = time.monotonic() - begun
-        after = (_seconds(manager), _seconds(server) if server else 0.0)
+        after = (processor_seconds(manager), processor_seconds(server) if server else 0.0)
         memory = max(one.memory_info().rss for one in (manager, *manager.children(recursive=True)))
         _wait_for_rows(database, tables.amphora_heartbeat, len(fleet), lambda: None, fleet[0].sequence)
         process.terminate()

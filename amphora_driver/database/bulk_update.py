@@ -6,13 +6,16 @@ JSON as a table gets one UPDATE for each row. The caller passes values that the 
 larger number in JSON by the largest one of the column.
 
 With one statement for each row, MariaDB and its client need 0.1 ms of processor time for a row; with one statement for
-all rows, both need less than 0.02 ms.
+all rows, both need less than 0.02 ms. PyMySQL escapes a text with quotation marks character by character, so MariaDB
+and MySQL receive the JSON as Base64.
 """
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -40,6 +43,8 @@ class BulkUpdate:
     In the texts, `o` is the recorded row and `n` the new one.
 
     Args:
+        row: the class of the rows, a structure that msgspec encodes as a JSON array (`array_like`). Its fields have the
+            names of the columns.
         keys: the parameters of `single` that are the primary key, by column. Their type is string.
         values: the other parameters of `single` by column.
         assignments: the new values by column. No value depends on a column of `o` that was assigned before it, because
@@ -51,6 +56,7 @@ class BulkUpdate:
     def __init__(
         self,
         table: sa.Table,
+        row: type[msgspec.Struct],
         keys: Mapping[str, str],
         values: Mapping[str, str],
         assignments: Mapping[str, str],
@@ -59,29 +65,36 @@ class BulkUpdate:
     ) -> None:
         self._table = table
         self._keys = tuple(keys)
-        self._columns = (*keys, *values)
-        self._parameters = (*keys.values(), *values.values())
+        self._parameters = {**keys, **values}
+        # The place of each column in the JSON array of a row.
+        self._places = {column: row.__struct_fields__.index(column) for column in self._parameters}
+        self._order = attrgetter(*keys)
         self._assignments = assignments
         self._condition = condition
         self._single = single
         self._mysql = lru_cache(maxsize=4)(self._make_mysql)
         self._postgresql = self._make_postgresql()
 
-    def execute(self, connection: sa.Connection, rows: Sequence[Mapping[str, Any]]) -> int:
-        """Update rows, given as the parameters of `single`, and return how many met the condition."""
+    def execute(self, connection: sa.Connection, rows: Sequence[msgspec.Struct]) -> int:
+        """Update rows, and return how many met the condition."""
         if not rows:
             return 0
-        names = self._parameters
-        keys = names[: len(self._keys)]
-        ordered = sorted(rows, key=lambda row: [row[name] for name in keys])
+        ordered = sorted(rows, key=self._order)
         statement = self._statement(connection)
         if statement is None:
-            return connection.execute(self._single, ordered).rowcount
+            return connection.execute(self._single, [self.parameters(row) for row in ordered]).rowcount
+        is_postgresql = connection.dialect.name == "postgresql"
         found = 0
         for begin in range(0, len(ordered), _CHUNK):
-            some = [[row[name] for name in names] for row in ordered[begin : begin + _CHUNK]]
-            found += connection.execute(statement, {"rows": msgspec.json.encode(some).decode()}).rowcount
+            text = msgspec.json.encode(ordered[begin : begin + _CHUNK])
+            found += connection.execute(
+                statement, {"rows": (text if is_postgresql else b64encode(text)).decode()}
+            ).rowcount
         return found
+
+    def parameters(self, row: msgspec.Struct) -> dict[str, Any]:
+        """Return the parameters of `single` for a row."""
+        return {parameter: getattr(row, column) for column, parameter in self._parameters.items()}
 
     def _statement(self, connection: sa.Connection) -> sa.TextClause | None:
         dialect = connection.dialect
@@ -101,19 +114,20 @@ class BulkUpdate:
         )
         assigned = ", ".join(f"o.{name} = {value}" for name, value in self._assignments.items())
         columns = ", ".join(
-            f"{name} {self._type(name, _MYSQL_TYPES)} PATH '$[{index}]' ERROR ON ERROR"
-            for index, name in enumerate(self._columns)
+            f"{name} {self._type(name, _MYSQL_TYPES)} PATH '$[{place}]' ERROR ON ERROR"
+            for name, place in self._places.items()
         )
         # STRAIGHT_JOIN locks the rows in the order of the parameters.
         return sa.text(
-            f"UPDATE JSON_TABLE(:rows, '$[*]' COLUMNS ({columns})) AS n "  # noqa: S608 - constant names
+            "UPDATE JSON_TABLE(CONVERT(FROM_BASE64(:rows) USING utf8mb4), "  # noqa: S608 - constant names
+            f"'$[*]' COLUMNS ({columns})) AS n "
             f"STRAIGHT_JOIN {self._table.name} AS o ON {matches} SET {assigned} WHERE {self._condition}"
         )
 
     def _make_postgresql(self) -> sa.TextClause:
         columns = ", ".join(
-            f"CAST(value ->> {index} AS {self._type(name, _POSTGRESQL_TYPES)}) AS {name}"
-            for index, name in enumerate(self._columns)
+            f"CAST(value ->> {place} AS {self._type(name, _POSTGRESQL_TYPES)}) AS {name}"
+            for name, place in self._places.items()
         )
         keys = ", ".join(self._keys)
         matches = " AND ".join(f"o.{name} = n.{name}" for name in self._keys)

@@ -42,7 +42,7 @@ Order = tuple[int, int]
 _BEFORE_ALL: Order = (-1, -1)
 
 
-class LastReport(msgspec.Struct, frozen=True):
+class LastReport(msgspec.Struct, frozen=True, gc=False):
     """The last heartbeat of an amphora without the states of its objects, and the times of its receipt.
 
     `monotonic` is a time of `time.monotonic()`, `wall` is in seconds since 1970. `read_at` is the `monotonic` of the
@@ -377,13 +377,14 @@ class _PoolState:
 
 def _is_repetition(before: Report, report: Report) -> bool:
     """Return whether a report names the same objects with the same statuses."""
-    known = before.listeners
-    return (
-        report.generation == before.generation
-        and report.pools == before.pools
-        and report.listeners.keys() == known.keys()
-        and all(known[key].status == listener.status for key, listener in report.listeners.items())
-    )
+    known, listeners = before.listeners, report.listeners
+    if report.generation != before.generation or len(listeners) != len(known) or report.pools != before.pools:
+        return False
+    for key, listener in listeners.items():
+        same = known.get(key)
+        if same is None or same.status != listener.status:
+            return False
+    return True
 
 
 def _share_texts(report: Report, before: Report | None) -> Report:

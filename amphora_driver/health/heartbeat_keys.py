@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 
 from amphora_driver.errors import AmphoraDriverError, HeartbeatRefused
+from amphora_driver.health.heartbeat_codec import AmphoraKey, format_amphora_id, raw_amphora_id
 from amphora_driver.secret import Secret
 
 LOG = logging.getLogger(__name__)
@@ -38,7 +39,8 @@ class KeyCache:
         self._read_keys = read_keys
         self._notify = notify
         self._interval = interval
-        self._known: dict[str, Secret] = {}
+        # By the 16 bytes of the amphora id, as in a datagram.
+        self._known: dict[bytes, AmphoraKey] = {}
         self._unknown: OrderedDict[str, float] = OrderedDict()
         # The latest heartbeat datagram of each amphora without a known key.
         self._waiting: dict[str, tuple[bytes, str]] = {}
@@ -47,14 +49,16 @@ class KeyCache:
         self._requested = threading.Event()
         self._stopped = threading.Event()
 
-    def get(self, amphora_id: str, datagram: memoryview, sender: str, *, retried: bool) -> Secret | None:
-        """Return the key; None if the datagram waits. A `retried` datagram comes from `pop_ready`.
+    def find(self, raw_id: bytes) -> AmphoraKey | None:
+        """Return the key of the amphora whose id has these bytes; None if it is not in memory."""
+        return self._known.get(raw_id)
+
+    def await_key(self, raw_id: bytes, datagram: memoryview, sender: str, *, retried: bool) -> None:
+        """Keep a datagram until the keys are read. A `retried` datagram comes from `pop_ready`.
 
         Raise HeartbeatRefused if the amphora is unknown, its key is unreadable, or too many datagrams wait.
         """
-        key = self._known.get(amphora_id)
-        if key is not None:
-            return key
+        amphora_id = format_amphora_id(raw_id)
         with self._lock:
             if self._unknown.get(amphora_id, 0.0) > time.monotonic():
                 raise _key_refused(amphora_id, "this amphora is not in the database", "unknown")
@@ -65,7 +69,6 @@ class KeyCache:
             if full or len(datagram) > _MAX_WAITING_SIZE:
                 raise _key_refused(amphora_id, "too many datagrams wait for their keys", "busy")
             self._waiting[amphora_id] = (bytes(datagram), sender)
-        return None
 
     def pop_ready(self) -> tuple[bytes, str] | None:
         """Return a datagram that has waited for a read, and its source address; None if no datagram is left."""
@@ -73,14 +76,14 @@ class KeyCache:
 
     def add(self, keys: Mapping[str, Secret]) -> None:
         with self._lock:
-            self._known.update(keys)
-            for amphora_id in keys:
+            for amphora_id, key in keys.items():
+                self._known[raw_amphora_id(amphora_id)] = AmphoraKey(amphora_id, key)
                 self._unknown.pop(amphora_id, None)
 
     def forget(self, amphora_ids: Iterable[str]) -> None:
         with self._lock:
             for amphora_id in amphora_ids:
-                self._known.pop(amphora_id, None)
+                self._known.pop(raw_amphora_id(amphora_id), None)
 
     def stop(self) -> None:
         self._stopped.set()
@@ -100,7 +103,7 @@ class KeyCache:
         with self._lock:
             # An amphora has a row before its first heartbeat. The ids are copied before the read, so an id without a
             # row in the result is unknown.
-            requested, known = set(self._waiting), set(self._known)
+            requested, known = set(self._waiting), {key.amphora_id for key in self._known.values()}
         try:
             found = self._read_keys(known)
         except AmphoraDriverError as error:

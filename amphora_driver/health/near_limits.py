@@ -40,7 +40,9 @@ class NearLimits:
 
     def needs_attention(self, amphora_id: str, usage: Mapping[str, int], marked: str) -> bool:
         """Return whether a heartbeat may contribute to a change of the mark."""
-        return bool(marked) or amphora_id in self._counting or max(usage.values(), default=0) >= self._limit
+        if marked or amphora_id in self._counting:
+            return True
+        return bool(usage) and max(usage.values()) >= self._limit
 
     def find_changed(self, updated: Mapping[str, LastReport], marked: Mapping[str, str]) -> dict[str, str | None]:
         """Return the new mark of each amphora whose mark changes; None without a resource near its limit.

@@ -26,12 +26,15 @@ from enum import IntEnum
 from amphora_driver.errors import ConfigurationError, HeartbeatRefused
 from amphora_driver.health.amphora_budgets import AmphoraBudgets
 from amphora_driver.health.heartbeat_codec import (
+    AmphoraKey,
     Heartbeat,
     VerifiedDatagram,
     decompress_document,
+    format_amphora_id,
     parse_document,
     read_amphora_id,
-    verify_signature,
+    read_raw_id,
+    verify_datagram,
 )
 from amphora_driver.health.heartbeat_keys import KeyCache, KeyReader
 from amphora_driver.health.receiver_group import GroupMember
@@ -315,14 +318,15 @@ class Receiver:
         return True
 
     def _handle_datagram(self, datagram: memoryview, sender: str, *, retried: bool, forwarded: bool = False) -> None:
-        if self._accept_probe(datagram):
+        if self._probe and self._accept_probe(datagram):
             return
         try:
-            amphora_id = read_amphora_id(datagram)
-            if not forwarded and self._is_forwarded(amphora_id, datagram):
+            raw_id = read_raw_id(datagram)
+            if self._member is not None and not forwarded and self._is_forwarded(format_amphora_id(raw_id), datagram):
                 return
-            key = self._keys.get(amphora_id, datagram, sender, retried=retried)
+            key = self._keys.find(raw_id)
             if key is None:
+                self._keys.await_key(raw_id, datagram, sender, retried=retried)
                 return
             heartbeat = self._decode(datagram, key)
             if heartbeat is None:
@@ -349,12 +353,12 @@ class Receiver:
                     self.refused["handler"],
                 )
 
-    def _decode(self, datagram: memoryview, key: Secret) -> Heartbeat | None:
+    def _decode(self, datagram: memoryview, key: AmphoraKey) -> Heartbeat | None:
         """Decode a datagram; None if only its time is used.
 
         The cheap checks come first: signature, order, budget, size, content.
         """
-        verified = verify_signature(datagram, key)
+        verified = verify_datagram(datagram, key)
         try:
             self._check_order_and_budget(verified)
             if self.overload.omitted is Omitted.STATUSES and self._shorten(verified):

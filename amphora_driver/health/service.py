@@ -198,13 +198,22 @@ class HealthManager:
 
     def _accept(self, heartbeat: Heartbeat) -> None:
         if self._reports.accept(heartbeat, time.monotonic()):
-            self._updated.set()
+            self._announce()
 
     def _accept_time(self, amphora_id: str, order: Order) -> bool:
         accepted = self._reports.accept_time(amphora_id, order, time.monotonic())
         if accepted:
-            self._updated.set()
+            self._announce()
         return accepted
+
+    def _announce(self) -> None:
+        """Wake the writer.
+
+        The writer clears the event before it reads the reports. So an event that is set needs no second call, which
+        would take a lock.
+        """
+        if not self._updated.is_set():
+            self._updated.set()
 
     def _record_unknown(self) -> None:
         now = time.monotonic()

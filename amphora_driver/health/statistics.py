@@ -8,6 +8,7 @@ order and any repetition of writes, because several health managers receive the 
 from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -24,6 +25,8 @@ Key = tuple[str, str]
 _TABLE = listener_statistics
 _COUNTERS = ("bytes_in", "bytes_out", "request_errors", "total_connections")
 _VALUES = ("active_connections", *_COUNTERS)
+_values_of = attrgetter(*_VALUES)
+_key_of = attrgetter("listener_id", "amphora_id")
 # Limit of a valid counter, so that the sum of several counters fits into 64 bits. A byte counter needs 1.5 years at 100
 # Gbit/s to reach it.
 _MAX_COUNTER = 1 << 59
@@ -31,7 +34,7 @@ _MAX_COUNTER = 1 << 59
 _CHUNK = 500
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class Row(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """The statistics of one listener on one amphora: a row of `listener_statistics`."""
 
     listener_id: str
@@ -65,13 +68,19 @@ def changed_rows(
         for listener_id, reported in report.listeners.items():
             if listener_id not in listener_ids or not _is_plausible(reported):
                 continue
-            values: dict[str, int] = {name: getattr(reported, name) for name in _VALUES}
-            if live is not None and amphora_id not in live:
-                values["active_connections"] = 0
             before = written.get((listener_id, amphora_id))
-            if before is not None:
-                values.update({name: max(values[name], getattr(before, name)) for name in _COUNTERS})
-            row = Row(listener_id=listener_id, amphora_id=amphora_id, load_balancer_id=load_balancer_id, **values)
+            known: Row | ListenerReport = reported if before is None else before
+            # Several thousand rows are made in each second, so the counters are named one by one.
+            row = Row(
+                listener_id=listener_id,
+                amphora_id=amphora_id,
+                load_balancer_id=load_balancer_id,
+                active_connections=reported.active_connections if live is None or amphora_id in live else 0,
+                bytes_in=max(reported.bytes_in, known.bytes_in),
+                bytes_out=max(reported.bytes_out, known.bytes_out),
+                request_errors=max(reported.request_errors, known.request_errors),
+                total_connections=max(reported.total_connections, known.total_connections),
+            )
             if row != before:
                 rows.append(row)
     return rows
@@ -85,7 +94,7 @@ def closed_connections(written: Mapping[Key, Row], live: Collection[str]) -> tup
 
 def record_written(written: dict[Key, Row], rows: Iterable[Row]) -> None:
     """Add rows to the last written rows, after the commit of their transaction."""
-    written.update((row.key, row) for row in rows)
+    written.update((_key_of(row), row) for row in rows)
 
 
 def write_rows(connection: sa.Connection, rows: Sequence[Row], recorded: Container[Key] = frozenset()) -> None:
@@ -95,12 +104,12 @@ def write_rows(connection: sa.Connection, rows: Sequence[Row], recorded: Contain
     has rows with the keys in `recorded`.
     """
     # All writers sort the rows by primary key. Locks in different orders could cause a deadlock.
-    ordered = sorted(rows, key=lambda row: row.key)
+    ordered = sorted(rows, key=_key_of)
     unknown = [row for row in ordered if row.key not in recorded]
     missing: set[Key] = set()
     for begin in range(0, len(unknown), _CHUNK):
         missing |= _missing(connection, unknown[begin : begin + _CHUNK])
-    _UPDATE_ALL.execute(connection, [_bound(row) for row in ordered if row.key not in missing])
+    _UPDATE_ALL.execute(connection, [row for row in ordered if row.key not in missing] if missing else ordered)
     if missing:
         _insert(connection, [row for row in ordered if row.key in missing])
 
@@ -124,7 +133,7 @@ def _insert(connection: sa.Connection, rows: Sequence[Row]) -> None:
         # Another health manager may have inserted one of these rows. So the rows are inserted one by one, and an
         # existing row is updated.
         if len(rows) == 1:
-            connection.execute(_UPDATE, _bound(rows[0]))
+            connection.execute(_UPDATE, _UPDATE_ALL.parameters(rows[0]))
             return
         for row in rows:
             _insert(connection, [row])
@@ -154,6 +163,7 @@ def _update() -> sa.Update:
 _UPDATE = _update()
 _UPDATE_ALL = BulkUpdate(
     _TABLE,
+    Row,
     {"listener_id": "at_listener", "amphora_id": "at_amphora"},
     {name: f"new_{name}" for name in _VALUES},
     {
@@ -166,10 +176,6 @@ _UPDATE_ALL = BulkUpdate(
 )
 
 
-def _bound(row: Row) -> dict[str, Any]:
-    bound: dict[str, Any] = {f"new_{name}": getattr(row, name) for name in _VALUES}
-    return {**bound, "at_listener": row.listener_id, "at_amphora": row.amphora_id}
-
-
 def _is_plausible(reported: ListenerReport) -> bool:
-    return all(0 <= getattr(reported, name) < _MAX_COUNTER for name in _VALUES)
+    values: tuple[int, ...] = _values_of(reported)
+    return min(values) >= 0 and max(values) < _MAX_COUNTER

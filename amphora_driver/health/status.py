@@ -29,6 +29,8 @@ from msgspec import Meta
 from amphora_driver.model.enums import Kind, Operating
 from amphora_driver.model.loadbalancer import L7Policy, L7Rule, Listener, LoadBalancer, Member, Pool
 
+# The garbage collector does not examine the structures of reports (`gc=False`), because no cycle is possible.
+
 # These limits apply to reports of an amphora that an attacker controls. Reports of an unmodified agent stay below the
 # limits.
 Name = Annotated[str, Meta(max_length=80)]
@@ -42,7 +44,7 @@ Usage = Annotated[dict[Word, Annotated[int, Meta(ge=0, le=100)]], Meta(max_lengt
 Version = Annotated[str, Meta(max_length=64, pattern=r"^[\x20-\x7e]*\Z")]
 
 
-class ListenerReport(msgspec.Struct, frozen=True):
+class ListenerReport(msgspec.Struct, frozen=True, gc=False):
     """HAProxy's status word of a listener, and its counters since the amphora was created."""
 
     status: Word
@@ -53,14 +55,14 @@ class ListenerReport(msgspec.Struct, frozen=True):
     total_connections: int = 0
 
 
-class PoolReport(msgspec.Struct, frozen=True):
+class PoolReport(msgspec.Struct, frozen=True, gc=False):
     """HAProxy's status words of a pool of one listener, and of its members by member id."""
 
     status: Word
     members: dict[Name, Word] = {}
 
 
-class LastDrift(msgspec.Struct, frozen=True):
+class LastDrift(msgspec.Struct, frozen=True, gc=False):
     """The last drift that an agent found (time in seconds since 1970), one sentence per difference."""
 
     at: float = 0.0
@@ -68,7 +70,7 @@ class LastDrift(msgspec.Struct, frozen=True):
     repaired: bool = False
 
 
-class Report(msgspec.Struct, frozen=True):
+class Report(msgspec.Struct, frozen=True, gc=False):
     """The document of a heartbeat (docs/reference/heartbeat.md); objects that it omits keep their state.
 
     Attributes:

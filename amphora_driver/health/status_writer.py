@@ -237,8 +237,12 @@ class StatusWriter:
                 updated[amphora_id] = report
         self._updated.update(updated)
         self._heartbeats.update(updated)
+        owners, states = self._owners, self._states
         for amphora_id in updated:
-            self._queue_statistics(self._owners.get(amphora_id, ""), now)
+            load_balancer_id = owners.get(amphora_id, "")
+            state = states.get(load_balancer_id)
+            if state is not None and not state.is_queued:
+                self._queue_statistics(load_balancer_id, now)
 
     def _queue_statistics(self, load_balancer_id: str, now: float, *, failed: bool = False) -> None:
         state = self._states.get(load_balancer_id)
@@ -250,12 +254,14 @@ class StatusWriter:
 
     def _find_unread(self, now: float) -> list[str]:
         """Return the amphorae whose load balancers have to be read from the database."""
+        owners, states, changed = self._owners, self._states, self._changed
         return [
-            one for one, report in self._updated.items() if one in self._changed or self._is_unread(one, report, now)
+            one
+            for one, report in self._updated.items()
+            if one in changed or self._is_unread(states.get(owners.get(one, "")), one, report, now)
         ]
 
-    def _is_unread(self, amphora_id: str, report: LastReport, now: float) -> bool:
-        state = self._states.get(self._owners.get(amphora_id, ""))
+    def _is_unread(self, state: _LoadBalancerState | None, amphora_id: str, report: LastReport, now: float) -> bool:
         if state is None or not state.settled or now >= state.valid_until:
             return True
         recorded = state.recorded
@@ -487,7 +493,7 @@ def _last_heartbeat(amphora_id: str, last: LastReport) -> LastHeartbeat:
     epoch, sequence = last.order
     return LastHeartbeat(
         amphora_id=amphora_id,
-        at=last.wall,
+        seen_at=last.wall,
         generation=last.generation,
         epoch=epoch,
         sequence=sequence,

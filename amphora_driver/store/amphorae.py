@@ -11,6 +11,7 @@ import contextlib
 import time
 from collections.abc import Container, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -31,7 +32,6 @@ from amphora_driver.store.generations import lock_jobs, update_job
 # Seconds between two writes of the last heartbeats. A recorded heartbeat is at most that much older than the received
 # one, which the failure detector takes into account.
 LIVENESS_WRITE_INTERVAL = 1.0
-_MAX_VERSION_TEXT = 64
 
 
 class ServingState(msgspec.Struct, kw_only=True):
@@ -48,11 +48,11 @@ class ServingState(msgspec.Struct, kw_only=True):
     near_limit: dict[str, str] = {}
 
 
-class LastHeartbeat(msgspec.Struct, frozen=True, kw_only=True):
+class LastHeartbeat(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """The last heartbeat of an amphora; a field that the heartbeat does not contain is None."""
 
     amphora_id: str
-    at: float
+    seen_at: float
     generation: int
     epoch: int
     sequence: int
@@ -102,6 +102,8 @@ _HOLDS_VIPS = sa.exists().where(_IS_ADOPTED, adoption.c.vips_held).correlate(job
 _TAKES_VIPS = (
     sa.exists().where(_IS_ADOPTED, ~adoption.c.vips_held, ~adoption.c.reporting).correlate(job).label("takes_vips")
 )
+_INSERT = amphora.insert()
+_HEARTBEAT_KEY = sa.select(amphora.c.heartbeat_key).where(amphora.c.id == sa.bindparam("of"))
 _OF_LOAD_BALANCER = (
     sa.select(*_OF_AMPHORA, amphora.c.load_balancer_id, *_OF_HEARTBEAT, _IS_DEAD)
     .outerjoin(amphora_heartbeat, amphora_heartbeat.c.amphora_id == amphora.c.id)
@@ -150,6 +152,7 @@ _UPDATE_SEEN = (
 )
 _UPDATE_ALL_SEEN = BulkUpdate(
     amphora_heartbeat,
+    LastHeartbeat,
     {"amphora_id": "of"},
     {name: f"new_{name}" for name in _VALUES},
     {name: f"n.{name}" for name in _VALUES},
@@ -164,7 +167,7 @@ def insert_amphora(
     """Insert the row of an amphora before its boot."""
     row: dict[str, Any] = {"id": amphora_id, "load_balancer_id": load_balancer_id, "role": role}
     row |= {"state": AmphoraState.BOOTING.value, "heartbeat_key": sealed_key, "created_at": time.time()}
-    connection.execute(amphora.insert().values(**row))
+    connection.execute(_INSERT, row)
 
 
 def load_with_work(connection: sa.Connection, load_balancer_id: str) -> tuple[Any, tuple[Amphora, ...]]:
@@ -193,15 +196,23 @@ def update_amphora(connection: sa.Connection, amphora_id: str, **values: Any) ->
     for name in _JSON_COLUMNS:
         if name in values:
             values[name] = msgspec.json.encode(values[name]).decode()
-    state = values.pop("state", None)
-    if values:
-        connection.execute(amphora.update().where(amphora.c.id == amphora_id).values(**values))
-    if state is not None:
-        connection.execute(
-            amphora.update()
-            .where(amphora.c.id == amphora_id, amphora.c.state != AmphoraState.RETIRING.value)
-            .values(state=AmphoraState(state).value)
-        )
+    if "state" in values:
+        values["state"] = AmphoraState(values["state"]).value
+    bound = {f"new_{name}": value for name, value in values.items()}
+    connection.execute(_update_of(tuple(values)), {**bound, "of": amphora_id})
+
+
+@lru_cache(maxsize=64)
+def _update_of(names: tuple[str, ...]) -> sa.Update:
+    """Return the UPDATE of these columns of an amphora.
+
+    SQLAlchemy needs longer to build a statement than to execute it.
+    """
+    new: dict[str, Any] = {name: sa.bindparam(f"new_{name}", type_=amphora.c[name].type) for name in names}
+    if "state" in new:
+        stays = amphora.c.state == AmphoraState.RETIRING.value
+        new["state"] = sa.case((stays, amphora.c.state), else_=new["state"])
+    return amphora.update().where(amphora.c.id == sa.bindparam("of")).values(**new)
 
 
 def lower_confirmed(connection: sa.Connection, amphora_id: str, confirmed: int, serves: int) -> bool:
@@ -238,7 +249,7 @@ def key_location(amphora_id: str) -> SecretLocation:
 
 def read_heartbeat_key(connection: sa.Connection, vault: Vault, amphora_id: str) -> Secret | None:
     """Return the key that signs an amphora's heartbeats; None if the amphora is not recorded."""
-    sealed = connection.execute(sa.select(amphora.c.heartbeat_key).where(amphora.c.id == amphora_id)).scalar()
+    sealed = connection.execute(_HEARTBEAT_KEY, {"of": amphora_id}).scalar()
     return None if sealed is None else vault.open(sealed, key_location(amphora_id))
 
 
@@ -333,7 +344,7 @@ def record_heartbeats(
 
     The amphorae in `recorded` have rows, or were deleted since.
     """
-    if _UPDATE_ALL_SEEN.execute(connection, [_parameters(one) for one in heard]) == len(heard):
+    if _UPDATE_ALL_SEEN.execute(connection, heard) == len(heard):
         return
     # All writers change rows in the order of their ids, so that no deadlock occurs.
     unknown = sorted((one for one in heard if one.amphora_id not in recorded), key=lambda one: one.amphora_id)
@@ -341,8 +352,9 @@ def record_heartbeats(
         # A deleted amphora gets no heartbeat row, because no code would ever delete that row.
         rows = connection.execute(_WITH_HEARTBEAT, {"ids": [one.amphora_id for one in some]})
         missing = {row.id for row in rows if row.amphora_id is None}
-        _UPDATE_ALL_SEEN.execute(connection, [_parameters(one) for one in some if one.amphora_id not in missing])
-        _insert_heartbeats(connection, [_parameters(one) for one in some if one.amphora_id in missing])
+        _UPDATE_ALL_SEEN.execute(connection, [one for one in some if one.amphora_id not in missing])
+        new = [_UPDATE_ALL_SEEN.parameters(one) for one in some if one.amphora_id in missing]
+        _insert_heartbeats(connection, new)
 
 
 def _insert_heartbeats(connection: sa.Connection, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -359,9 +371,3 @@ def _insert_heartbeats(connection: sa.Connection, rows: Sequence[Mapping[str, An
             return
         for row in rows:
             _insert_heartbeats(connection, [row])
-
-
-def _parameters(one: LastHeartbeat) -> dict[str, Any]:
-    same = {f"new_{name}": getattr(one, name) for name in ("generation", "epoch", "sequence", "holds_vip")}
-    version = None if one.agent_version is None else one.agent_version[:_MAX_VERSION_TEXT]
-    return {**same, "of": one.amphora_id, "new_seen_at": one.at, "new_agent_version": version}

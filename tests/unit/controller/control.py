@@ -175,7 +175,7 @@ class Control:
                 at = time.time() - (100 if name in silent else 0)
                 said = name == self.cloud.holder or name in silent
                 heard = amphorae.LastHeartbeat(
-                    amphora_id=name, at=at, generation=1, epoch=1, sequence=1, holds_vip=said
+                    amphora_id=name, seen_at=at, generation=1, epoch=1, sequence=1, holds_vip=said
                 )
                 amphorae.record_heartbeats(connection, [heard])
 

@@ -220,7 +220,9 @@ def test_the_drain_ends_by_the_agents_answer(conf, database, trouble, says, sile
 )
 def test_a_drain_continues_after_a_controller_crash(conf, database, changes, trouble, says, stays):
     """The controller crashes after the hand-over request and before it records the hand-over."""
-    heard = amphorae.LastHeartbeat(amphora_id=OLD, at=time.time(), generation=1, epoch=1, sequence=1, holds_vip=False)
+    heard = amphorae.LastHeartbeat(
+        amphora_id=OLD, seen_at=time.time(), generation=1, epoch=1, sequence=1, holds_vip=False
+    )
     database.write(lambda c: amphorae.record_heartbeats(c, [heard]))
     if changes:
         database.write(lambda c: amphorae.update_amphora(c, OLD, **changes))
@@ -268,7 +270,7 @@ def test_an_answer_counts_until_a_heartbeat_reports_the_vips(conf, database):
 
 def _record_heartbeat(database, name, *, at, sequence, holds_vip=False):
     heard = amphorae.LastHeartbeat(
-        amphora_id=name, at=at, generation=1, epoch=1, sequence=sequence, holds_vip=holds_vip
+        amphora_id=name, seen_at=at, generation=1, epoch=1, sequence=sequence, holds_vip=holds_vip
     )
     database.write(lambda c: amphorae.record_heartbeats(c, [heard]))
 

@@ -76,7 +76,7 @@ class Fleet:
         def write(connection):
             ids = connection.execute(sa.select(amphora.c.id)).scalars().all()
             heard = [
-                amphorae.LastHeartbeat(amphora_id=one, at=float(number), generation=1, epoch=1, sequence=number)
+                amphorae.LastHeartbeat(amphora_id=one, seen_at=float(number), generation=1, epoch=1, sequence=number)
                 for one in ids
                 if one not in silent
             ]

@@ -300,7 +300,7 @@ def test_a_restarted_agent_is_queried_at_once(control, pool):
 
     def heard(*epochs):
         beats = [
-            LastHeartbeat(amphora_id=one, at=1.0, generation=1, epoch=epoch, sequence=1)
+            LastHeartbeat(amphora_id=one, seen_at=1.0, generation=1, epoch=epoch, sequence=1)
             for one, epoch in zip((first, second), epochs, strict=True)
         ]
         control.database.write(lambda connection: record_heartbeats(connection, beats))

@@ -23,7 +23,7 @@ def record(database, *amphora_ids, load_balancer_id="lb"):
 
 
 def heard(amphora_id, epoch, sequence, at=1000.0):
-    return LastHeartbeat(amphora_id=amphora_id, at=at, generation=sequence, epoch=epoch, sequence=sequence)
+    return LastHeartbeat(amphora_id=amphora_id, seen_at=at, generation=sequence, epoch=epoch, sequence=sequence)
 
 
 def seen(database, *reports):
