@@ -49,7 +49,7 @@ def _postgresql(_element: server_time, _compiler: SQLCompiler, **_: Any) -> str:
     return "CAST(EXTRACT(EPOCH FROM statement_timestamp()) AS DOUBLE PRECISION)"
 
 
-_SERVER_TIME: sa.ColumnElement[float] = server_time()
+SERVER_TIME: sa.ColumnElement[float] = server_time()
 
 
 class ClockJumpMonitor:
@@ -80,4 +80,4 @@ class ClockJumpMonitor:
 
 def now(connection: sa.Connection) -> sa.ColumnElement[float]:
     """Expression for the current time (seconds since 1970) in a statement on this connection."""
-    return sa.literal(time.time(), sa.Double) if connection.dialect.name == "sqlite" else _SERVER_TIME
+    return sa.literal(time.time(), sa.Double) if connection.dialect.name == "sqlite" else SERVER_TIME

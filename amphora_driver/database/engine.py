@@ -33,7 +33,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.pool import PoolResetState
 
 from amphora_driver import metrics
-from amphora_driver.database import clock, schema_check, sqlite_write_lock
+from amphora_driver.database import clock, idle_ping, schema_check, sqlite_write_lock
 from amphora_driver.errors import ConfigurationError, ContentRefused, StoreError
 
 LOG = logging.getLogger(__name__)
@@ -292,12 +292,13 @@ class Database:
     def _create_engine(self) -> sa.Engine:
         url = parse_url(self._url, self.schema.option)
         if url.get_backend_name() != "sqlite":
-            options: dict[str, Any] = {"isolation_level": "READ COMMITTED", "pool_pre_ping": True, "pool_recycle": 3600}
+            options: dict[str, Any] = {"isolation_level": "READ COMMITTED", "pool_recycle": 3600}
             limits, postgresql = _connect_arguments(url, self._answer_timeout), url.get_backend_name() == "postgresql"
             # By default, the pool sends a ROLLBACK for each returned connection, mostly without need. For MariaDB,
             # `_reset_mariadb` sends a ROLLBACK only if a transaction is open.
             options["pool_reset_on_return"] = "rollback" if postgresql else None
             engine = sa.create_engine(url, **options, **_POOL_OPTIONS, connect_args=limits)
+            idle_ping.attach(engine)
             if postgresql:
                 event.listen(engine, "do_connect", self._connect_postgresql)
             else:

@@ -17,6 +17,7 @@ import socket
 import time
 import uuid
 from collections.abc import Collection
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -72,15 +73,16 @@ class Jobs:
         With `fresh`, claim only a job whose last attempt did not fail.
         """
 
+        def bound(connection: sa.Connection) -> tuple[_Claim, dict[str, Any]]:
+            is_sqlite = connection.dialect.name == "sqlite"
+            given: dict[str, Any] = {"now": time.time()} if is_sqlite else {}
+            if load_balancer_id is not None:
+                given["of"] = load_balancer_id
+            return _claim_statements(load_balancer_id is not None, fresh, is_sqlite), given
+
         def write(connection: sa.Connection) -> Lease | None:
-            now = clock.now(connection)
-            row = connection.execute(
-                sa.select(job.c.load_balancer_id, job.c.epoch, job.c.attempts, job.c.crashes, job.c.owner)
-                .where(*_due(now, load_balancer_id, fresh=fresh))
-                .order_by(job.c.due_at)
-                .limit(1)
-                .with_for_update(skip_locked=True)
-            ).first()
+            statements, given = bound(connection)
+            row = connection.execute(statements.lock, given).first()
             if row is None:
                 return None
             lease = Lease(
@@ -94,17 +96,16 @@ class Jobs:
             )
             # This claim sets `due_at` to zero. If `due_at` is URGENT at the end of the job, an urgent event has arrived
             # during the job.
-            claimed = {"owner": self._owner, "epoch": lease.epoch, "crashes": lease.crashes, "due_at": 0.0}
-            _update(connection, row.load_balancer_id, **claimed, leased_until=now + self._seconds)
+            claimed = {"whose": self._owner, "under": lease.epoch, "crashed": lease.crashes, "seconds": self._seconds}
+            connection.execute(statements.claim, {**given, **claimed, "of": row.load_balancer_id})
             return lease
 
         # Most searches find no job. A read without locks, which costs less than a write transaction, comes first.
-        anything = self._database.read(
-            lambda connection: connection.execute(
-                sa.select(job.c.epoch).where(*_due(clock.now(connection), load_balancer_id, fresh=fresh)).limit(1)
-            ).first()
-        )
-        return self._database.write(write) if anything else None
+        def read(connection: sa.Connection) -> bool:
+            statements, given = bound(connection)
+            return connection.execute(statements.search, given).first() is not None
+
+        return self._database.write(write) if self._database.read(read) else None
 
     def next_due(self) -> float | None:
         """Return when the next job becomes due (on `Database.now()`'s clock); None if no job waits."""
@@ -268,16 +269,40 @@ def _update(connection: sa.Connection, load_balancer_id: str, **values: Any) -> 
     connection.execute(job.update().where(job.c.load_balancer_id == load_balancer_id).values(**values))
 
 
-def _due(
-    now: sa.ColumnElement[float], load_balancer_id: str | None, *, fresh: bool
-) -> tuple[sa.ColumnElement[bool], ...]:
-    """Return the conditions of a due job: work to do, no pause, and no live owner."""
+class _Claim(msgspec.Struct, frozen=True):
+    """The statements of `Jobs.claim`: search a due job, lock it, claim it."""
+
+    search: sa.Select[Any]
+    lock: sa.Select[Any]
+    claim: sa.Update
+
+
+@lru_cache(maxsize=8)
+def _claim_statements(is_named: bool, fresh: bool, is_sqlite: bool) -> _Claim:
+    """Return the statements for one load balancer or any.
+
+    With `fresh`, they find only jobs whose last attempt did not fail.
+    """
+    now: sa.ColumnElement[float] = sa.bindparam("now", type_=sa.Double) if is_sqlite else clock.SERVER_TIME
+    # A due job has work to do, no pause, and no live owner.
     due = [job.c.dirty, job.c.due_at <= now, sa.or_(job.c.owner.is_(None), job.c.leased_until < now)]
     if fresh:
         due.append(job.c.attempts == 0)
-    if load_balancer_id is not None:
-        due.append(job.c.load_balancer_id == load_balancer_id)
-    return tuple(due)
+    if is_named:
+        due.append(job.c.load_balancer_id == _OF)
+    row = sa.select(job.c.load_balancer_id, job.c.epoch, job.c.attempts, job.c.crashes, job.c.owner).where(*due)
+    values: dict[str, Any] = {
+        "owner": sa.bindparam("whose"),
+        "epoch": sa.bindparam("under"),
+        "crashes": sa.bindparam("crashed"),
+        "due_at": 0.0,
+        "leased_until": now + sa.bindparam("seconds", type_=sa.Double),
+    }
+    return _Claim(
+        search=sa.select(job.c.epoch).where(*due).limit(1),
+        lock=row.order_by(job.c.due_at).limit(1).with_for_update(skip_locked=True),
+        claim=job.update().where(job.c.load_balancer_id == _OF).values(**values),
+    )
 
 
 # These statements are built once, because SQLAlchemy needs more time to build a statement than to execute it.

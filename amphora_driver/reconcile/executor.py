@@ -62,6 +62,10 @@ _WITHOUT_MACHINE: dict[str, Any] = {
     **dict.fromkeys(("compute_id", "host", "zone")),
     "plugged": (),
 }
+# These steps read the amphorae again at their start.
+_READING_STEPS = (steps.Boot, steps.Plug, steps.AwaitAgent)
+# These steps only write to the database, and their write checks the lease.
+_RECORDING_STEPS = (steps.Record, steps.Confirm)
 
 
 class StepExecutor:
@@ -82,6 +86,7 @@ class StepExecutor:
         self._database = context.database
         self._job = job
         self._step_label = ""
+        self._amphorae: tuple[Amphora, ...] = ()
         self.renewal = CertificateRenewer(self._conf, self._database, self._context.agents, context.trust, job)
         self._push = BundlePush(context, job, self._write)
         self._vip_steps = VipSteps(self._database, self._write, self._conf.amp_network.vip_timeout)
@@ -100,7 +105,10 @@ class StepExecutor:
         words = (view.load_balancer_id, type(step).__name__, what or "", step.reason)
         LOG.info("load balancer %s: the controller starts step %s %s because %s", *words)
         self._job.begin_step()
-        self._job.ensure_may_act()
+        if isinstance(step, _READING_STEPS):
+            self._amphorae = self._job.read_if_allowed(self._load_amphorae)
+        elif not isinstance(step, _RECORDING_STEPS):
+            self._job.ensure_may_act()
         self._network: Network = self._context.catalogue.network(view.network)
         self._compute: Compute = self._context.catalogue.compute(view.compute, view.network)
         self._step_label = str(step.__struct_config__.tag)
@@ -196,11 +204,11 @@ class StepExecutor:
 
         self._write(write)
 
-    def _read_amphora(self, amphora_id: str) -> Amphora:
-        return next(one for one in self._read_amphorae() if one.id == amphora_id)
+    def _amphora(self, amphora_id: str) -> Amphora:
+        return next(one for one in self._amphorae if one.id == amphora_id)
 
-    def _read_amphorae(self) -> tuple[Amphora, ...]:
-        return self._database.read(lambda c: amphorae.load_amphorae(c, self._job.lease.load_balancer_id))
+    def _load_amphorae(self, connection: sa.Connection) -> tuple[Amphora, ...]:
+        return amphorae.load_amphorae(connection, self._job.lease.load_balancer_id)
 
     def _record(self, step: steps.Record) -> None:
         amphora_id = str(uuid.uuid4())
@@ -218,21 +226,20 @@ class StepExecutor:
         profile = _profile(view)
         zones = self._permitted_zones(profile)
         spare = isinstance(view, steps.SparePoolView)
-        # Another amphora of the load balancer may have booted since the start of the job. So the controller reads the
-        # amphorae again.
-        others = self._read_amphorae()
+        # Another amphora of the load balancer may have booted since the start of the job, so these are the amphorae at
+        # the start of the step.
+        others = self._amphorae
         if (not spare and self._awaits_partner(amphora, others, zones)) or self._delays_boot(amphora):
             return
-        key = self._database.read(lambda c: amphorae.read_heartbeat_key(c, self._context.vault, amphora.id))
-        if key is None:
-            raise ComputeError(f"boot amphora {amphora.id}", "it is not recorded")
         conf = render_agent_conf(
             amphora.id,
             port=self._conf.amp_agent.port,
             services=self._conf.amp_agent.services,
             settings=agent_settings(self._conf),
         )
-        self._job.ensure_may_act()
+        key = self._job.read_if_allowed(lambda c: amphorae.read_heartbeat_key(c, self._context.vault, amphora.id))
+        if key is None:
+            raise ComputeError(f"boot amphora {amphora.id}", "it is not recorded")
         identity, expires_at = self._issue_credentials(amphora)
         heartbeat_key = Secret(key.reveal().hex().encode())
         files = {"agent.conf": Secret(conf.encode()), **identity, "heartbeat.key": heartbeat_key}
@@ -328,7 +335,7 @@ class StepExecutor:
         return files, issued.expires_at
 
     def _plug(self, step: steps.Plug, view: steps.LoadBalancerView) -> None:
-        amphora = self._read_amphora(step.amphora_id)
+        amphora = self._amphora(step.amphora_id)
         port = self._network.ensure_port(vip_allocation.request_port(step, view))
         self._job.ensure_may_act()
         try:
@@ -346,7 +353,7 @@ class StepExecutor:
 
     def _await_agent(self, step: steps.AwaitAgent) -> None:
         """Query an agent once; the wait for a booting amphora uses neither this thread nor the lease."""
-        amphora = self._read_amphora(step.amphora_id)
+        amphora = self._amphora(step.amphora_id)
         if amphora.management_address is None:
             # The compute backend may assign the management address only after the boot has begun, so a missing address
             # is no error yet.
@@ -395,7 +402,7 @@ class StepExecutor:
         # Spare amphorae belong to no load balancer, so they may share a hypervisor.
         if not forbidden or amphora.role == ROLE:
             return location
-        if not shares_host(location, boot_partners(self._read_amphorae(), amphora.id)):
+        if not shares_host(location, boot_partners(self._database.read(self._load_amphorae), amphora.id)):
             return location
         self._job.ensure_may_act()
         self._compute.destroy(amphora.id)

@@ -9,7 +9,8 @@ again at once. A job ends in the same way when its process stops.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import sqlalchemy as sa
 
@@ -21,6 +22,7 @@ from amphora_driver.errors import Superseded
 from amphora_driver.queue.jobs import Lease, check_lease
 from amphora_driver.store.requests import Op
 
+T = TypeVar("T")
 # Name of a fail-over in the history of requests (`store/requests.py`).
 _FAILOVER = "failover loadbalancer"
 
@@ -62,18 +64,23 @@ class Job:
             Superseded: a request has precedence, or this process stops.
             DeadlinePassed: the time-out of the job has passed.
         """
+        self.read_if_allowed(lambda _connection: None)
 
-        def read(connection: sa.Connection) -> str | None:
+    def read_if_allowed(self, work: Callable[[sa.Connection], T]) -> T:
+        """Check as `ensure_may_act` does, and return the result of `work` in the same transaction."""
+
+        def read(connection: sa.Connection) -> tuple[str | None, T]:
             generation, op, urgent = check_lease(connection, self.lease)
-            return self.preemption_reason(connection, generation, op, urgent=urgent)
+            return self.preemption_reason(connection, generation, op, urgent=urgent), work(connection)
 
-        first = self._database.read(read)
+        first, found = self._database.read(read)
         # Another thread may have set a reason during the read. This thread does not overwrite that reason.
         if first is not None and self._preempted_by is None:
             self._preempted_by = first
         if self._preempted_by is not None:
             raise self.preemption_error()
         self.deadline.limit_wait(1.0)
+        return found
 
     def preemption_error(self) -> Superseded:
         return Superseded(f"continue with load balancer {self.lease.load_balancer_id}", str(self._preempted_by))

@@ -63,7 +63,10 @@ def _load_balancer_steps(view: steps.LoadBalancerView, amphorae: tuple[Amphora, 
         reason = "an amphora is retiring, and the holder of the VIPs hands them over"
         return [steps.QueryVipHolder(amphora_ids=query_targets, reason=reason)]
     if amphora_set.missing and amphora_set.may_add():
-        return [_fill_role(view, amphora_set.next_role())]
+        # The amphorae of a new load balancer are recorded together. A replacement is recorded alone.
+        is_new = not amphora_set.everyone and not view.applied
+        roles = amphora_set.missing if is_new else [amphora_set.next_role()]
+        return [_fill_role(view, role) for role in roles]
     found = [step for one in amphora_set.live for step in _boot_steps(view, one)]
     if not vip_allocation.addresses_known(view.tree):
         # Some network backends choose addresses by the location of the machines. So the amphorae boot before the

@@ -133,6 +133,11 @@ class Reconciler:
             view, observed = executor.spares.without_unfit(view, observed), executor.removal.with_answers(observed)
             planned = plan(view, observed)
             awaited = _perform_steps(executor, planned, view, observed)
+            if isinstance(view, steps.LoadBalancerView) and planned and isinstance(planned[0], steps.QueryVips):
+                # This step changes no row, so the next plan needs no other read.
+                view = msgspec.structs.replace(view, vips_taken=executor.vips_taken, now=self._database.now())
+                planned = plan(view, observed)
+                awaited = _perform_steps(executor, planned, view, observed)
             if awaited is not None or not planned:
                 return view, observed, awaited
             self._on_status()

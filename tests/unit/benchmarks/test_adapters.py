@@ -40,8 +40,8 @@ FLOWS = (
 )
 CALLS = ("member_create", "listener_create", "listener_create_tls", "loadbalancer_create", "pool_create")
 PROGRAMS = (
-    "agent_footprint", "apply_latency", "cluster_polling", "dataplane", "failover", "fleet", "heartbeats", "latency",
-    "periodic_work", "status_calls",
+    "agent_footprint", "apply_latency", "cluster_polling", "controller_jobs", "dataplane", "failover", "fleet",
+    "heartbeat_stages", "heartbeats", "latency", "periodic_work", "status_calls",
 )  # fmt: skip
 
 

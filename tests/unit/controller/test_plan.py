@@ -152,11 +152,17 @@ def test_plan(want, observed, steps):
 
 @pytest.mark.parametrize(
     ("there", "missing"),
-    [((), "MASTER"), (("MASTER",), "BACKUP"), (("BACKUP",), "MASTER"), (("BACKUP", "BACKUP"), "MASTER")],
+    [(("MASTER",), "BACKUP"), (("BACKUP",), "MASTER"), (("BACKUP", "BACKUP"), "MASTER")],
 )
 def test_an_amphora_is_recorded_for_the_missing_role(there, missing):
     observed = tuple(amphora(id=f"a{number}", role=role) for number, role in enumerate(there))
     assert [step.role for step in planning.plan(wanted(roles=("MASTER", "BACKUP")), observed)] == [missing]
+
+
+@pytest.mark.parametrize(("applied", "roles"), [(0, ["MASTER", "BACKUP"]), (3, ["MASTER"])], ids=["new", "lost"])
+def test_the_amphorae_of_a_new_load_balancer_are_recorded_together(applied, roles):
+    found = planning.plan(wanted(roles=("MASTER", "BACKUP"), applied=applied), ())
+    assert [step.role for step in found] == roles
 
 
 def test_a_retiring_amphora_fills_no_role():
