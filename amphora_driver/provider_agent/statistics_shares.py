@@ -3,7 +3,7 @@
 
 Invariant: one provider agent at a time reports a listener, so that Octavia never applies an older total after a newer
 one. A part is the listeners whose ids begin with the same hexadecimal digit. The right to a part is a duty. Its lease
-is longer than a call to Octavia, and a call starts only if it ends before the lease.
+is extended while a call to Octavia lasts.
 
 Each provider agent takes an equal number of parts. A provider agent that cannot report returns its parts. The others
 take a part that stays free, and return one part at a time while they have more than their number.
@@ -26,8 +26,8 @@ from amphora_driver.store.process_registry import ProcessKind
 
 PARTS = "0123456789abcdef"
 _NAME = "statistics-"
-# Seconds until the lease of a part expires, between two renewals, and of the longest call to Octavia with a margin.
-_LEASE, _RENEWAL, _CALL = 45.0, 5.0, 35.0
+# Seconds until the lease of a part expires, between two renewals, and that the lease must last at the start of a call.
+_LEASE, _RENEWAL, _LEAST = 15.0, 5.0, 5.0
 # A lease with more remaining seconds means that the database clock was set back.
 _LONGEST_LEASE = 10 * _LEASE
 # Seconds without a sign of life after which a provider agent gets no parts.
@@ -59,7 +59,7 @@ def decide(
 
 
 class StatisticsShares:
-    """The parts of this provider agent. For one thread."""
+    """The parts of this provider agent. For one thread, except `extend`."""
 
     def __init__(self, database: Database, name: str) -> None:
         self._database, self._name = database, name
@@ -73,7 +73,17 @@ class StatisticsShares:
         if self._renewed_at is None or now - self._renewed_at >= _RENEWAL:
             self._held = self._database.write(self._renew)
             self._renewed_at = now
-        return self._held if time.monotonic() - self._renewed_at < _LEASE - _CALL else frozenset()
+        return self._held if time.monotonic() - self._renewed_at < _LEASE - _LEAST else frozenset()
+
+    def extend(self) -> None:
+        """Extend the leases during a long call, from another thread. Expired leases stay expired."""
+
+        def write(connection: sa.Connection) -> None:
+            now = clock.now(connection)
+            mine = duty.c.owner == self._name, duty.c.name.startswith(_NAME), duty.c.leased_until > now
+            connection.execute(duty.update().where(*mine).values(leased_until=now + _LEASE))
+
+        self._database.write(write)
 
     def release(self) -> None:
         """Return all parts, because this process stops or cannot report."""

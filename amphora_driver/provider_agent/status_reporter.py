@@ -90,7 +90,7 @@ class Reporter:
         self._reader = OctaviaReader(conf, database, lambda: self.library, readers)
         self._auditor = OctaviaAuditor(conf, database, lambda: self.library, self._reader, auditors)
         self._held_until = self._yield_until = 0.0
-        self._updating = False
+        self._updating = self._reports_statistics = False
         self._resyncer = Resyncer(conf, database, lambda: self.library, self._reader, self._holds_duty, readers)
         self._rounds = 0
         self._round_at = time.monotonic()
@@ -166,6 +166,8 @@ class Reporter:
             try:
                 if self._updating:
                     jobs.acquire_duty(self._database, _DUTY, self._name, _DUTY_SECONDS)
+                if self._reports_statistics:
+                    self._shares.extend()
                 registry.heartbeat(working=rounds != before)
             except AmphoraDriverError as error:
                 LOG.warning(
@@ -409,8 +411,12 @@ class Reporter:
         totals = self._database.read(lambda c: listener_stats.list_due_totals(c, _MAX_ROWS, after, mine))
         if not totals:
             return False
-        with metrics.octavia_call("statistics"):
-            self.library.update_listener_statistics({"listeners": [one.to_octavia() for one in totals]})
+        self._reports_statistics = True
+        try:
+            with metrics.octavia_call("statistics"):
+                self.library.update_listener_statistics({"listeners": [one.to_octavia() for one in totals]})
+        finally:
+            self._reports_statistics = False
         self._database.write(lambda connection: listener_stats.mark_totals_reported(connection, totals))
         self._last_listener = totals[-1].listener_id
         return len(totals) == _MAX_ROWS

@@ -41,7 +41,7 @@ from simulated_fleet import shape
 VERSION = "fleet"
 _HEADER = struct.Struct("!4s16sQQ")
 _TICK = 0.05
-_MOST_CONTEXTS = 512
+_MOST_CONTEXTS = 2048
 _DAYS = 7
 _REASONS = {200: "OK", 403: "Forbidden", 404: "Not Found", 421: "Misdirected Request", 503: "Service Unavailable"}
 _LINE = re.compile(r"^(frontend|backend|\s+server) (\S+)", re.MULTILINE)

@@ -4,6 +4,7 @@
 import pytest
 import sqlalchemy as sa
 
+from amphora_driver.database import clock
 from amphora_driver.database.tables import duty
 from amphora_driver.database.tables_fleet import process
 from amphora_driver.provider_agent import statistics_shares
@@ -79,12 +80,29 @@ def test_a_part_moves_after_its_lease_has_expired(database):
     assert not agents[1]._held & agents[0].parts()
 
 
-def test_no_call_starts_that_could_outlast_the_lease(database, monkeypatch):
+def test_a_long_call_keeps_its_parts_and_gets_no_others_back(database):
+    def expiries(connection):
+        names = sa.select(duty.c.name, duty.c.leased_until - clock.now(connection))
+        return {name[-1]: float(left) for name, left in connection.execute(names)}
+
+    (one,) = join(database, "a")
+    one.parts()
+    soon = duty.update().where(duty.c.name != "statistics-0")
+    database.write(lambda connection: connection.execute(soon.values(leased_until=clock.now(connection) + 3)))
+    gone = duty.update().where(duty.c.name == "statistics-0")
+    database.write(lambda connection: connection.execute(gone.values(leased_until=clock.now(connection) - 3)))
+    one.extend()
+    left = database.read(expiries)
+    assert left.pop("0") < 0
+    assert min(left.values()) > 3
+
+
+def test_no_call_starts_shortly_before_the_end_of_the_lease(database, monkeypatch):
     (one,) = join(database, "a")
     assert one.parts() == frozenset(PARTS)
     monkeypatch.setattr(statistics_shares, "_RENEWAL", 1000.0)
     assert one.parts() == frozenset(PARTS)
-    monkeypatch.setattr(statistics_shares, "_CALL", statistics_shares._LEASE)
+    monkeypatch.setattr(statistics_shares, "_LEAST", statistics_shares._LEASE)
     assert one.parts() == frozenset()
 
 
