@@ -114,6 +114,10 @@ class Cloud:
                 start_new_session=True,
             )
 
+    def running(self):
+        """The names of the started programs."""
+        return set(self._processes)
+
     def await_answer(self, name):
         """Wait until a server answers."""
         self.until(name, lambda: self._answers(name))

@@ -69,15 +69,15 @@ class ProviderStack:
         """Prepare the cloud as an operator does, and start all programs side by side."""
         (self.folder / "sockets").mkdir(parents=True, mode=0o700)
         self.deployment = self._prepare_cloud()
-        _write_private(self.folder / "encryption.keys", Fernet.generate_key())
+        write_private(self.folder / "encryption.keys", Fernet.generate_key())
         _write_certificates(self.folder)
         write_ini(self.configuration, self.provider_options())
-        write_ini(self.octavia_configuration, self._octavia_options())
+        write_ini(self.octavia_configuration, self.octavia_options())
         (self.folder / "policy.yaml").write_text("{}\n")
         migrate.upgrade(self.database_url)
         names = ("forward-out", "octavia", "octavia-driver-agent", *_PROGRAMS)
         if self.incumbent:
-            write_ini(self.folder / "worker.conf", self._worker_options())
+            write_ini(self.folder / "worker.conf", self.worker_options())
             # A request that the API sends before the queue of the worker exists is lost.
             self.serve("octavia-worker")
             self.await_ready("octavia-worker")
@@ -120,7 +120,7 @@ class ProviderStack:
             "octavia-driver-agent": lambda: self._has_sockets("reporter") and self._agent_listens(),
             "amphora-controller": lambda: self._has_sockets("controller"),
             "octavia-worker": lambda: "Starting V2 consumer" in cloud.log(name),
-            "amphora-health-manager": lambda: _has_udp_port(control, _HEALTH_PORT),
+            "amphora-health-manager": lambda: has_udp_port(control, _HEALTH_PORT),
         }
         cloud.until(name, ready[name])
 
@@ -133,7 +133,8 @@ class ProviderStack:
         self.await_ready(name)
 
     def _forwarded(self):
-        return [port for name, port in self.cloud.ports.items() if name not in ("octavia", "heat")]
+        broker = forward_out.loopback_ports(self.cloud.transport)
+        return [*(port for name, port in self.cloud.ports.items() if name not in ("octavia", "heat")), *broker]
 
     def _has_sockets(self, role):
         return any((self.folder / "sockets").glob(f"{role}-*"))
@@ -214,7 +215,8 @@ class ProviderStack:
         }
         return {group: {**ours.get(group, {}), **self.options.get(group, {})} for group in {**ours, **self.options}}
 
-    def _octavia_options(self):
+    def octavia_options(self):
+        """The options of Octavia's programs by group."""
         place, cloud = self.folder, self.cloud
         return {
             "DEFAULT": {"transport_url": cloud.transport, "use_stderr": True},
@@ -243,17 +245,18 @@ class ProviderStack:
             },
         }
 
-    def _worker_options(self):
+    def worker_options(self):
+        """The further options of octavia-worker by group, with an authority for its amphorae."""
         place = self.folder
         certificate, key = create_authority("incumbent")
-        _write_private(place / "incumbent.pem", certificate)
+        write_private(place / "incumbent.pem", certificate)
         # Octavia reads only encrypted keys.
         encrypted = serialization.load_pem_private_key(key.reveal(), None).private_bytes(
             serialization.Encoding.PEM,
             serialization.PrivateFormat.TraditionalOpenSSL,
             serialization.BestAvailableEncryption(self.cloud.password.encode()),
         )
-        _write_private(place / "incumbent.key", encrypted)
+        write_private(place / "incumbent.key", encrypted)
         compute = self.cloud.connect().compute
         return {
             "certificates": {
@@ -290,20 +293,20 @@ class ProviderStack:
 
 def _write_certificates(folder):
     certificate, key = create_authority("lab amphorae")
-    _write_private(folder / "amphora_ca.pem", certificate)
-    _write_private(folder / "amphora_ca.key", key.reveal())
+    write_private(folder / "amphora_ca.pem", certificate)
+    write_private(folder / "amphora_ca.key", key.reveal())
     certificate, key = create_authority("lab controllers")
-    _write_private(folder / "controller_ca.pem", certificate)
+    write_private(folder / "controller_ca.pem", certificate)
     client = Authority(certificate, key).issue_client("lab controller", 30)
-    _write_private(folder / "controller.pem", client.bundle().reveal())
+    write_private(folder / "controller.pem", client.bundle().reveal())
 
 
-def _write_private(path, content):
+def write_private(path, content):
     path.touch(mode=0o600)
     path.write_bytes(content)
 
 
-def _has_udp_port(namespace, port):
+def has_udp_port(namespace, port):
     return _has_port(namespace, ("udp", "udp6"), port)
 
 

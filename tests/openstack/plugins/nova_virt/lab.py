@@ -39,7 +39,8 @@ class LabDriver(fake.FakeDriver):
         try:
             if _has_guest(instance):
                 drive = self._write_drive(instance, injected_files, network_info)
-                self._ask("spawn", instance, drive=drive, ports=[_port(vif) for vif in network_info or ()])
+                ports = [_port(vif) for vif in network_info or ()]
+                self._ask("spawn", instance, drive=drive, ports=ports, image=image_meta.name)
             else:
                 lab_socket.ask(os.environ["LAB_HYPERVISOR"], "admit")
         except (OSError, lab_socket.RefusedError) as error:

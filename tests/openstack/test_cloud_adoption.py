@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adoptions of load balancers that Octavia's own worker has created, in a complete OpenStack.
+
+The former amphorae run the agent of the package `octavia`, with HAProxy and keepalived of this machine. Octavia's
+health manager and housekeeping run during the adoptions. A client sends a request every 10 ms.
+"""
+
+import os
+import time
+
+import pytest
+from incumbent_stack import HEARTBEAT_TIMEOUT, IncumbentStack, Requests
+
+
+# In the second part of a run, one process starts one cloud for all tests (tests/README.md).
+pytestmark = [pytest.mark.extended, pytest.mark.quiet, pytest.mark.lasts(2400)]
+ALL = pytest.mark.skipif(os.environ.get("AMPHORA_CLOUD") != "all", reason="AMPHORA_CLOUD=all runs this")
+LIMIT = 3.0
+"""Seconds without an answer that an adoption may cause."""
+STEPS = ["lock", "prepare", "cut", "take", "commit", "report", "keep", "remove"]
+SECONDS = 300.0
+SEED, KILLS = int(os.environ.get("AMPHORA_SEED", "24")), 2
+
+
+@pytest.fixture(scope="module")
+def incumbent(provider_stack):
+    made = IncumbentStack(provider_stack)
+    try:
+        made.start()
+        yield made
+    finally:
+        made.stop()
+
+
+@pytest.fixture
+def user(cloud_user):
+    """The user, with no object of the test left afterwards."""
+    with cloud_user.unchanged():
+        yield cloud_user
+
+
+class Former:
+    """A load balancer that Octavia's worker has created, with what it has in the cloud."""
+
+    def __init__(self, user, incumbent, balancer):
+        self.user, self.incumbent, self.id, self.vip = user, incumbent, balancer.id, balancer.vip_address
+        self.rows = incumbent.rows(self.id)
+        assert self.rows
+        assert {one["status"] for one in self.rows} == {"ALLOCATED"}
+        self.seen = self.objects()
+
+    def objects(self):
+        """The rows of the amphorae, and their servers and ports with the revisions of Neutron."""
+        network, compute = self.user.admin.network, self.user.admin.compute
+        ports = {one.id: one.revision_number for row in self.rows for one in network.ports(device_id=row["compute_id"])}
+        servers = {row["compute_id"]: compute.get_server(row["compute_id"]).status for row in self.rows}
+        return {"rows": self.incumbent.rows(self.id), "ports": ports, "servers": servers}
+
+    def is_removed(self):
+        """Whether nothing of the former amphorae is left."""
+        network = self.user.admin.network
+        servers = set(self.user.servers())
+        names = {f"amphora-{row['id']}" for row in self.rows}
+        groups = [one for one in network.security_groups() if one.name == f"lb-{self.id}"]
+        return not (names & servers or groups or any(network.find_port(one) for one in self.seen["ports"]))
+
+    def await_step(self, *steps):
+        """Wait for one of these steps; return it."""
+        def ask():
+            step, reason = self.incumbent.step(self.id)
+            assert step not in {"refused", "reverted"} - set(steps), reason
+            return step if step in steps else None
+
+        return self.user.until(ask, f"adoption of {self.id} in step {steps}", SECONDS)
+
+    def provider(self):
+        return self.user.balancers.get_load_balancer(self.id).provider
+
+
+def create(user, incumbent, topology, *names):
+    """Let Octavia's worker create load balancers side by side."""
+    flavor = topology("SINGLE", "amphora")
+    made = [user.request(name, provider="amphora", flavor_id=flavor) for name in names]
+    return [Former(user, incumbent, user.settled(one.id)) for one in made]
+
+
+def assert_no_failover(incumbent, former):
+    """Octavia's health manager has replaced no amphora of these load balancers."""
+    log = (incumbent.cloud.folder / "octavia-health-manager.log").read_text(errors="replace")
+    assert not [row["id"] for row in former.rows if f"Stale amphora's id is: {row['id']}" in log]
+
+
+def test_a_load_balancer_is_adopted_and_another_one_is_not_changed(user, incumbent, topology, record_property):
+    adopted, other = create(user, incumbent, topology, "adopted", "other")
+    assert user.answers(adopted.vip) == {"member1": 4, "member2": 4}
+    assert [step for step, _ in incumbent.plan(adopted.id)] == STEPS
+    requests = Requests(user.cloud, adopted.vip)
+    with requests.running():
+        incumbent.adopt(adopted.id, "--remove-after", str(HEARTBEAT_TIMEOUT + 10))
+        adopted.await_step("keep")
+        user.settled(adopted.id)
+        kept = time.monotonic()
+        adopted.await_step("done")
+    record_property("outage", round(requests.outage, 3))
+    record_property("failed requests", requests.failed)
+    # The former heartbeats would be late for the health manager in this time.
+    assert time.monotonic() - kept > HEARTBEAT_TIMEOUT
+    assert adopted.provider() == "haproxy"
+    assert incumbent.rows(adopted.id) == []
+    assert [incumbent.health(row["id"]) for row in adopted.rows] == [None]
+    assert adopted.is_removed()
+    assert other.objects() == other.seen
+    for one in (adopted, other):
+        assert_no_failover(incumbent, one)
+        assert user.answers(one.vip) == {"member1": 4, "member2": 4}
+    assert 0 < requests.outage <= LIMIT
+    # Both providers make changes.
+    for one in (adopted, other):
+        user.balancers.create_listener(loadbalancer_id=one.id, **user.listener("more", protocol_port=81))
+        balancer = user.settled(one.id)
+        assert user.served(one.vip, port=81)
+        user.delete(balancer)
+
+
+def test_an_adoption_is_reverted(user, incumbent, topology, record_property):
+    [former] = create(user, incumbent, topology, "reverted")
+    requests = Requests(user.cloud, former.vip)
+    with requests.running():
+        incumbent.adopt(former.id)
+        former.await_step("keep")
+        balancer = user.settled(former.id)
+        incumbent.adopt("revert", former.id)
+        former.await_step("reverted")
+        user.settled(former.id)
+    record_property("outage", round(requests.outage, 3))
+    assert former.provider() == "amphora"
+    assert incumbent.rows(former.id) == former.rows
+    assert user.answers(former.vip) == {"member1": 4, "member2": 4}
+    time.sleep(HEARTBEAT_TIMEOUT + 5)
+    assert_no_failover(incumbent, former)
+    # Octavia's worker changes it again.
+    user.balancers.create_listener(loadbalancer_id=former.id, **user.listener("more", protocol_port=81))
+    user.settled(former.id)
+    assert user.served(former.vip, port=81)
+    assert 0 < requests.outage <= LIMIT
+    user.delete(balancer)
