@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import base64
 import http.client
 import ipaddress
 import os
@@ -14,6 +15,8 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from cloud_lab import run_command
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.serialization import pkcs12
 from openstack.exceptions import NotFoundException
 
 from amphora_driver.host import namespaces
@@ -71,6 +74,21 @@ class CloudUser:
         members = [{"name": one, "address": address, **common} for one, address in self.members.items()]
         pool = {"name": name, "protocol": "HTTP", "lb_algorithm": "ROUND_ROBIN", "members": members}
         return {"name": name, "protocol": "HTTP", "protocol_port": 80, "default_pool": pool, **more}
+
+    def store_certificate(self, issued):
+        """Store certificate and key (`dataplane/pki.py`) in Barbican as PKCS #12; return the reference."""
+        key = serialization.load_pem_private_key(issued.key_pem.encode(), None)
+        bundle = pkcs12.serialize_key_and_certificates(
+            b"www", key, issued.certificate, None, encryption_algorithm=serialization.NoEncryption()
+        )
+        secret = self.connection.key_manager.create_secret(
+            name="www",
+            secret_type="opaque",
+            payload=base64.b64encode(bundle).decode(),
+            payload_content_type="application/octet-stream",
+            payload_content_encoding="base64",
+        )
+        return secret.secret_ref
 
     def active(self, balancer_id):
         """Wait for ACTIVE, also of a load balancer that is in ERROR meanwhile."""

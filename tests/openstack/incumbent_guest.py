@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import shutil
 import socket
 import subprocess
@@ -33,7 +32,7 @@ _DATA = Path("/var/lib/octavia")
 _OPTIONS = "[DEFAULT]\nuse_syslog = False\nuse_stderr = True\n"
 # The agent and its units call these programs. The rules of the masquerade script matter for UDP only.
 _SCRIPTS = {
-    "systemctl": f"#!/bin/sh\nexec {sys.executable} -I -S {HERE / 'incumbent_guest.py'} --systemctl \"$@\"\n",
+    "systemctl": f'#!/bin/sh\nexec {sys.executable} -I -S {HERE / "incumbent_guest.py"} --systemctl "$@"\n',
     "lvs-masquerade.sh": "#!/bin/sh\nexit 0\n",
     # The settings of this machine are not those of a guest.
     "sysctl": '#!/bin/sh\n[ "$1" = --system ] || exec /sbin/sysctl "$@"\n',
@@ -125,9 +124,6 @@ def _reap(child):
 def main(folder, programs):
     """Run the guest until its agent ends."""
     build(folder)
-    with suppress(ValueError, OSError):
-        most = int(Path("/proc/sys/fs/nr_open").read_text())
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     os.environ["PATH"] = f"/usr/local/bin:{programs}:/usr/sbin:/usr/bin:/sbin:/bin"
     child = os.fork()
     if child:

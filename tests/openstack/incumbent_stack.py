@@ -7,6 +7,7 @@ controller does. `guests.py` starts the amphorae, because their image has the na
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -56,6 +57,9 @@ class IncumbentStack:
             name=INCUMBENT_IMAGE, data=b"no guest reads it", disk_format="raw", container_format="bare",
             tags=[INCUMBENT_IMAGE],
         )  # fmt: skip
+        # The default quota of Nova is ten servers.
+        quota = dict.fromkeys(("instances", "cores", "ram", "server_groups", "server_group_members"), -1)
+        self.cloud.connect("admin", "admin").compute.update_quota_set(self.cloud.projects["service"], **quota)
         write_ini(stack.configuration, stack.provider_options())
         write_ini(stack.octavia_configuration, stack.octavia_options())
         write_ini(self._configuration, self._options())
@@ -109,6 +113,8 @@ class IncumbentStack:
                 "server_ca": place / "incumbent.pem",
                 "connection_max_retries": 240,
                 "connection_retry_interval": 1,
+                # HAProxy opens two files for each connection; this machine may limit a process to 20,000 files.
+                "default_connection_limit": 2000,
             },
             "health_manager": {
                 "bind_ip": address,
@@ -163,9 +169,9 @@ class Requests:
         found: start (s), duration (s) and result of each request.
     """
 
-    def __init__(self, cloud, address, port=80, host="client"):
+    def __init__(self, cloud, address, port=80, host="client", *, tls=False):
         place = namespaces.path(cloud.namespace(host))
-        words = [sys.executable, _POLLING, address, port, 0.01, _REQUEST_SECONDS]
+        words = [sys.executable, _POLLING, address, port, 0.01, _REQUEST_SECONDS, *(["tls"] if tls else [])]
         self._argv = ["nsenter", f"--net={place}", "--", *map(str, words)]
         self.found = []
 
@@ -184,7 +190,7 @@ class Requests:
     def outage(self):
         """The longest time between two successful requests (their starts), in seconds."""
         moments = [began for began, _, result in self.found if result == "200"]
-        return max(after - before for before, after in zip(moments, moments[1:], strict=False))
+        return max(after - before for before, after in itertools.pairwise(moments))
 
     @property
     def failed(self):

@@ -6,11 +6,14 @@ health manager and housekeeping run during the adoptions. A client sends a reque
 """
 
 import os
+import random
 import time
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
+from adoption_kinds import Kinds
 from incumbent_stack import HEARTBEAT_TIMEOUT, IncumbentStack, Requests
-
 
 # In the second part of a run, one process starts one cloud for all tests (tests/README.md).
 pytestmark = [pytest.mark.extended, pytest.mark.quiet, pytest.mark.lasts(2400)]
@@ -19,7 +22,9 @@ LIMIT = 3.0
 """Seconds without an answer that an adoption may cause."""
 STEPS = ["lock", "prepare", "cut", "take", "commit", "report", "keep", "remove"]
 SECONDS = 300.0
-SEED, KILLS = int(os.environ.get("AMPHORA_SEED", "24")), 2
+SEED = int(os.environ.get("AMPHORA_SEED", "24"))
+# Load balancers of the test with kills.
+NUMBER = int(os.environ.get("AMPHORA_ADOPTIONS", "20"))
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +71,7 @@ class Former:
 
     def await_step(self, *steps):
         """Wait for one of these steps; return it."""
+
         def ask():
             step, reason = self.incumbent.step(self.id)
             assert step not in {"refused", "reverted"} - set(steps), reason
@@ -144,3 +150,92 @@ def test_an_adoption_is_reverted(user, incumbent, topology, record_property):
     assert user.served(former.vip, port=81)
     assert 0 < requests.outage <= LIMIT
     user.delete(balancer)
+
+
+@pytest.fixture(scope="module")
+def kinds(cloud_user):
+    made = Kinds(cloud_user)
+    yield made
+    made.remove()
+
+
+def create_kinds(user, incumbent, topology, wanted):
+    """Let Octavia's worker create load balancers of these kinds; return them with requests that can run."""
+    made = [
+        user.request(kind.name, provider="amphora", flavor_id=topology(kind.topology, "amphora"), **kind.more)
+        for kind in wanted
+    ]
+    found = []
+    for kind, one in zip(wanted, made, strict=True):
+        former = Former(user, incumbent, user.settled(one.id))
+        found.append((kind, former, Requests(user.cloud, former.vip, kind.port, kind.host, tls=kind.tls)))
+    return found
+
+
+def report(found):
+    """Write the outages of all load balancers as a table, to the file that AMPHORA_OUTAGES names."""
+    lines = [f"| {kind.name} | {requests.outage:.2f} | {requests.failed} |" for kind, _, requests in found]
+    path = os.environ.get("AMPHORA_OUTAGES")
+    if path:
+        Path(path).write_text("\n".join(lines) + "\n")
+    return lines
+
+
+def test_each_kind_is_adopted(cloud_user, incumbent, topology, kinds, record_property):
+    found = create_kinds(cloud_user, incumbent, topology, kinds.all())
+    with ExitStack() as running:
+        for _, _, requests in found:
+            running.enter_context(requests.running())
+        incumbent.adopt(*(former.id for _, former, _ in found), "--remove-after", "5")
+        for _, former, _ in found:
+            former.await_step("done")
+            cloud_user.settled(former.id)
+    for line in report(found):
+        record_property("outage", line)
+    for kind, former, requests in found:
+        assert former.provider() == "haproxy"
+        assert former.is_removed(), kind.name
+        assert_no_failover(incumbent, former)
+        assert requests.found[-1][2] == "200", kind.name
+        cloud_user.delete(cloud_user.balancers.get_load_balancer(former.id))
+    assert {kind.name: requests.outage for kind, _, requests in found if requests.outage > LIMIT} == {}
+
+
+@ALL
+def test_adoptions_and_reverts_survive_killed_controllers(
+    cloud_user, incumbent, topology, kinds, provider_stack, record_property
+):
+    """At the end, each load balancer is with one provider, and serves."""
+    dice = random.Random(SEED)
+    found = create_kinds(cloud_user, incumbent, topology, kinds.many(NUMBER))
+    back = [former for _, former, _ in found[::4]]
+    with ExitStack() as running:
+        for _, _, requests in found:
+            running.enter_context(requests.running())
+        incumbent.adopt(*(former.id for _, former, _ in found), "--remove-after", "60", "--max-in-progress", "2")
+        asked, ends = set(), time.monotonic() + SECONDS * 6
+        while not all(incumbent.step(former.id)[0] in ("done", "reverted") for _, former, _ in found):
+            assert time.monotonic() < ends, [incumbent.step(former.id) for _, former, _ in found]
+            time.sleep(dice.uniform(1, 8))
+            for former in back:
+                step, _ = incumbent.step(former.id)
+                if former.id not in asked and step in ("prepare", "cut", "take", "keep"):
+                    incumbent.adopt("revert", former.id)
+                    asked.add(former.id)
+            provider_stack.restart("amphora-controller")
+            # A failure pauses the load balancers that wait.
+            incumbent.adopt("resume")
+        for _, former, _ in found:
+            cloud_user.settled(former.id)
+    for line in report(found):
+        record_property("outage", line)
+    for kind, former, requests in found:
+        expected = "amphora" if incumbent.step(former.id)[0] == "reverted" else "haproxy"
+        assert former.provider() == expected
+        assert requests.found[-1][2] == "200", kind.name
+        assert_no_failover(incumbent, former)
+        if expected == "haproxy":
+            assert former.is_removed(), kind.name
+        else:
+            assert incumbent.rows(former.id) == former.rows
+        cloud_user.delete(cloud_user.balancers.get_load_balancer(former.id))

@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operations on load balancers in a complete OpenStack: TLS, further VIPs, replaced amphorae, resizes, refusals."""
 
-import base64
 import json
 from contextlib import ExitStack, contextmanager
 
 import pytest
 import sqlalchemy as sa
-from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.serialization import pkcs12
 from dataplane.pki import Authority
 from openstack.exceptions import HttpException
 from whole_cloud import IMAGE_TAG, ZONES
@@ -56,22 +53,10 @@ def secrets(cloud_user):
 @pytest.fixture(scope="class")
 def certificate(cloud_user):
     """The reference of a certificate that the user stores in Barbican, as PKCS #12."""
-    made = AUTHORITY.issue("www.example.com")
-    key = serialization.load_pem_private_key(made.key_pem.encode(), None)
-    bundle = pkcs12.serialize_key_and_certificates(
-        b"www", key, made.certificate, None, encryption_algorithm=serialization.NoEncryption()
-    )
-    manager = cloud_user.connection.key_manager
-    secret = manager.create_secret(
-        name="www",
-        secret_type="opaque",
-        payload=base64.b64encode(bundle).decode(),
-        payload_content_type="application/octet-stream",
-        payload_content_encoding="base64",
-    )
-    yield secret.secret_ref
+    reference = cloud_user.store_certificate(AUTHORITY.issue("www.example.com"))
+    yield reference
     assert secrets(cloud_user) == {"www"}
-    manager.delete_secret(secret.secret_ref.rpartition("/")[2])
+    cloud_user.connection.key_manager.delete_secret(reference.rpartition("/")[2])
 
 
 def hosts(cloud_user):
