@@ -124,7 +124,8 @@ def _reap(child):
 def main(folder, programs):
     """Run the guest until its agent ends."""
     build(folder)
-    os.environ["PATH"] = f"/usr/local/bin:{programs}:/usr/sbin:/usr/bin:/sbin:/bin"
+    # Temporary files of the agent end with the guest.
+    os.environ |= {"PATH": f"/usr/local/bin:{programs}:/usr/sbin:/usr/bin:/sbin:/bin", "TMPDIR": "/run", "HOME": "/run"}
     child = os.fork()
     if child:
         return _reap(child)
