@@ -423,6 +423,7 @@ class Adopter:
             if change and (now.unsettled or self._seconds_in_step(found) < _UNLOCK_SECONDS):
                 return Wait(reason=f"the lock may be the one of another change: {change}")
             survey.set_status(self._context.library(), of, before.status)
+        self._context.cloud.announce(before)
         if not self._progress(found).recorded:
             return Move(step=Step.REVERTED)
         return Move(step=Step.DISCARD, values={"reporting": False}, change=lambda c: records.discard(c, of))

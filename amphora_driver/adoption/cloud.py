@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from amphora_driver.adoption.octavia_state import OctaviaState, OldAmphora
 from amphora_driver.compute.nova_client import Nova
-from amphora_driver.errors import NetworkError
+from amphora_driver.errors import AmphoraDriverError, NetworkError
 from amphora_driver.network.neutron_client import Neutron
 from amphora_driver.network.neutron_objects import mark
 from amphora_driver.openstack.errors import ApiError, translated
@@ -35,6 +35,9 @@ class OldCloud(Protocol):
 
     def enable_new_ports(self, port_ids: Sequence[str], *, enabled: bool) -> None:
         """Enable or disable ports of this provider."""
+
+    def announce(self, state: OctaviaState) -> None:
+        """Let the former amphorae announce the VIPs, after the way back. A failure is not an error."""
 
     def remove(self, state: OctaviaState) -> bool:
         """Remove the former amphorae with their ports and groups; return False while something is left."""
@@ -71,6 +74,7 @@ class OpenStackCloud:
         compute = Service(conf, "compute", "nova", conf.amp_compute_nova.request_timeout)
         self._neutron = Neutron(network, options.page_size, options.cache_time)
         self._nova = FormerServers(compute, options.page_size)
+        self._octavia = Service(conf, "load_balancer", "service_auth", options.request_timeout)
         self._mark = mark(conf.amp_openstack.deployment_id or "")
 
     def enable_old_ports(self, state: OctaviaState, *, enabled: bool) -> None:
@@ -95,6 +99,25 @@ class OpenStackCloud:
         with translated("enable or disable the ports of the new amphorae"):
             for port in self._neutron.find("ports", id=tuple(port_ids), description=self._mark) if port_ids else ():
                 self._set_enabled(port, enabled=enabled)
+
+    def announce(self, state: OctaviaState) -> None:
+        """Let the former amphorae announce the VIPs, after the way back. A failure is not an error.
+
+        The clients' ARP entries still have the MAC addresses of the new amphorae, for up to a minute. keepalived of a
+        pair announces the VIPs itself. A single amphora does so only when it gets a configuration. An update without a
+        change sends it again.
+        """
+        if len(state.amphorae) != 1:
+            return
+        of = state.load_balancer_id
+        try:
+            self._octavia.request("PUT", f"/lbaas/loadbalancers/{of}", json={"loadbalancer": {}})
+        except (ApiError, AmphoraDriverError) as error:
+            text = (
+                "the controller could not request an update of load balancer %s from Octavia, so its former amphora "
+                "does not announce the VIPs: %s. Run: openstack loadbalancer set --enable %s"
+            )
+            LOG.warning(text, of, error, of)
 
     def _set_enabled(self, port: dict[str, Any], *, enabled: bool) -> None:
         if bool(port["admin_state_up"]) is not enabled:

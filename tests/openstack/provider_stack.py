@@ -134,7 +134,7 @@ class ProviderStack:
 
     def _forwarded(self):
         broker = forward_out.loopback_ports(self.cloud.transport)
-        return [*(port for name, port in self.cloud.ports.items() if name not in ("octavia", "heat")), *broker]
+        return [*(port for name, port in self.cloud.ports.items() if name != "heat"), *broker]
 
     def _has_sockets(self, role):
         return any((self.folder / "sockets").glob(f"{role}-*"))

@@ -54,6 +54,9 @@ class FormerCloud:
         with self.kept.open() as kept:
             kept["off"] = [] if enabled else list(port_ids)
 
+    def announce(self, state):
+        """Nothing: the fake amphorae have no VIPs."""
+
     def remove(self, _state):
         with self.kept.open() as kept:
             kept["servers"] -= 1 if kept["servers"] else 0
