@@ -57,7 +57,7 @@ def build(folder):
         shutil.copy(source, target)
     Path("/etc/octavia/lab.conf").write_text(_OPTIONS)
     _DATA.mkdir(exist_ok=True)
-    # HAProxy reads it as the user nobody.
+    # The workers of HAProxy, which are not root, use it.
     _DATA.chmod(0o755)
     (_DATA / "haproxy-default-user-group.conf").write_text("global\n    group nogroup\n")
     for name, text in _SCRIPTS.items():
