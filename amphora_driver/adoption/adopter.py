@@ -25,9 +25,7 @@ import sqlalchemy as sa
 
 from amphora_driver import failpoints
 from amphora_driver.adoption import octavia_state, records, survey
-from amphora_driver.adoption.cloud import OldCloud, OpenStackCloud
 from amphora_driver.adoption.octavia_state import LOCKED, OctaviaState
-from amphora_driver.adoption.octavia_tables import OctaviaDatabase
 from amphora_driver.adoption.records import Adoption, Progress, Step
 from amphora_driver.adoption.survey import Surveyor
 from amphora_driver.deadline import Deadline, apply_deadline
@@ -43,11 +41,12 @@ if TYPE_CHECKING:
     from octavia_lib.api.drivers.driver_lib import DriverLibrary
     from oslo_config.cfg import ConfigOpts
 
+    from amphora_driver.adoption.cloud import OldCloud
+    from amphora_driver.adoption.octavia_tables import OctaviaDatabase
     from amphora_driver.agent.client import AgentClient
     from amphora_driver.database.engine import Database
     from amphora_driver.model.loadbalancer import Vip
     from amphora_driver.plugins import Catalogue
-    from amphora_driver.reconcile.context import ReconcileContext
 
 LOG = logging.getLogger(__name__)
 DUTY = "adoption"
@@ -59,6 +58,8 @@ _EVERY, _DUTY_SECONDS, _STEP_SECONDS = 0.5, 20.0, 10.0
 # of seconds.
 _SETTLE_SECONDS = 2.0
 _VIP_QUERY_SECONDS = 3.0
+# Octavia's health manager ends the work for a heartbeat within this number of seconds, also on a busy host.
+_HEARTBEAT_SECONDS = 10.0
 # Seconds between a failed attempt of a step and the next attempt. The number does not grow, because the load balancer
 # may be without service.
 _RETRY_SECONDS = 2.0
@@ -71,7 +72,7 @@ _KEEP_SECONDS = 10.0
 # After this number of seconds without an unfinished object, the lock counts as the one of the adoption.
 _UNLOCK_SECONDS = 120.0
 _STARTED = (Step.LOCK, Step.PREPARE, Step.CUT, Step.TAKE, Step.COMMIT, Step.REPORT)
-_BACK = (Step.RELOCK, Step.RESTORE, Step.RETURN, Step.DISCARD)
+_BACK = (Step.RELOCK, Step.REJOIN, Step.RESTORE, Step.RETURN, Step.DISCARD)
 _CHANGED = "the configuration has changed since the adoption, and the former amphorae do not have the change"
 _FAILED = "the controller failed in step %s of the adoption of load balancer %s, and tries again in %g s: %s"
 
@@ -119,6 +120,8 @@ class Adopter:
         self._holds_duty = self._lacks_sockets = False
         # The keys are load balancer ids. The values are the monotonic times of the next attempts.
         self._not_before: dict[str, float] = {}
+        # The keys are load balancer ids. The values are the monotonic times of the inserted amphorae.
+        self._inserted_at: dict[str, float] = {}
         self._handlers: dict[Step, Callable[[Adoption, OctaviaState], Move | Wait]] = {
             Step.LOCK: self._lock,
             Step.PREPARE: self._prepare,
@@ -129,6 +132,7 @@ class Adopter:
             Step.KEEP: self._keep,
             Step.REMOVE: self._remove,
             Step.RELOCK: self._relock,
+            Step.REJOIN: self._rejoin,
             Step.RESTORE: self._restore,
             Step.RETURN: self._return,
             Step.DISCARD: self._discard,
@@ -392,7 +396,28 @@ class Adopter:
         expected = msgspec.structs.replace(now or before, fingerprint=before.fingerprint, amphorae=(), member_ports=())
         if now is None or octavia_state.describe_change(expected, now):
             return Wait(reason="a change of the load balancer is in progress")
-        return Move(step=Step.RESTORE, values={"reporting": False}, change=lambda c: records.stop_reports(c, of))
+        return Move(step=Step.REJOIN, values={"reporting": False}, change=lambda c: records.stop_reports(c, of))
+
+    def _rejoin(self, found: Adoption, before: OctaviaState) -> Move | Wait:
+        self._lock_again(before)
+        try:
+            self._octavia.insert_amphorae(before, self._context.conf.amp_octavia.provider)
+        except Conflict as error:
+            return Move(step=Step.RELOCK, reason=str(error))
+        # The time counts from the first insertion that this process has seen, and not from the beginning of the step.
+        inserted_at = self._inserted_at.setdefault(found.load_balancer_id, time.monotonic())
+        if time.monotonic() - inserted_at < _HEARTBEAT_SECONDS:
+            return Wait()
+        del self._inserted_at[found.load_balancer_id]
+        return Move(step=Step.RESTORE)
+
+    def _lock_again(self, before: OctaviaState) -> None:
+        """Lock the load balancer if a late report has replaced the lock, and nothing has changed."""
+        of, ours = before.load_balancer_id, self._context.conf.amp_octavia.provider
+        now = self._octavia.read(of)
+        same = now is not None and (now.provider, now.status) == (ours, before.status) and not now.unsettled
+        if now is not None and same and now.fingerprint == before.fingerprint:
+            survey.set_status(self._context.library(), of, LOCKED)
 
     def _restore(self, found: Adoption, before: OctaviaState) -> Move | Wait:
         of = found.load_balancer_id
@@ -406,13 +431,8 @@ class Adopter:
         return self._unlock_and_discard(found, before)
 
     def _return(self, found: Adoption, before: OctaviaState) -> Move | Wait:
-        of, ours = found.load_balancer_id, self._context.conf.amp_octavia.provider
-        now = self._octavia.read(of)
-        same = now is not None and (now.provider, now.status) == (ours, before.status) and not now.unsettled
-        if now is not None and same and now.fingerprint == before.fingerprint:
-            # A late report has replaced the lock.
-            survey.set_status(self._context.library(), of, LOCKED)
-        self._octavia.give_back(before, ours)
+        self._lock_again(before)
+        self._octavia.give_back(before, self._context.conf.amp_octavia.provider)
         return self._unlock_and_discard(found, before)
 
     def _unlock_and_discard(self, found: Adoption, before: OctaviaState) -> Move | Wait:
@@ -461,25 +481,3 @@ class Adopter:
 
 def _describe_defect(error: Exception) -> str:
     return f"an unexpected error occurred ({type(error).__name__}), see the log of the controller"
-
-
-def create_duties(context: ReconcileContext, owner: str, on_due: Callable[[], None]) -> dict[str, Callable[..., None]]:
-    """Return the thread of adoptions, by its name; empty unless Octavia's database is configured."""
-    conf = context.conf
-    url = conf.amp_adoption.octavia_connection
-    if not url:
-        return {}
-    made = Adopter(
-        AdoptionContext(
-            conf=conf,
-            database=context.database,
-            catalogue=context.catalogue,
-            agents=context.agents,
-            octavia=OctaviaDatabase(url),
-            cloud=OpenStackCloud(conf),
-            library=partial(survey.connect_library, conf),
-            on_due=on_due,
-        ),
-        owner,
-    )
-    return {DUTY: made.run}

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Octavia's tables: reads of one load balancer, and the two transactions that change its provider.
+"""Octavia's tables: reads of one load balancer, and the transactions that change its provider.
 
-Invariant: `take_over` and `give_back` are the only writes of this provider to Octavia's tables. Each is one transaction
-on the locked row of the load balancer. It changes nothing unless the load balancer is locked by its status, and its
-configuration and amphorae are those that the adoption has recorded. A repeated call does nothing.
+Invariant: `take_over`, `insert_amphorae` and `give_back` are the only writes of this provider to Octavia's tables. Each
+is one transaction on the locked row of the load balancer. It changes nothing unless the load balancer is locked by its
+status, and its configuration and amphorae are those that the adoption has recorded. A repeated call does nothing.
 
 `take_over` deletes the rows of the former amphorae. The status DELETED would not suffice: Octavia's health manager
 deletes the machine of such a row at its next heartbeat, so there would be no way back. For an amphora without a row, it
-logs a warning only. The adoption has recorded the rows, and `give_back` inserts them again.
+logs a warning only. The adoption has recorded the rows, and `insert_amphorae` inserts them again.
 
 The columns are read from the database, because they differ between versions of Octavia.
 """
@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import msgspec
 import sqlalchemy as sa
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -124,8 +125,40 @@ class OctaviaDatabase:
 
         self._run(wanted, work)
 
+    def insert_amphorae(self, before: OctaviaState, provider: str) -> None:
+        """Insert the rows of the former amphorae again, without the ids of their machines.
+
+        Octavia's health manager reads twice for a heartbeat: the load balancer of the amphora, and without one, the
+        amphora. It deletes the machine of an amphora whose row appears between these reads. Without an id, it deletes
+        none. `give_back` follows when no heartbeat from before can be in progress.
+
+        Args:
+            before: the state before `take_over`.
+            provider: the provider that has the load balancer now.
+
+        Raises:
+            Conflict: the lock is lost, or the configuration differs from `before`.
+            StoreError: Octavia's database does not answer; the result is then unknown.
+        """
+        wanted = f"insert the former amphorae of load balancer {before.load_balancer_id}"
+
+        def work(connection: sa.Connection) -> None:
+            now = self._locked_state(connection, before.load_balancer_id, wanted)
+            if now.amphorae:
+                return
+            if change := octavia_state.describe_change(_adopted(before, provider), now):
+                raise Conflict(wanted, change)
+            for name in (_AMPHORA, _MEMBER_PORT):
+                rows = [octavia_state.from_json(one) for one in before.saved.get(name, ())]
+                if name == _AMPHORA:
+                    rows = [{**one, "compute_id": None} for one in rows]
+                if rows:
+                    connection.execute(self._tables[name].insert(), rows)
+
+        self._run(wanted, work)
+
     def give_back(self, before: OctaviaState, provider: str) -> None:
-        """Give a locked load balancer back to its former provider, and insert the rows of its amphorae again.
+        """Give a locked load balancer back to its former provider, with the machines of the inserted amphorae.
 
         The heartbeats of the amphorae count from now on, so Octavia's health manager does not replace them at once.
 
@@ -143,21 +176,14 @@ class OctaviaDatabase:
             now = self._locked_state(connection, before.load_balancer_id, wanted)
             if now.provider == before.provider and now.amphorae:
                 return
-            expected = OctaviaState(
-                load_balancer_id=before.load_balancer_id,
-                project_id=before.project_id,
-                provider=provider,
-                status=LOCKED,
-                topology=before.topology,
-                vip_port_id=before.vip_port_id,
-                fingerprint=before.fingerprint,
-            )
+            inserted = tuple(msgspec.structs.replace(one, compute_id=None) for one in before.amphorae)
+            expected = _adopted(before, provider, amphorae=inserted, member_ports=before.member_ports)
             if change := octavia_state.describe_change(expected, now):
                 raise Conflict(wanted, change)
-            for name in (_AMPHORA, _MEMBER_PORT):
-                rows = [octavia_state.from_json(one) for one in before.saved.get(name, ())]
-                if rows:
-                    connection.execute(self._tables[name].insert(), rows)
+            table = self._tables[_AMPHORA]
+            for one in before.amphorae:
+                changed = table.update().where(table.c.id == one.id).values(compute_id=one.compute_id)
+                connection.execute(changed)
             self._refresh_health(connection, [one.id for one in before.amphorae])
             self._set_provider(connection, now, before.provider, before.server_group_id, wanted)
 
@@ -282,6 +308,20 @@ class OctaviaDatabase:
             happened = f"it has no {', '.join(missing)}"
             raise ConfigurationError("use Octavia's database", happened, "Check [amp_adoption] octavia_connection.")
         self._tables = tables
+
+
+def _adopted(before: OctaviaState, provider: str, **more: Any) -> OctaviaState:
+    """Return the state of a load balancer that this provider has adopted, and that no user has changed."""
+    return OctaviaState(
+        load_balancer_id=before.load_balancer_id,
+        project_id=before.project_id,
+        provider=provider,
+        status=LOCKED,
+        topology=before.topology,
+        vip_port_id=before.vip_port_id,
+        fingerprint=before.fingerprint,
+        **more,
+    )
 
 
 def _old_amphora(row: Row) -> OldAmphora:

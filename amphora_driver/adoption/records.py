@@ -62,6 +62,8 @@ class Step(str, Enum):
 
     # The load balancer becomes PENDING_UPDATE again, before the way back from `KEEP`.
     RELOCK = "relock"
+    # Octavia's tables have the former amphorae again, without their machines.
+    REJOIN = "rejoin"
     # The ports of the new amphorae are disabled, and those of the former amphorae enabled.
     RESTORE = "restore"
     # Octavia's tables name the former provider.
@@ -76,7 +78,7 @@ class Step(str, Enum):
 
 ENDS = (Step.DONE, Step.REVERTED, Step.REFUSED)
 # The way back is impossible or has begun already.
-_FINAL = (Step.REMOVE, Step.RELOCK, Step.RESTORE, Step.RETURN, Step.DISCARD, *ENDS)
+_FINAL = (Step.REMOVE, Step.RELOCK, Step.REJOIN, Step.RESTORE, Step.RETURN, Step.DISCARD, *ENDS)
 
 
 class Adoption(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,7 +20,7 @@ import cotyledon
 from oslo_config.cfg import ConfigOpts
 
 from amphora_driver import config, log_context
-from amphora_driver.adoption import adopter
+from amphora_driver.adoption import duties as adoption_duties
 from amphora_driver.agent.client import AgentClient
 from amphora_driver.certificates.renewal import CertificateMaintenance
 from amphora_driver.certificates.trust_store import TrustStore
@@ -125,7 +125,7 @@ class Controller:
             "rotation": ImageRotator(conf, self._database, context.catalogue, name, on_due).run,
             "detection": FailureDetector(conf, self._database, context.agents, name, notify).run,
             **notification_sender.create_duties(conf, self._database, name),
-            **adopter.create_duties(context, name, on_due),
+            **adoption_duties.create_duties(context, name, on_due),
         }
         self._wakeup = local_socket.WakeupSocket(conf.amp_queue.socket_dir, local_socket.CONTROLLER)
         self._telemetry = Telemetry(conf, process_registry.ProcessKind.CONTROLLER, name, self._is_healthy)

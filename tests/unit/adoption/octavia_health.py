@@ -35,8 +35,11 @@ class Compute:
         self.deleted.append(compute_id)
 
 
-def decide(amphora_ids):
-    """The amphora that the health manager would replace, and the machines that it deletes at heartbeats."""
+def decide(amphora_ids, between=lambda: None):
+    """The amphora that the health manager would replace, and the machines that it deletes at heartbeats.
+
+    `between` runs between the two reads for a heartbeat.
+    """
     compute = heartbeat_udp.stevedore_driver.DriverManager = Compute()
     session = api.get_session()
     session.begin()
@@ -44,6 +47,13 @@ def decide(amphora_ids):
     stale = found and found.amphora_id
     session.rollback()
     updater = heartbeat_udp.UpdateHealthDb()
+    get = updater.amphora_repo.get
+
+    def get_later(*words, **more):
+        between()
+        return get(*words, **more)
+
+    updater.amphora_repo.get = get_later
     for one in amphora_ids:
         updater.update_health({"id": one, "listeners": {}, "recv_time": time.time(), "ver": 3}, ("192.0.2.9", 1))
     return {"stale": stale, "deleted": compute.deleted}
@@ -68,7 +78,9 @@ def main(url, load_balancer_id):
     write(f"UPDATE amphora SET status = 'ALLOCATED' WHERE id = '{ids[1]}'")
     write("UPDATE load_balancer SET provisioning_status = 'PENDING_UPDATE'")
     octavia.take_over(before, "haproxy")
-    print(json.dumps([first, with_status, decide(ids)]))  # noqa: T201 - the answer
+    adopted = decide(ids)
+    inserted = decide(ids[:1], lambda: octavia.insert_amphorae(before, "haproxy"))
+    print(json.dumps([first, with_status, adopted, inserted]))  # noqa: T201 - the answer
 
 
 main(*sys.argv[1:])

@@ -65,6 +65,8 @@ def test_every_row_returns(octavia, engine):
     assert read(engine, "SELECT provider FROM load_balancer") == [(OURS,)]
     assert read(engine, "SELECT id FROM amphora") == []
     for _ in range(2):
+        octavia.insert_amphorae(before, OURS)
+    for _ in range(2):
         octavia.give_back(before, OURS)
     set_status(engine, "ACTIVE")
     assert octavia_rows.rows(engine) == original

@@ -76,6 +76,7 @@ class AdoptionLab:
         # The fake cloud has no Neutron, and `FormerCloud` disables the ports.
         monkeypatch.setattr(planner, "NEUTRON", "local")
         monkeypatch.setattr(adopter, "_UNLOCK_SECONDS", 5.0)
+        monkeypatch.setattr(adopter, "_HEARTBEAT_SECONDS", 0.1)
         self._take = deployment.octavia._take
         monkeypatch.setattr(deployment.octavia, "_take", self._record_status)
         self._engine = None

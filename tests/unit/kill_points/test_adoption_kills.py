@@ -397,7 +397,7 @@ def test_a_failure_pauses_the_load_balancers_that_wait(lab):
 POINTS = [f"Adopt-{step.value}-{moment.value}" for step in FORWARD for moment in Moment]
 # In these steps the VIPs move, so for a moment no amphora serves.
 MOVING = (Step.CUT, Step.TAKE, Step.RESTORE)
-BACK = [Step.RELOCK, Step.RESTORE, Step.RETURN, Step.DISCARD]
+BACK = [Step.RELOCK, Step.REJOIN, Step.RESTORE, Step.RETURN, Step.DISCARD]
 POINTS_BACK = [f"Adopt-{step.value}-{moment.value}" for step in BACK for moment in Moment]
 
 
