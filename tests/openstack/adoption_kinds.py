@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 from dataplane.pki import Authority
 
 SINGLE, PAIR = "SINGLE", "ACTIVE_STANDBY"
+# The methods of `Kinds`.
+NAMES = ("pair", "tls", "own_port", "vips", "tcp", "monitored", "tls_pair", "vips_pair")
 
 
 class Kind(NamedTuple):
@@ -35,14 +37,12 @@ class Kinds:
         self._authority = Authority("adoption")
         self._certificate = None
 
-    def all(self):
-        """One request of each kind."""
-        return [self.monitored(), self.tcp(), self.tls(), self.vips(SINGLE), self.own_port(), self.pair()]
-
     def many(self, number):
         """This number of requests of all kinds in turn."""
-        found = [*self.all(), self.vips(PAIR), self.tls(PAIR)]
-        return [found[place % len(found)] if place % len(found) != 4 else self.own_port() for place in range(number)]
+        return [getattr(self, NAMES[place % len(NAMES)])() for place in range(number)]
+
+    def pair(self):
+        return Kind("pair", PAIR, {})
 
     def monitored(self):
         """HTTP with a health monitor, persistence, a header and a policy."""
@@ -60,6 +60,10 @@ class Kinds:
         wanted["default_pool"]["protocol"] = "TCP"
         return Kind("TCP", SINGLE, {"listeners": [wanted]})
 
+    def tls_pair(self):
+        """A pair with TLS."""
+        return self.tls(PAIR)
+
     def tls(self, topology=SINGLE):
         """TLS with a certificate in Barbican."""
         if self._certificate is None:
@@ -67,7 +71,11 @@ class Kinds:
         secure = {"protocol": "TERMINATED_HTTPS", "protocol_port": 443, "default_tls_container_ref": self._certificate}
         return Kind(f"TLS {topology}", topology, {"listeners": [self._user.listener("tls", **secure)]}, 443, tls=True)
 
-    def vips(self, topology):
+    def vips_pair(self):
+        """A pair with three VIPs."""
+        return self.vips(PAIR)
+
+    def vips(self, topology=SINGLE):
         """Three VIPs of both families."""
         first, *others = self._subnets
         more = {"vip_subnet_id": first.id, "additional_vips": [{"subnet_id": one.id} for one in others]}
@@ -78,9 +86,6 @@ class Kinds:
         network = self._user.connection.network
         port = network.create_port(network_id=self._user.front.id, name="own")
         return Kind("port of the user", SINGLE, {"vip_port_id": port.id})
-
-    def pair(self):
-        return Kind("pair", PAIR, {})
 
     def remove(self):
         """Remove the certificate, and the ports of the user."""

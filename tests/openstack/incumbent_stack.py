@@ -107,6 +107,8 @@ class IncumbentStack:
                 "amphora_driver": "amphora_haproxy_rest_driver",
                 "amp_image_tag": INCUMBENT_IMAGE,
                 "amp_image_owner_id": stack.deployment.project_id,
+                # A busy machine needs minutes for several boots.
+                "amp_active_retries": 300,
             },
             "haproxy_amphora": {
                 "client_cert": place / "incumbent-client.pem",
