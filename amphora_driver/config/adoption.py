@@ -9,8 +9,9 @@ OPTIONS: dict[str, dict[cfg.Opt, str]] = {
     "amp_adoption": {
         cfg.StrOpt("octavia_connection", default="", secret=True): (
             "SQLAlchemy URL of Octavia's database, as in [database] connection of octavia.conf. Only adoptions use it. "
-            "The account needs to read all tables, to change the table load_balancer, and to insert and delete rows of "
-            "the tables amphora, amphora_health and amphora_member_port. Empty: this process adopts no load balancer."
+            "The account needs to read all tables, to change the tables load_balancer and amphora, and to insert and "
+            "delete rows of the tables amphora, amphora_health and amphora_member_port. Empty: this process adopts no "
+            "load balancer."
         ),
         cfg.FloatOpt("remove_after", default=86400.0, min=0.0): (
             "Seconds between an adoption and the removal of the former amphorae. Until then, the adoption can be "

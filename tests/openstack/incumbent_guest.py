@@ -34,8 +34,9 @@ _OPTIONS = "[DEFAULT]\nuse_syslog = False\nuse_stderr = True\n"
 _SCRIPTS = {
     "systemctl": f'#!/bin/sh\nexec {sys.executable} -I -S {HERE / "incumbent_guest.py"} --systemctl "$@"\n',
     "lvs-masquerade.sh": "#!/bin/sh\nexit 0\n",
-    # The settings of this machine are not those of a guest.
-    "sysctl": '#!/bin/sh\n[ "$1" = --system ] || exec /sbin/sysctl "$@"\n',
+    # The settings of this machine are not those of a guest. HAProxy of a pair binds VIPs that its partner may have.
+    "sysctl": '#!/bin/sh\n[ "$1" = --system ] || exec /sbin/sysctl "$@"\n'
+    "exec /sbin/sysctl -w net.ipv4.ip_nonlocal_bind=1 net.ipv6.ip_nonlocal_bind=1\n",
 }
 
 
