@@ -27,6 +27,7 @@ from amphora_driver import failpoints
 from amphora_driver.adoption import octavia_state, records, survey
 from amphora_driver.adoption.octavia_state import LOCKED, OctaviaState
 from amphora_driver.adoption.records import Adoption, Progress, Step
+from amphora_driver.adoption.step_results import Move, Wait
 from amphora_driver.adoption.survey import Surveyor
 from amphora_driver.deadline import Deadline, apply_deadline
 from amphora_driver.errors import AgentError, AmphoraDriverError, Conflict, ModelError, RequestError, UnknownObject
@@ -76,23 +77,6 @@ _STARTED = (Step.LOCK, Step.PREPARE, Step.CUT, Step.TAKE, Step.COMMIT, Step.REPO
 _BACK = (Step.RELOCK, Step.REJOIN, Step.RESTORE, Step.RETURN, Step.DISCARD)
 _CHANGED = "the configuration has changed since the adoption, and the former amphorae do not have the change"
 _FAILED = "the controller failed in step %s of the adoption of load balancer %s, and tries again in %g s: %s"
-
-Change = Callable[[sa.Connection], object]
-
-
-class Move(msgspec.Struct, frozen=True, kw_only=True):
-    """The next step with its reason, the columns to set, and a change in the same transaction."""
-
-    step: Step
-    reason: str | None = None
-    values: dict[str, object] = {}
-    change: Change | None = None
-
-
-class Wait(msgspec.Struct, frozen=True, kw_only=True):
-    """The step is not finished; None if nothing is wrong."""
-
-    reason: str | None = None
 
 
 class AdoptionContext(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,6 +20,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 
 import msgspec
 import sqlalchemy as sa
@@ -114,7 +115,6 @@ class _CurrentReports(msgspec.Struct, frozen=True):
     """The unexpired reports of the amphorae of one load balancer.
 
     Attributes:
-        reports: the reports of all amphorae.
         trusted: the amphorae whose statuses of members and listeners count.
         tree: the load balancer; None if it is deleted, or if its statuses follow from the reports already.
     """
@@ -388,11 +388,9 @@ class StatusWriter:
         """Return a load balancer from memory or from the database; None if it does not exist."""
         tree = self._trees.get(load_balancer_id)
         if tree is None:
-            try:
+            with suppress(UnknownObject):
                 tree = desired_objects.load_tree(connection, load_balancer_id)
-            except UnknownObject:
-                return None
-            self._trees.put(load_balancer_id, tree, sum(1 for _ in desired_objects.iter_subtree(tree)))
+                self._trees.put(load_balancer_id, tree, sum(1 for _ in desired_objects.iter_subtree(tree)))
         return tree
 
     def _keep_counters(self, amphora_ids: Iterable[str]) -> None:
@@ -414,10 +412,7 @@ class StatusWriter:
         """Log once that an amphora is silent, because no status shows its silence while the partner serves."""
         now_silent = frozenset(each for each in silent if self._reports.last_report(each) is not None)
         for amphora_id in sorted(now_silent - state.silent):
-            silence = (
-                "amphora %s of load balancer %s is silent: the health manager receives heartbeats only from the "
-                "partner amphora"
-            )
+            silence = "amphora %s of load balancer %s is silent: only its partner amphora sends heartbeats"
             LOG.warning(silence, amphora_id, load_balancer_id)
         state.silent = now_silent
 
