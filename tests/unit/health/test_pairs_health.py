@@ -221,7 +221,7 @@ def test_a_silent_partner_is_logged_once(pair, caplog):
         pair.say("b", "UP", holds_vip=True)
         pair.writer.flush()
     assert [one.getMessage() for one in caplog.records if "silent" in one.getMessage()] == [
-        "amphora a of load balancer lb is silent: the health manager receives heartbeats only from the partner amphora"
+        "amphora a of load balancer lb is silent: only its partner amphora sends heartbeats"
     ]
 
 
