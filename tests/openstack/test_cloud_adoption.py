@@ -194,6 +194,7 @@ def report(found):
     return lines
 
 
+@ALL
 @pytest.mark.parametrize("name", NAMES[:6])
 def test_each_kind_is_adopted(cloud_user, incumbent, topology, kinds, record_property, name):
     found = create_kinds(cloud_user, incumbent, topology, [getattr(kinds, name)()])
