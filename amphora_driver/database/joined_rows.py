@@ -90,5 +90,5 @@ def read_rows(connection: sa.Connection, query: sa.Select[Any], kind: type[T]) -
 
 
 def _shortened(happened: str) -> StoreError:
-    remedy = "Raise max_allowed_packet of the database server to at least 16 MiB."
+    remedy = "Raise max_allowed_packet and group_concat_max_len of the database server to at least 16 MiB."
     return StoreError("read the rows of the fleet", f"the server has shortened a text ({happened})", remedy)
