@@ -99,7 +99,7 @@ def test_stored_descriptors_are_returned(address, listener, tmp_path):
             "import os\nfrom amphora_agent.services import sd_notify\n"
             # The descriptors from systemd; the first one was not requested.
             f"os.dup2({listener.kept[written]}, 40)\nos.dup2(os.open('/dev/null', os.O_RDONLY), 41)\n"
-            "os.dup2(41, 3)\nos.dup2(40, 4)\nos.closerange(5, 100)\n"
+            "os.dup2(41, 3)\nos.dup2(40, 4)\nos.closerange(5, 4096)\n"
             f"given = dict(LISTEN_PID=str(os.getpid()), LISTEN_FDS='2', LISTEN_FDNAMES='stored:{written}')\n"
             "inheritance = sd_notify.take_inherited(given, os.getpid())\n"
             "open_ones = {name for name in os.listdir('/proc/self/fd') if int(name) > 2}\n"

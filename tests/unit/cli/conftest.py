@@ -30,16 +30,11 @@ def resolve(target):
     return getattr(importlib.import_module(module), name)
 
 
-def run_amphoractl(path, *words, more=()):
-    """Run one command line; return its status, standard output and standard error.
-
-    `more` has names and classes of commands that are not installed.
-    """
+def run_amphoractl(path, *words):
+    """Run one command line; return its status, standard output and standard error."""
     commands = CommandManager(COMMANDS)
     for name, target in entry_points(COMMANDS):
         commands.add_command(name.replace("_", " "), resolve(target))
-    for name, command in more:
-        commands.add_command(name, command)
     out, err = io.StringIO(), io.StringIO()
     app = Amphoractl(commands, stdout=out, stderr=err)
     status = app.run(["--config-file", str(path), *words])
