@@ -59,7 +59,7 @@ OPTIONS: dict[str, dict[cfg.Opt, str]] = {
         cfg.FloatOpt("statistics_age", default=60.0, min=10.0, max=3600.0): (
             "Maximum age in seconds of the statistics in Octavia. A drain that ends early because the statistics show "
             "no connection lasts at least this time. With the provider of this project, the sum of [amp_health] "
-            "interval, [amp_health] statistics_interval and 5 seconds must stay below it. 10 to 3600."
+            "interval, [amp_health] statistics_interval and 11 seconds must stay below it. 10 to 3600."
         ),
         cfg.FloatOpt("request_retention", default=604800.0, min=60.0, max=31536000.0): (
             "Seconds for which ended requests, their idempotency keys, and the history of servers are kept. 60 to "

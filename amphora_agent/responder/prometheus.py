@@ -29,7 +29,8 @@ _UNKNOWN = "NaN"
 # During a reload, HAProxy pauses all sockets of its old worker, also the statistics socket, until the new worker
 # listens.
 ASK_SECONDS = 1.0
-SUMS_SECONDS = 3.0
+# After a crash of HAProxy, the agent writes the counters with its next sample, which is up to six seconds later.
+SUMS_SECONDS = 7.0
 _OTHERS_SECONDS = 1.0
 _POLL_SECONDS = 0.02
 _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})

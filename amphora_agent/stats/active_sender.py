@@ -59,7 +59,7 @@ class Sender:
         return dict(self._errors)
 
     def _is_requested(self) -> bool:
-        """Return whether a heartbeat is sent before the end of the interval. Called once after each sample."""
+        """Return whether a heartbeat is sent before the end of the interval. Called once in each pass."""
         return False
 
     def _send(self) -> None:

@@ -108,9 +108,11 @@ class Collector:
     def pause(self) -> float:
         """The minimum number of seconds until the next regular sample.
 
-        An old worker has to be read before its end, so there is no pause with an old worker.
+        An old worker has to be read before its end, so there is no pause with an old worker. A reload does not shorten
+        a pause that has begun.
         """
-        if self._held or not self.is_large:
+        latest = self._latest
+        if self._held or latest is None or len(latest.counts) <= FEW_ROWS:
             return 0.0
         return min(MAX_PAUSE_SECONDS, PAUSE_FACTOR * self._answer_seconds)
 

@@ -67,7 +67,10 @@ class HeartbeatSender(Sender):
         self._wakeup.set()
 
     def send_soon(self) -> None:
-        """Send a heartbeat about a change. With many rows the heartbeat waits for the next sample."""
+        """Send a heartbeat about a change.
+
+        With many rows, the heartbeat is sent within a second, and may have the rows of the previous sample.
+        """
         self._soon = True
         if not self._collector.is_large:
             self._wakeup.set()

@@ -32,7 +32,7 @@ OPTIONS: dict[str, dict[cfg.Opt, str]] = {
         cfg.FloatOpt("statistics_interval", default=2.0, min=0.0): (
             "Seconds between two writes of the statistics of one load balancer. Counters in between are added in "
             "memory. 10 is suitable for thousands of amphorae. With cluster membership, the sum of this option, "
-            "interval and 5 seconds must stay below [amp_cluster] statistics_age. At least 0."
+            "interval and 11 seconds must stay below [amp_cluster] statistics_age. At least 0."
         ),
         cfg.IntOpt("near_limit", default=85, min=50, max=100): (
             "Percentage of a limit (connections, CPU, memory, file descriptors, tracked connections) from which an "
