@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 import sqlalchemy as sa
 
-# MySQL and MariaDB limit the length of a statement (`max_allowed_packet`, 16 MiB). A row needs about 150 bytes.
+# MySQL and MariaDB limit the length of a statement (`max_allowed_packet`, 16 MiB). A row needs about 300 bytes.
 _CHUNK = 5000
 # The first versions with JSON_TABLE.
 _MARIADB_VERSION, _MYSQL_VERSION = (10, 6), (8, 0, 4)

@@ -13,7 +13,6 @@ not in the result of `take_changed`.
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -36,6 +35,9 @@ _MAX_COUNTED = 5_000
 _SILENCE_OF_EXPIRY = 0.3
 # The database columns for epoch and sequence have 64 bits with a sign.
 _MAX_INTEGER = 2**63 - 1
+# Maximum number of ids and words in _SHARED. sys.intern never frees a text in Python 3.12.
+_MAX_SHARED = 500_000
+_SHARED: dict[str, str] = {}
 
 Order = tuple[int, int]
 """The epoch and the sequence of a heartbeat."""
@@ -387,6 +389,13 @@ def _is_repetition(before: Report, report: Report) -> bool:
     return True
 
 
+def share_text(text: str) -> str:
+    """Return an equal text that other reports use too, to save memory."""
+    if len(_SHARED) >= _MAX_SHARED:
+        _SHARED.clear()
+    return _SHARED.setdefault(text, text)
+
+
 def _share_texts(report: Report, before: Report | None) -> Report:
     """Return a report whose ids and words use the memory of equal ones in this process.
 
@@ -394,10 +403,9 @@ def _share_texts(report: Report, before: Report | None) -> Report:
     """
     if before is not None and report.pools == before.pools:
         return msgspec.structs.replace(report, pools=before.pools)
-    shared = sys.intern
     pools = {
-        shared(key): PoolReport(
-            shared(pool.status), {shared(member): shared(word) for member, word in pool.members.items()}
+        share_text(key): PoolReport(
+            share_text(pool.status), {share_text(member): share_text(word) for member, word in pool.members.items()}
         )
         for key, pool in report.pools.items()
     }

@@ -17,7 +17,6 @@ from __future__ import annotations
 import heapq
 import logging
 import random
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -31,7 +30,7 @@ from amphora_driver.database.engine import Database
 from amphora_driver.errors import UnknownObject
 from amphora_driver.health import statistics
 from amphora_driver.health.amphora_findings import AmphoraFindings
-from amphora_driver.health.amphora_reports import AmphoraReports, LastReport
+from amphora_driver.health.amphora_reports import AmphoraReports, LastReport, share_text
 from amphora_driver.health.stale_connections import StaleConnections
 from amphora_driver.health.status import ListenerReport, Report, operating_statuses
 from amphora_driver.health.write_batch import BatchWriter, Entry, Written, plain
@@ -480,7 +479,7 @@ def _compute_write(current: _CurrentReports) -> _PendingWrite:
         for object_id, one in statuses.items()
         if written.get(object_id) is not one.status
     ]
-    computed = {sys.intern(object_id): one.status for object_id, one in statuses.items()}
+    computed = {share_text(object_id): one.status for object_id, one in statuses.items()}
     return _PendingWrite(state, computed, Entry(current.load_balancer_id, observations))
 
 

@@ -338,6 +338,7 @@ class DriftAuditor:
             self._database.write(lambda connection: config_drift.record_audit(connection, ids, now))
         except Exception as error:  # noqa: BLE001 - an error must not stop the audit of others
             _log_failure(f"{len(ids)} amphorae", error)
+            self._put_off(ids)
 
     def _put_off(self, amphora_ids: Iterable[str]) -> None:
         at = time.monotonic() + min(_RETRY_AFTER, self._interval)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Divides the listeners among the provider agents of several hosts, which report in parallel.
 
-Invariant: one provider agent at a time reports a listener, so that Octavia never applies an older total after a newer
-one. A part is the listeners whose ids begin with the same hexadecimal digit. The right to a part is a duty. Its lease
-is extended while a call to Octavia lasts.
+Invariant: one provider agent at a time reports a listener, except after a call that ended with a time-out. Otherwise,
+Octavia might apply an older total after a newer one. A part is the listeners whose ids begin with the same hexadecimal
+digit. The right to a part is a duty. Its lease is extended while a call to Octavia lasts.
 
 Each provider agent takes an equal number of parts. A provider agent that cannot report returns its parts. The others
 take a part that stays free, and return one part at a time while they have more than their number.
@@ -71,9 +71,13 @@ class StatisticsShares:
         """Return the parts whose listeners this process may report in one call that starts now."""
         now = time.monotonic()
         if self._renewed_at is None or now - self._renewed_at >= _RENEWAL:
-            self._held = self._database.write(self._renew)
+            self._held, self._free = self._database.write(self._renew)
             self._renewed_at = now
-        return self._held if time.monotonic() - self._renewed_at < _LEASE - _LEAST else frozenset()
+        return self._held if self.may_call() else frozenset()
+
+    def may_call(self) -> bool:
+        """Return whether the leases last long enough for a call that starts now."""
+        return self._renewed_at is not None and time.monotonic() - self._renewed_at < _LEASE - _LEAST
 
     def extend(self) -> None:
         """Extend the leases during a long call, from another thread. Expired leases stay expired."""
@@ -91,7 +95,8 @@ class StatisticsShares:
         mine = sa.and_(duty.c.owner == self._name, duty.c.name.startswith(_NAME))
         self._database.write(lambda connection: connection.execute(duty.update().where(mine).values(leased_until=0.0)))
 
-    def _renew(self, connection: sa.Connection) -> frozenset[str]:
+    def _renew(self, connection: sa.Connection) -> tuple[frozenset[str], frozenset[str]]:
+        """Renew the leases. Return the held parts and the free ones."""
         now = clock.now(connection)
         held = sa.and_(duty.c.leased_until > now, duty.c.leased_until <= now + _LONGEST_LEASE)
         query = sa.select(duty.c.name, duty.c.owner, held.label("held")).where(duty.c.name.in_(map(_duty_of, PARTS)))
@@ -105,7 +110,6 @@ class StatisticsShares:
         free = frozenset(row.name[-1] for row in rows if not row.held)
         first = self._renewed_at is None
         found = decide(own, free, free & self._free, self._count_agents(connection, now), first=first)
-        self._free = (free - found.kept) | found.returned
         if found.returned:
             connection.execute(_of(found.returned).values(leased_until=0.0))
         if found.kept:
@@ -114,7 +118,7 @@ class StatisticsShares:
             epoch = sa.case((duty.c.owner == self._name, duty.c.epoch), else_=duty.c.epoch + 1)
             values: list[tuple[Any, Any]] = [("epoch", epoch), ("owner", self._name), ("leased_until", now + _LEASE)]
             connection.execute(_of(found.kept).ordered_values(*values))
-        return found.kept
+        return found.kept, (free - found.kept) | found.returned
 
     def _count_agents(self, connection: sa.Connection, now: sa.ColumnElement[float]) -> int:
         """Return the number of living provider agents, including this one."""

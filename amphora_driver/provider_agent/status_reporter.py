@@ -409,7 +409,7 @@ class Reporter:
         if mine is not None and not mine:
             return False
         totals = self._database.read(lambda c: listener_stats.list_due_totals(c, _MAX_ROWS, after, mine))
-        if not totals:
+        if not totals or (parts is not None and not self._shares.may_call()):
             return False
         self._reports_statistics = True
         try:

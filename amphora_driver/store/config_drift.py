@@ -59,7 +59,7 @@ def record_audit(connection: sa.Connection, amphora_ids: Sequence[str], now: flo
     values: dict[str, Any] = {"audited_at": now, "drifts": drift is not None}
     if drift is not None:
         values["drift"] = drift[:_MAX_DRIFT_TEXT]
-    # All writers lock rows in the order of their ids, so that no deadlock occurs.
+    # The ids are sorted, so that deadlocks are rare. `Database.write` repeats a transaction after a deadlock.
     for ids in chunks(sorted(amphora_ids)):
         connection.execute(amphora.update().where(amphora.c.id.in_(ids)).values(**values))
 

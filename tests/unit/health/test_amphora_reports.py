@@ -9,6 +9,7 @@ import time
 import msgspec
 import pytest
 
+from amphora_driver.health import amphora_reports
 from amphora_driver.health.amphora_reports import AmphoraReports, LastReport
 from amphora_driver.health.heartbeat_codec import Heartbeat
 from amphora_driver.health.status import ListenerReport, PoolReport, Report
@@ -71,6 +72,14 @@ def test_the_amphorae_of_a_pair_share_the_memory_of_equal_ids(received):
     first, second = (received.live_reports([one], 3)[one].pools for one in "ab")
     assert next(iter(first["p:l"].members)) is next(iter(second["p:l"].members))
     assert next(iter(first)) is next(iter(second))
+
+
+def test_the_memory_for_shared_ids_has_a_limit(received, monkeypatch):
+    monkeypatch.setattr(amphora_reports, "_SHARED", {})
+    monkeypatch.setattr(amphora_reports, "_MAX_SHARED", 10)
+    for number in range(100):
+        assert received.accept(heartbeat(number, Report(1, {}, {"p:l": pool(**{f"m{number}": "UP"})})), number)
+        assert 0 < len(amphora_reports._SHARED) <= 10
 
 
 def test_a_split_report_is_merged(received):

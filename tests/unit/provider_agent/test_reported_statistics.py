@@ -10,7 +10,9 @@ from octavia_sockets import OctaviaSockets
 
 from amphora_driver.database.tables import job, listener_statistics
 from amphora_driver.health import statistics
+from amphora_driver.provider_agent import statistics_shares
 from amphora_driver.provider_agent.status_reporter import Reporter
+from amphora_driver.store import listener_stats
 
 LISTENERS = [f"listener-{number:04}" for number in range(700)]
 
@@ -77,11 +79,30 @@ def test_each_host_reports_its_part_of_the_listeners(conf, database, octavia, re
     count(database, 1, listeners)
     hosts = [Reporter(conf, database, name) for name in ("first", "second")]
     for host, parts in zip(hosts, ("01234567", "89abcdef"), strict=True):
+        host._shares.parts()
         host.report_statistics(frozenset(parts))
         host.report_statistics(frozenset())
     assert [sorted(reported(call)) for call in octavia.statistics] == [
         sorted(listeners[:8]), sorted(listeners[8:])
     ]  # fmt: skip
+
+
+def test_no_call_starts_after_a_read_that_outlasts_the_lease(reporter, database, octavia, monkeypatch):
+    count(database, 1, LISTENERS[:2])
+    read = listener_stats.list_due_totals
+
+    with monkeypatch.context() as slow:
+
+        def read_slowly(*arguments):
+            # The rest of the lease is now too short for a call.
+            slow.setattr(statistics_shares, "_LEAST", statistics_shares._LEASE)
+            return read(*arguments)
+
+        slow.setattr(listener_stats, "list_due_totals", read_slowly)
+        assert not reporter.report_statistics(reporter._shares.parts())
+    assert octavia.statistics == []
+    reporter.report_statistics(reporter._shares.parts())
+    assert [reported(call) for call in octavia.statistics] == [LISTENERS[:2]]
 
 
 def test_a_counter_that_changes_during_the_call_is_reported_afterwards(reporter, database, octavia):

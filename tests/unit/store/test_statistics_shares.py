@@ -104,6 +104,30 @@ def test_no_call_starts_shortly_before_the_end_of_the_lease(database, monkeypatc
     assert one.parts() == frozenset(PARTS)
     monkeypatch.setattr(statistics_shares, "_LEAST", statistics_shares._LEASE)
     assert one.parts() == frozenset()
+    assert not one.may_call()
+
+
+def test_no_call_starts_without_leases(database):
+    (one,) = join(database, "a")
+    assert not one.may_call()
+    one.parts()
+    assert one.may_call()
+    one.release()
+    assert not one.may_call()
+
+
+def test_a_repeated_transaction_takes_no_part_of_another_agent(database, monkeypatch):
+    write = database.write
+
+    def repeat(function):
+        with database.engine.connect() as connection:
+            function(connection)
+            connection.rollback()
+        return write(function)
+
+    first, _ = join(database, "a", "b")
+    monkeypatch.setattr(database, "write", repeat)
+    assert len(first.parts()) == len(PARTS) // 2
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 5, 16, 40])
