@@ -333,8 +333,8 @@ class DriftAuditor:
         ids, self._agreeing = self._agreeing, []
         if not ids:
             return
-        now = self._database.now()
         try:
+            now = self._database.now()
             self._database.write(lambda connection: config_drift.record_audit(connection, ids, now))
         except Exception as error:  # noqa: BLE001 - an error must not stop the audit of others
             _log_failure(f"{len(ids)} amphorae", error)
