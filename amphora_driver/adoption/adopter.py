@@ -64,7 +64,7 @@ _HEARTBEAT_SECONDS = 10.0
 # Seconds between a failed attempt of a step and the next attempt. The number doubles up to the limit, except in steps
 # in which the load balancer may be without service.
 _RETRY_SECONDS, _MOST_RETRY_SECONDS = 2.0, 30.0
-_WITHOUT_SERVICE = (Step.CUT, Step.TAKE, Step.RESTORE)
+_WITHOUT_SERVICE = (Step.CUT, Step.TAKE, Step.RESTORE, Step.RETURN)
 # Seconds until the next attempt for a row that this controller cannot process, for example a damaged one. Each attempt
 # writes a stack trace to the log.
 _DEFECT_SECONDS = 60.0
@@ -107,8 +107,9 @@ class Adopter:
         self._not_before: dict[str, float] = {}
         # The step that failed last of each load balancer, and the seconds until its next attempt.
         self._back_off: dict[str, tuple[Step, float]] = {}
-        # The keys are load balancer ids. The values are the monotonic times of the inserted amphorae.
-        self._inserted_at: dict[str, float] = {}
+        # The keys are load balancer ids with the times of their steps. The values are the monotonic times of the
+        # inserted amphorae. Another controller may have performed other steps in between.
+        self._inserted_at: dict[tuple[str, float], float] = {}
         self._handlers: dict[Step, Callable[[Adoption, OctaviaState], Move | Wait]] = {
             Step.LOCK: self._lock,
             Step.PREPARE: self._prepare,
@@ -277,6 +278,9 @@ class Adopter:
             LOG.info(text, found.load_balancer_id, found.step.value, result.step.value, reason)
             if result.change is not None:
                 self._context.on_due()
+            if result.then is not None:
+                with apply_deadline(Deadline(_STEP_SECONDS, "announce the VIPs")):
+                    result.then()
         return moved
 
     def _lock(self, found: Adoption, before: OctaviaState) -> Move | Wait:
@@ -397,16 +401,21 @@ class Adopter:
         return Move(step=Step.REJOIN, values={"reporting": False}, change=lambda c: records.stop_reports(c, of))
 
     def _rejoin(self, found: Adoption, before: OctaviaState) -> Move | Wait:
+        provider, key = self._context.conf.amp_octavia.provider, (found.load_balancer_id, found.step_at)
         self._lock_again(before)
         try:
-            self._octavia.insert_amphorae(before, self._context.conf.amp_octavia.provider)
+            self._octavia.insert_amphorae(before, provider)
         except Conflict as error:
+            # `RELOCK` waits while such rows exist.
+            self._octavia.remove_inserted(before, provider)
             return Move(step=Step.RELOCK, reason=str(error))
         # The time counts from the first insertion that this process has seen, and not from the beginning of the step.
-        inserted_at = self._inserted_at.setdefault(found.load_balancer_id, time.monotonic())
+        others = {one: at for one, at in self._inserted_at.items() if one[0] != key[0]}
+        inserted_at = self._inserted_at.get(key, time.monotonic())
+        self._inserted_at = {**others, key: inserted_at}
         if time.monotonic() - inserted_at < _HEARTBEAT_SECONDS:
             return Wait()
-        del self._inserted_at[found.load_balancer_id]
+        self._inserted_at = others
         return Move(step=Step.RESTORE)
 
     def _lock_again(self, before: OctaviaState) -> None:
@@ -441,10 +450,15 @@ class Adopter:
             if change and (now.unsettled or self._seconds_in_step(found) < _UNLOCK_SECONDS):
                 return Wait(reason=f"the lock may be the one of another change: {change}")
             survey.set_status(self._context.library(), of, before.status)
-        self._context.cloud.announce(before)
         if not self._progress(found).recorded:
             return Move(step=Step.REVERTED)
-        return Move(step=Step.DISCARD, values={"reporting": False}, change=lambda c: records.discard(c, of))
+        # The announcement locks the load balancer for Octavia's worker, and a repeated step would release this lock.
+        return Move(
+            step=Step.DISCARD,
+            values={"reporting": False},
+            change=lambda c: records.discard(c, of),
+            then=lambda: self._context.cloud.announce(before),
+        )
 
     def _discard(self, found: Adoption, _before: OctaviaState) -> Move | Wait:
         progress = self._progress(found)

@@ -37,7 +37,7 @@ class OldCloud(Protocol):
         """Enable or disable ports of this provider."""
 
     def announce(self, state: OctaviaState) -> None:
-        """Let the former amphorae announce the VIPs, after the way back. A failure is not an error."""
+        """Let the former amphorae announce the VIPs, after the way back. A failure or a lost call is not an error."""
 
     def remove(self, state: OctaviaState) -> bool:
         """Remove the former amphorae with their ports and groups; return False while something is left."""
@@ -81,7 +81,8 @@ class OpenStackCloud:
         """Enable or disable the former amphorae's ports on the VIP network."""
         wanted = f"{'enable' if enabled else 'disable'} the ports of the former amphorae of {state.load_balancer_id}"
         with translated(wanted):
-            for one in state.amphorae:
+            # While one port of a pair is enabled, it is the one of the master, so the VIPs do not move to the backup.
+            for one in sorted(state.amphorae, key=lambda one: (one.role == "MASTER") is not enabled):
                 port = self._neutron.get("ports", str(one.port_id))
                 if port is None or not _is_old_port(port, one):
                     if enabled:
@@ -115,7 +116,7 @@ class OpenStackCloud:
         except (ApiError, AmphoraDriverError) as error:
             text = (
                 "the controller could not request an update of load balancer %s from Octavia, so its former amphora "
-                "does not announce the VIPs: %s. Run: openstack loadbalancer set --enable %s"
+                "does not announce the VIPs: %s. Run: openstack loadbalancer set %s"
             )
             LOG.warning(text, of, error, of)
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Octavia's tables: reads of one load balancer, and the transactions that change its provider.
 
-Invariant: `take_over`, `insert_amphorae` and `give_back` are the only writes of this provider to Octavia's tables. Each
-is one transaction on the locked row of the load balancer. It changes nothing unless the load balancer is locked by its
-status, and its configuration and amphorae are those that the adoption has recorded. A repeated call does nothing.
+Invariant: `take_over`, `insert_amphorae`, `remove_inserted` and `give_back` are the only writes of this provider to
+Octavia's tables. Each is one transaction on the locked row of the load balancer. It changes nothing unless the load
+balancer is locked by its status, and its configuration and amphorae are those that the adoption has recorded.
+`remove_inserted` only needs the provider, and deletes only rows of `insert_amphorae`. A repeated call does nothing.
 
 `take_over` deletes the rows of the former amphorae. The status DELETED would not suffice: Octavia's health manager
 deletes the machine of such a row at its next heartbeat, so there would be no way back. For an amphora without a row, it
@@ -115,12 +116,7 @@ class OctaviaDatabase:
             if change := octavia_state.describe_change(before, now):
                 raise Conflict(wanted, change)
             ids = [one.id for one in before.amphorae]
-            for name in (_MEMBER_PORT, _HEALTH):
-                if name in self._tables:
-                    table = self._tables[name]
-                    connection.execute(table.delete().where(table.c.amphora_id.in_(ids)))
-            table = self._tables[_AMPHORA]
-            connection.execute(table.delete().where(table.c.id.in_(ids)))
+            self._delete_amphorae(connection, ids)
             self._set_provider(connection, now, provider, None, wanted)
 
         self._run(wanted, work)
@@ -137,17 +133,18 @@ class OctaviaDatabase:
             provider: the provider that has the load balancer now.
 
         Raises:
-            Conflict: the lock is lost, or the configuration differs from `before`.
+            Conflict: the lock is lost, or the configuration or an inserted amphora differs from `before`.
             StoreError: Octavia's database does not answer; the result is then unknown.
         """
         wanted = f"insert the former amphorae of load balancer {before.load_balancer_id}"
 
         def work(connection: sa.Connection) -> None:
             now = self._locked_state(connection, before.load_balancer_id, wanted)
+            expected = _inserted(before, provider) if now.amphorae else _adopted(before, provider)
+            if change := octavia_state.describe_change(expected, now):
+                raise Conflict(wanted, change)
             if now.amphorae:
                 return
-            if change := octavia_state.describe_change(_adopted(before, provider), now):
-                raise Conflict(wanted, change)
             for name in (_AMPHORA, _MEMBER_PORT):
                 rows = [octavia_state.from_json(one) for one in before.saved.get(name, ())]
                 if name == _AMPHORA:
@@ -156,6 +153,31 @@ class OctaviaDatabase:
                     connection.execute(self._tables[name].insert(), rows)
 
         self._run(wanted, work)
+
+    def remove_inserted(self, before: OctaviaState, provider: str) -> None:
+        """Delete the rows of `insert_amphorae` again, if the provider still has the load balancer.
+
+        The load balancer may have lost its lock, have changed, or be deleted. An amphora with a machine stays.
+
+        Args:
+            before: the state before `take_over`.
+            provider: the provider that has the load balancer now.
+
+        Raises:
+            StoreError: Octavia's database does not answer; the result is then unknown.
+        """
+        of = before.load_balancer_id
+
+        def work(connection: sa.Connection) -> None:
+            balancer, table = self._tables["load_balancer"], self._tables[_AMPHORA]
+            adopted = sa.select(balancer.c.id).where(balancer.c.id == of, balancer.c.provider == provider)
+            if not connection.execute(adopted.with_for_update()).all():
+                return
+            query = sa.select(table.c.id).where(table.c.load_balancer_id == of, table.c.compute_id.is_(None))
+            former = [one.id for one in before.amphorae]
+            self._delete_amphorae(connection, list(connection.execute(query.where(table.c.id.in_(former))).scalars()))
+
+        self._run(f"remove the inserted amphorae of load balancer {of}", work)
 
     def give_back(self, before: OctaviaState, provider: str) -> None:
         """Give a locked load balancer back to its former provider, with the machines of the inserted amphorae.
@@ -176,9 +198,7 @@ class OctaviaDatabase:
             now = self._locked_state(connection, before.load_balancer_id, wanted)
             if now.provider == before.provider and now.amphorae:
                 return
-            inserted = tuple(msgspec.structs.replace(one, compute_id=None) for one in before.amphorae)
-            expected = _adopted(before, provider, amphorae=inserted, member_ports=before.member_ports)
-            if change := octavia_state.describe_change(expected, now):
+            if change := octavia_state.describe_change(_inserted(before, provider), now):
                 raise Conflict(wanted, change)
             table = self._tables[_AMPHORA]
             for one in before.amphorae:
@@ -188,6 +208,12 @@ class OctaviaDatabase:
             self._set_provider(connection, now, before.provider, before.server_group_id, wanted)
 
         self._run(wanted, work)
+
+    def _delete_amphorae(self, connection: sa.Connection, ids: list[str]) -> None:
+        for name, column in ((_MEMBER_PORT, "amphora_id"), (_HEALTH, "amphora_id"), (_AMPHORA, "id")):
+            if name in self._tables:
+                table = self._tables[name]
+                connection.execute(table.delete().where(table.c[column].in_(ids)))
 
     def _refresh_health(self, connection: sa.Connection, amphora_ids: list[str]) -> None:
         """Insert the rows of heartbeats; a heartbeat in progress may have inserted one during the adoption."""
@@ -322,6 +348,12 @@ def _adopted(before: OctaviaState, provider: str, **more: Any) -> OctaviaState:
         fingerprint=before.fingerprint,
         **more,
     )
+
+
+def _inserted(before: OctaviaState, provider: str) -> OctaviaState:
+    """Return the state of such a load balancer after `insert_amphorae`."""
+    found = tuple(msgspec.structs.replace(one, compute_id=None) for one in before.amphorae)
+    return _adopted(before, provider, amphorae=found, member_ports=before.member_ports)
 
 
 def _old_amphora(row: Row) -> OldAmphora:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import select
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -165,15 +166,16 @@ class IncumbentStack:
 
 
 class Requests:
-    """Requests on new connections every 10 ms, while the block runs.
+    """Requests on new connections every `interval` seconds, while the block runs.
 
     Attributes:
-        found: start (s), duration (s) and result of each request.
+        found: start (s), duration (s) and result of each request, from the first one with the answer 200 on. A new pair
+            of Octavia takes its VIPs seconds after it is ACTIVE, because keepalived first checks HAProxy twice.
     """
 
-    def __init__(self, cloud, address, port=80, host="client", *, tls=False):
+    def __init__(self, cloud, address, port=80, host="client", *, tls=False, interval=0.01):
         place = namespaces.path(cloud.namespace(host))
-        words = [sys.executable, _POLLING, address, port, 0.01, _REQUEST_SECONDS, *(["tls"] if tls else [])]
+        words = [sys.executable, _POLLING, address, port, interval, _REQUEST_SECONDS, *(["tls"] if tls else [])]
         self._argv = ["nsenter", f"--net={place}", "--", *map(str, words)]
         self.found = []
 
@@ -182,11 +184,15 @@ class Requests:
         """Send requests while the block runs."""
         process = subprocess.Popen(self._argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         try:
+            assert select.select([process.stdout], [], [], 60)[0], "no answer"
             assert process.stdout.readline() == "ready\n"
             yield self
         finally:
             said, _ = process.communicate(timeout=60)
-        self.found = json.loads(said)
+        found = json.loads(said)
+        served = [began for began, _, result in found if result == "200"]
+        assert served, "no answer 200"
+        self.found = [one for one in found if one[0] >= served[0]]
 
     @property
     def outage(self):
@@ -196,5 +202,5 @@ class Requests:
 
     @property
     def failed(self):
-        """The number of requests without the answer 200."""
+        """The number of requests in `found` without the answer 200."""
         return sum(result != "200" for _, _, result in self.found)

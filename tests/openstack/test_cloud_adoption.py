@@ -20,8 +20,9 @@ pytestmark = [pytest.mark.extended, pytest.mark.quiet, pytest.mark.lasts(2400)]
 ALL = pytest.mark.skipif(os.environ.get("AMPHORA_CLOUD") != "all", reason="AMPHORA_CLOUD=all runs this")
 LIMIT = 3.0
 """Seconds without an answer that an adoption may cause."""
-# A revert includes two requests to Octavia and an update by its worker.
-BACK_LIMIT = 10.0
+# A revert includes two requests to Octavia and an update by its worker: 8.6 s were measured. Without the announcement,
+# clients have the old MAC address for up to 60 s.
+BACK_LIMIT = 30.0
 STEPS = ["lock", "prepare", "cut", "take", "commit", "report", "keep", "remove"]
 SECONDS = 480.0
 SEED = int(os.environ.get("AMPHORA_SEED", "24"))
@@ -133,6 +134,7 @@ def test_a_load_balancer_is_adopted_and_another_one_is_not_changed(user, incumbe
         assert_no_failover(incumbent, one)
         assert user.answers(one.vip) == {"member1": 4, "member2": 4}
     assert 0 < requests.outage <= LIMIT
+    assert requests.failed * 0.01 <= LIMIT
     # Both providers make changes.
     for one in (adopted, other):
         user.delete(one.change())
@@ -171,7 +173,7 @@ def kinds(cloud_user):
     made.remove()
 
 
-def create_kinds(user, incumbent, topology, wanted):
+def create_kinds(user, incumbent, topology, wanted, interval=0.01):
     """Let Octavia's worker create load balancers of these kinds; return them with requests that can run."""
     made = [
         user.request(kind.name, provider="amphora", flavor_id=topology(kind.topology, "amphora"), **kind.more)
@@ -180,7 +182,8 @@ def create_kinds(user, incumbent, topology, wanted):
     found = []
     for kind, one in zip(wanted, made, strict=True):
         former = Former(user, incumbent, user.settled(one.id, seconds=SECONDS))
-        found.append((kind, former, Requests(user.cloud, former.vip, kind.port, kind.host, tls=kind.tls)))
+        requests = Requests(user.cloud, former.vip, kind.port, kind.host, tls=kind.tls, interval=interval)
+        found.append((kind, former, requests))
     return found
 
 
@@ -210,6 +213,7 @@ def test_each_kind_is_adopted(cloud_user, incumbent, topology, kinds, record_pro
     assert requests.found[-1][2] == "200"
     cloud_user.delete(cloud_user.balancers.get_load_balancer(former.id))
     assert 0 < requests.outage <= LIMIT, kind.name
+    assert requests.failed * 0.01 <= LIMIT, kind.name
 
 
 @ALL
@@ -218,13 +222,14 @@ def test_adoptions_and_reverts_survive_killed_controllers(
 ):
     """At the end, each load balancer is with one provider, and serves."""
     dice = random.Random(SEED)
-    found = create_kinds(cloud_user, incumbent, topology, kinds.many(NUMBER))
+    # The clients share the processors with all amphorae.
+    found = create_kinds(cloud_user, incumbent, topology, kinds.many(NUMBER), interval=0.2)
     back = [former for _, former, _ in found[::4]]
     with ExitStack() as running:
         for _, _, requests in found:
             running.enter_context(requests.running())
         incumbent.adopt(*(former.id for _, former, _ in found), "--remove-after", "60", "--max-in-progress", "2")
-        asked, ends = set(), time.monotonic() + SECONDS * 6
+        asked, ends = set(), time.monotonic() + SECONDS * 4
         while not all(incumbent.step(former.id)[0] in ("done", "reverted") for _, former, _ in found):
             assert time.monotonic() < ends, [incumbent.step(former.id) for _, former, _ in found]
             time.sleep(dice.uniform(1, 8))
@@ -240,6 +245,7 @@ def test_adoptions_and_reverts_survive_killed_controllers(
             cloud_user.settled(former.id)
     for line in report(found):
         record_property("outage", line)
+    assert any(incumbent.step(former.id)[0] == "done" for _, former, _ in found)
     for kind, former, requests in found:
         expected = "amphora" if incumbent.step(former.id)[0] == "reverted" else "haproxy"
         assert former.provider() == expected

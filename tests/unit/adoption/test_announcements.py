@@ -62,5 +62,5 @@ def test_a_refusal_does_not_stop_the_way_back(caplog):
     refused = ApiError(f"PUT /lbaas/loadbalancers/{LB}", 403, "forbidden", "the policy does not permit it")
     with caplog.at_level(logging.WARNING):
         edge(Balancers(refused)).announce(state(1))
-    assert f"openstack loadbalancer set --enable {LB}" in caplog.text
+    assert f"openstack loadbalancer set {LB}" in caplog.text
     assert "the policy does not permit it" in caplog.text

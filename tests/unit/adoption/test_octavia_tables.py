@@ -194,6 +194,42 @@ def test_a_load_balancer_that_changed_afterwards_is_not_given_back(octavia, engi
     assert octavia_rows.rows(engine) == kept
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (f"UPDATE member SET weight = 9 WHERE id = '{MEMBER}'", "its configuration has changed"),
+        (f"UPDATE amphora SET vrrp_port_id = 'other' WHERE id = '{AMPHORAE[0]}'", "its amphorae have changed"),
+        (f"DELETE FROM amphora_member_port WHERE amphora_id = '{AMPHORAE[0]}'", "its amphorae have changed"),
+        (f"UPDATE load_balancer SET provisioning_status = 'DELETED' WHERE id = '{LB}'", "does not know it"),
+    ],
+)
+def test_inserted_amphorae_are_removed_after_a_change(octavia, engine, change, said):
+    before = locked(octavia, engine)
+    octavia.take_over(before, OURS)
+    octavia.insert_amphorae(before, OURS)
+    write(engine, f"INSERT INTO amphora_health VALUES ('{AMPHORAE[0]}', '2026-01-01', 1)")
+    write(engine, change)
+    with pytest.raises(Conflict, match=said):
+        octavia.insert_amphorae(before, OURS)
+    for _ in range(2):
+        octavia.remove_inserted(before, OURS)
+        for table in ("amphora", "amphora_health", "amphora_member_port"):
+            assert read(engine, f"SELECT * FROM {table}") == []
+
+
+def test_only_inserted_amphorae_are_removed(octavia, engine):
+    before = locked(octavia, engine)
+    octavia.take_over(before, OURS)
+    octavia.insert_amphorae(before, OURS)
+    write(engine, f"UPDATE amphora SET compute_id = 'server' WHERE id = '{AMPHORAE[1]}'")
+    kept = octavia_rows.rows(engine)
+    octavia.remove_inserted(before, "another")
+    assert octavia_rows.rows(engine) == kept
+    octavia.remove_inserted(before, OURS)
+    assert read(engine, "SELECT id FROM amphora") == [(AMPHORAE[1],)]
+    assert read(engine, "SELECT amphora_id FROM amphora_member_port") == [(AMPHORAE[1],)]
+
+
 def test_a_server_that_does_not_answer_is_an_error(monkeypatch):
     monkeypatch.setattr(octavia_tables, "_ANSWER_SECONDS", 1)
     with socket.create_server(("127.0.0.1", 0)) as silent:

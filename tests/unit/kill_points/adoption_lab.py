@@ -6,7 +6,12 @@ VIPs and an enabled port.
 """
 
 import json
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
 
+import pytest
+from deployment import Deployment
 from killed_forks import StoredValue
 from octavia_lib.api.drivers import data_models
 from unit.adoption import octavia_rows
@@ -202,6 +207,21 @@ class AdoptionLab:
 
     def new_amphorae(self):
         return self.deployment.scalars(amphora.c.id)
+
+
+@contextmanager
+def open_lab():
+    """A deployment for adoptions, in the memory of the machine if possible."""
+    memory = Path("/dev/shm")
+    place = memory if memory.is_dir() else None
+    with tempfile.TemporaryDirectory(dir=place) as folder, pytest.MonkeyPatch.context() as patch:
+        made = Deployment(Path(folder), patch)
+        adoption = AdoptionLab(made, patch)
+        try:
+            yield adoption
+        finally:
+            adoption.close()
+            made.end()
 
 
 def _has_vip(bundle):

@@ -5,13 +5,10 @@ Database, Octavia's tables and octavia-lib are real. Machines, agents and Neutro
 """
 
 import itertools
-import tempfile
 import time
-from pathlib import Path
 
 import pytest
-from adoption_lab import OURS, AdoptionLab
-from deployment import Deployment
+from adoption_lab import OURS, open_lab
 from killed_forks import limited
 from unit.adoption.octavia_rows import AMPHORAE, LB, MEMBER
 
@@ -37,16 +34,8 @@ FORWARD = [
 
 @pytest.fixture(scope="module")
 def lab():
-    memory = Path("/dev/shm")
-    place = memory if memory.is_dir() else None
-    with tempfile.TemporaryDirectory(dir=place) as folder, pytest.MonkeyPatch.context() as patch:
-        made = Deployment(Path(folder), patch)
-        adoption = AdoptionLab(made, patch)
-        try:
-            yield adoption
-        finally:
-            adoption.close()
-            made.end()
+    with open_lab() as made:
+        yield made
 
 
 @pytest.fixture(autouse=True)
