@@ -37,7 +37,10 @@ class OldCloud(Protocol):
         """Enable or disable ports of this provider."""
 
     def announce(self, state: OctaviaState) -> None:
-        """Let the former amphorae announce the VIPs, after the way back. A failure or a lost call is not an error."""
+        """Let the former amphorae announce the VIPs, after the way back.
+
+        Neither a failure nor a lost call is an error.
+        """
 
     def remove(self, state: OctaviaState) -> bool:
         """Remove the former amphorae with their ports and groups; return False while something is left."""
