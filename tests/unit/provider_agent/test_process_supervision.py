@@ -28,7 +28,8 @@ def agent(monkeypatch, tmp_path):
         path.unlink()
 
     monkeypatch.setattr(provider_agent, "_run_reporter", report)
-    monkeypatch.setattr(provider_agent, "_POLL_INTERVAL", 0.02)
+    # A process that is killed while it reads the event would block all others, so the processes read it rarely.
+    monkeypatch.setattr(provider_agent, "_POLL_INTERVAL", 0.2)
     made = Agent(tmp_path)
     yield made
     made.end()
