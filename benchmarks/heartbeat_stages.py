@@ -19,18 +19,13 @@ import json
 import pstats
 import socket
 import sys
-import tempfile
 import time
 from contextlib import ExitStack
 from pathlib import Path
 
 import heartbeats
-import mariadb
-import psutil
-from cryptography.fernet import Fernet
 
 from amphora_driver import config
-from amphora_driver.database import migrate
 from amphora_driver.health.service import HealthManager
 
 # Heartbeats in the receive buffer at one time.
@@ -107,15 +102,7 @@ class Stages:
 def measure(chosen: argparse.Namespace) -> dict[str, float | str]:
     """Return the figures of one run."""
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hs-")))
-        (folder / "key").write_bytes(Fernet.generate_key())
-        (folder / "key").chmod(0o600)
-        url, server = f"sqlite:///{folder}/driver.sqlite", None
-        if chosen.database == "mariadb":
-            running = stack.enter_context(mariadb.killable("bench"))
-            (url,) = running.urls
-            server = psutil.Process(running._process.pid)  # noqa: SLF001 - the processor time of the server
-        migrate.upgrade(url)
+        folder, url, server = stack.enter_context(heartbeats.prepared_database(chosen.database))
         fleet = heartbeats.create_fleet(folder, url, chosen.amphorae, chosen.size)
         stages = Stages(folder, url, chosen)
         stack.callback(stages.close)

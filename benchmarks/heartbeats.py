@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -167,19 +167,27 @@ def create_fleet(folder: Path, url: str, number: int, size: str) -> list[Amphora
     return fleet
 
 
-def measure(chosen: argparse.Namespace) -> dict[str, float | str]:
-    """Return the figures of one run."""
-    rounds = max(2, round(chosen.seconds / chosen.interval))
+@contextmanager
+def prepared_database(kind: str) -> Iterator[tuple[Path, str, psutil.Process | None]]:
+    """Create a database with the tables and a key; yield their folder, the URL, and the process of the server."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hb-")))
         (folder / "key").write_bytes(Fernet.generate_key())
         (folder / "key").chmod(0o600)
         url, server = f"sqlite:///{folder}/driver.sqlite", None
-        if chosen.database == "mariadb":
+        if kind == "mariadb":
             running = stack.enter_context(mariadb.killable("bench"))
             (url,) = running.urls
             server = psutil.Process(running._process.pid)  # noqa: SLF001 - the processor time of the server
         migrate.upgrade(url)
+        yield folder, url, server
+
+
+def measure(chosen: argparse.Namespace) -> dict[str, float | str]:
+    """Return the figures of one run."""
+    rounds = max(2, round(chosen.seconds / chosen.interval))
+    with ExitStack() as stack:
+        folder, url, server = stack.enter_context(prepared_database(chosen.database))
         database, fleet = Database(url), create_fleet(folder, url, chosen.amphorae, chosen.size)
         # The first round is heard before the measurement: it causes statuses and new rows.
         epoch = time.time_ns()

@@ -32,7 +32,7 @@ ASK_SECONDS = 1.0
 # After a crash of HAProxy, the agent writes the counters with its next sample, which is up to six seconds later.
 SUMS_SECONDS = 7.0
 _OTHERS_SECONDS = 1.0
-_POLL_SECONDS = 0.02
+_POLL_SECONDS, _MAX_POLL_SECONDS, _POLL_FACTOR = 0.02, 0.5, 9
 _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 _SPECIAL = re.compile(r'[\\"\n]')
 # States in the metrics by the first word of HAProxy's status. Other words, such as "OPEN" and "FULL", mean UP.
@@ -54,7 +54,9 @@ def scrape(worker: Socket, sums: str = "", others: str = "") -> Iterator[str]:
         return exposition(_ask(worker), load=_load(), memory=_memory(), others=_ask_others(others))
     deadline = time.monotonic() + SUMS_SECONDS
     while True:
+        begun = time.monotonic()
         answer = _ask(worker)
+        asked = time.monotonic() - begun
         found = _read_sums(sums)
         if found is not None and f"\nPid: {found.present}\n" in answer:
             return exposition(answer, load=_load(), memory=_memory(), before=found, others=_ask_others(others))
@@ -62,8 +64,8 @@ def scrape(worker: Socket, sums: str = "", others: str = "") -> Iterator[str]:
             cause = "the agent has not written the counters of its former workers"
             raise HaproxyError("read HAProxy's statistics", cause)
         # After a reload, the file with the counters describes the former worker until the agent writes the file again.
-        # So the responder polls the file.
-        time.sleep(_POLL_SECONDS)
+        # So the responder polls the file. HAProxy serves no client while it answers, so the pause is longer than that.
+        time.sleep(max(_POLL_SECONDS, min(_POLL_FACTOR * asked, _MAX_POLL_SECONDS)))
 
 
 def _ask_others(path: str) -> str:

@@ -35,7 +35,7 @@ _MAX_COUNTED = 5_000
 _SILENCE_OF_EXPIRY = 0.3
 # The database columns for epoch and sequence have 64 bits with a sign.
 _MAX_INTEGER = 2**63 - 1
-# Maximum number of ids and words in _SHARED. sys.intern never frees a text in Python 3.12.
+# Maximum number of ids and words in `_SHARED`. `sys.intern` is not used, because in Python 3.12 it never frees a text.
 _MAX_SHARED = 500_000
 _SHARED: dict[str, str] = {}
 

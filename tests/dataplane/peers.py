@@ -169,6 +169,8 @@ class Peer:
         try:
             proxied = read_proxy_header(connection) if self._proxied else None
             if self._tls is not None:
+                # If the client has reset the connection, `wrap_socket` raises an error and leaves its socket open.
+                connection.getpeername()
                 using = self._tls.wrap_socket(connection, server_side=True)
                 with self._changed:
                     self._open.discard(connection)
