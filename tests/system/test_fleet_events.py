@@ -16,12 +16,12 @@ import pytest
 pytestmark = [
     pytest.mark.extended,
     pytest.mark.quiet,
-    pytest.mark.skipif(os.environ.get("AMPHORA_FLEET") != "all", reason="AMPHORA_FLEET=all runs this"),
     pytest.mark.skipif(
         os.geteuid() != 0 or not (shutil.which("mariadbd") or shutil.which("mariadbd", path="/usr/sbin")),
         reason="needs root and mariadbd",
     ),
 ]
+ALL = pytest.mark.skipif(os.environ.get("AMPHORA_FLEET") != "all", reason="AMPHORA_FLEET=all runs this")
 # 200 load balancers have 380 amphorae. The large one has 2,000 members instead of 10,000.
 NUMBER, MEMBERS = 200, 2000
 SECONDS = 15.0
@@ -60,6 +60,7 @@ def test_a_large_load_balancer_delays_no_other_one(fleet):
     assert found["errors"] == {}
 
 
+@ALL
 @pytest.mark.lasts(300)
 def test_renewals_are_spread(fleet):
     due, seconds = NUMBER * 3 // 4, 35.0
@@ -70,6 +71,7 @@ def test_renewals_are_spread(fleet):
     assert 0 < most <= 2 * 100 < found["due"], spread
 
 
+@ALL
 @pytest.mark.lasts(300)
 def test_a_rotation_replaces_a_limited_number_at_once(fleet):
     found = fleet.events.rotate(fleet.deployment, 30.0, at_once=10)
