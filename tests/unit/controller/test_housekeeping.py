@@ -238,6 +238,7 @@ def test_the_sender_purges_notifications_while_they_are_on(conf, database, recor
 def test_a_round_of_housekeeping_purges_notifications(conf, database, record_requests):
     record_requests("gone")
     database.write(lambda c: c.execute(job.delete()))
+    conf.set_override("housekeeping_interval", 0.1, "amp_controller")
     stopping = threading.Event()
     run = Housekeeping(conf, database, Catalogue(conf, database), "me", VAULT).run
     thread = threading.Thread(target=run, args=(stopping, threading.Event()))
