@@ -331,7 +331,8 @@ class StatusWriter:
         if not self._stale_connections.is_due(now):
             return False
         heard = self._reports.heard_since(now - self._reports.expiry)
-        rows = self._database.read(lambda connection: self._stale_connections.find_rows(connection, heard))
+        clock = self._database.now()
+        rows = self._database.read(lambda connection: self._stale_connections.find_rows(connection, clock, heard))
         if rows:
             self._database.write(lambda connection: statistics.write_rows(connection, rows))
         self._stale_connections.record_scan(now)

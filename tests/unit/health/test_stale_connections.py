@@ -8,6 +8,8 @@ from amphora_driver.health import statistics
 from amphora_driver.health.stale_connections import StaleConnections
 
 EXPIRY = 15.0
+# Seconds of the database clock at the start of a test.
+CLOCK = 1000.0
 
 
 def counted(database, **connections):
@@ -27,10 +29,10 @@ def counted(database, **connections):
     database.write(lambda c: statistics.write_rows(c, rows))
 
 
-def heard(database, name, sequence):
+def heard(database, name, sequence, seen_at=1.0):
     def write(connection):
         connection.execute(amphora_heartbeat.delete().where(amphora_heartbeat.c.amphora_id == name))
-        row = {"amphora_id": name, "seen_at": 1.0, "epoch": 1, "sequence": sequence}
+        row = {"amphora_id": name, "seen_at": seen_at, "epoch": 1, "sequence": sequence}
         connection.execute(amphora_heartbeat.insert().values(**row))
 
     database.write(write)
@@ -38,7 +40,7 @@ def heard(database, name, sequence):
 
 def remove_stale(leftovers, database, now, *speaking):
     assert leftovers.is_due(now)
-    found = database.read(lambda c: leftovers.find_rows(c, set(speaking)))
+    found = database.read(lambda c: leftovers.find_rows(c, CLOCK + now, set(speaking)))
     database.write(lambda c: statistics.write_rows(c, found))
     leftovers.record_scan(now)
     return {row.amphora_id for row in found}
@@ -90,3 +92,19 @@ def test_a_short_silence_keeps_the_connections(database):
     remove_stale(leftovers, database, 15.0)
     assert remove_stale(leftovers, database, 30.0, "one") == set()
     assert remove_stale(leftovers, database, 90.0) == set(), "the silence is counted from its start again"
+
+
+def test_the_scan_reads_no_amphora_with_a_recent_heartbeat(database):
+    counted(database, recent=5, old=6)
+    heard(database, "recent", 1, seen_at=CLOCK + 1)
+    heard(database, "old", 1, seen_at=CLOCK - 1)
+    read = []
+    leftovers = StaleConnections(EXPIRY)
+
+    class Heard(set):
+        def __contains__(self, amphora_id):
+            read.append(amphora_id)
+            return False
+
+    database.read(lambda c: leftovers.find_rows(c, CLOCK + EXPIRY, Heard()))
+    assert read == ["old"]
