@@ -190,7 +190,7 @@ def _adjusted(current: int, kind: Adjustment, number: int, min_step: int | None)
     size = math.ceil(abs(share)) if abs(share) < 1.0 else math.floor(abs(share))
     if min_step is not None:
         size = max(size, min_step)
-    # As in Senlin, a share of 0 counts as a removal: a resize by 0 per cent with `min_step` removes nodes.
+    # As in Senlin, a change by 0 per cent with `min_step` removes nodes.
     return current + size if share > 0 else current - size
 
 

@@ -21,7 +21,7 @@ from amphora_cluster.addresses import canonical, choose_address
 from amphora_cluster.model import Group, Member, MemberChange, Pool, Server, Weight, WeightKind
 
 MOST_WEIGHT = 256
-# States in which Nova still shows a server that does not exist any more.
+# Nova still lists a deleted server with one of these states.
 GONE = frozenset({"DELETED", "SOFT_DELETED"})
 
 # IP address and port of a member. Octavia permits each pair once in a pool.
@@ -62,7 +62,8 @@ def weight_of(server: Server, weight: Weight) -> int:
         value = server.vcpus
     elif weight.kind is WeightKind.METADATA:
         text = server.metadata.get(weight.key, "").strip()
-        # int() can read every text that isdecimal() accepts. A text with a minus sign is invalid, as any other text.
+        # A minus sign is not decimal, so a negative number is invalid like any other text. int() reads all decimal
+        # texts.
         value = int(text) if text.isdecimal() and len(text) < 10 else None
     return max(0, min(MOST_WEIGHT, weight.number if value is None else value))
 

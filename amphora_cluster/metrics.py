@@ -35,7 +35,8 @@ class ClusterMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        # The database module counts transactions in the driver's metrics, so the registry includes them.
+        # The database module counts its transactions in these metrics of the driver, so this registry also includes
+        # them.
         self.registry.register(OURS.database_seconds)
         self.registry.register(OURS.database_failures)
         self.passes = self._counter("passes", "Passes over groups that ended.", "outcome", OUTCOMES)
@@ -60,7 +61,7 @@ class ClusterMetrics:
 
     def _counter(self, name: str, text: str, label: str, values: tuple[str, ...]) -> Counter:
         made = Counter(f"amphora_cluster_{name}", text, [label], registry=self.registry)
-        # Prometheus's rate() misses the first event of a new series, so all series exist from the start.
+        # Each series exists from the start with the value 0. Otherwise, Prometheus's rate() would miss the first event.
         for value in values:
             made.labels(value)
         return made

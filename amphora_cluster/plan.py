@@ -203,7 +203,7 @@ def _drain_ended(group: Group, pool: Pool, node: Node, at: Moment) -> tuple[bool
     """Whether the members can be removed, and the time of the next look."""
     if node.drain_began_at is None:
         return False, at.now + WATCH_SECONDS
-    # The remaining seconds until the drain ends, and until it can end early.
+    # Seconds until the drain must end (`longest`), and seconds until it may end early (`earliest`).
     longest = group.drain_seconds - at.elapsed(node.server_id, node.drain_began_at)
     earliest = longest
     if group.drain_on_idle and pool.active_connections is not None:
@@ -249,8 +249,8 @@ def _steps(pool: Pool, server: ServerMembers) -> tuple[Step, ...]:
         steps.append(Step(kind=StepKind.REPAIR, server_id=server.server_id, members=drifted))
     replaced = not server.missing and server.current and _all_serve(pool, server)
     useless = [member for member in server.obsolete if replaced or not _serves(pool, member)]
-    # A server without current members keeps its obsolete members, because their status in Octavia shows why the server
-    # does not serve.
+    # A server without current members keeps its obsolete members. Their status in Octavia shows why the server does not
+    # serve.
     if useless and server.current and not server.missing:
         steps.append(_leave(server.server_id, tuple(useless)))
     return tuple(steps)
@@ -278,8 +278,8 @@ def _without_members(group: Group, pool: Pool, server: ServerMembers, node: Node
     if server.obstacle:
         return _timed(group, node, NodeState.WAITING, server.obstacle, at)
     if pool.changeable or node.state is NodeState.JOINING:
-        # Octavia may refuse a batch of new members for a short time. The time-out counts from the first attempt, so a
-        # repeated batch does not extend the time-out.
+        # The time-out counts from the first attempt. So repeated attempts after refusals of Octavia do not extend the
+        # time-out.
         return _timed(group, node, NodeState.JOINING, "Octavia has not created the members yet.", at)
     return _timed(group, node, NodeState.WAITING, "The load balancer accepts no changes now.", at)
 

@@ -351,8 +351,8 @@ class AmphoraProviderDriver(provider_base.ProviderDriver):
         )
 
     def _create(self, kind: Kind, source: object, *, for_listener: str | None = None) -> None:
-        # octavia-lib returns SNI certificates in the order of Octavia's database. So the driver cannot match
-        # certificates and references by their positions.
+        # octavia-lib returns SNI certificates in any order, so the driver cannot match them with references by position
+        # (`paired=False`).
         contents = _validate_and_seal(from_octavia.read_secrets(kind, source, paired=False))
         node = from_octavia.node(kind, source)
         _notify(_shared().recorder.create_object(kind, node, for_listener=for_listener, contents=contents))

@@ -102,7 +102,7 @@ def reach_step(step: str, moment: Moment) -> None:
 def _stop(armed: Path) -> None:
     _die_if_told(armed)
     while armed.exists():
-        # A test waits for the file with the suffix `.here`, which means that this process has reached the failpoint.
+        # The file with the suffix `.here` tells a waiting test that this process has reached the failpoint.
         armed.with_suffix(".here").touch()
         time.sleep(_POLL_SECONDS)
         _die_if_told(armed)

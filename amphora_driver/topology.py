@@ -40,8 +40,8 @@ class ActiveStandbyTopology:
 
     name: ClassVar[str] = "ACTIVE_STANDBY"
     roles: ClassVar[tuple[str, ...]] = ("MASTER", "BACKUP")
-    # The VRRP priority 255 marks the owner of the addresses (RFC 9568, section 5.2.4). keepalived cannot lower the
-    # priority 255, so both priorities are below 255.
+    # VRRP reserves priority 255 for the owner of the addresses (RFC 9568, section 5.2.4), and keepalived cannot lower
+    # it. So both priorities are below 255.
     priorities: ClassVar[Mapping[str, int]] = MappingProxyType({"MASTER": 254, "BACKUP": 253})
 
 

@@ -12,7 +12,8 @@ _CUT = " (cut)"
 
 def printable(text: str, most: int) -> str:
     """Return a text in printable ASCII, cut to `most` characters; line breaks become `; `."""
-    # An amphora may send a very long text. Shortening the text first limits the time of the other operations.
+    # An amphora may send a very long text, so the text is shortened first. This limits the time of the other
+    # operations.
     head = text[: most + 1]
     line = "; ".join(part.strip() for part in head.splitlines() if part.strip())
     plain = line if line.isascii() and line.isprintable() else ascii(line)[1:-1]

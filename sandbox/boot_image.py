@@ -75,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _boot(folder: Path, chosen: argparse.Namespace, kind: Architecture) -> int:
     amphora_id = str(uuid.uuid4())
     _write_drive(folder, amphora_id)
-    # The probe runs an amd64 guest, so it does not show whether KVM supports an arm64 image.
+    # The probe runs only an amd64 guest, so KVM is chosen automatically only for amd64 images.
     found = chosen.accelerator == "auto" and kind is AMD64 and kvm_probe.usable(kind.program)
     accelerated = chosen.accelerator == "kvm" or found
     with chosen.image.open("rb") as image:

@@ -67,8 +67,8 @@ def _driver_options(settings: Settings) -> _Sections:
             "targets": f"{topology.CONTROL_ADDRESS}:{HEALTH_PORT}",
             "interval": "1",
         },
-        # The witness is another host on the management network. If all of the few amphorae are silent, its answer shows
-        # that this network works.
+        # The witness is a host on the management network. If it answers while all amphorae are silent, the network
+        # works.
         "amp_failover": {"witnesses": f"{topology.WITNESS_ADDRESS}:{topology.WITNESS_PORT}"},
         "amp_status_page": {"bind_address": "127.0.0.1", "bind_port": str(STATUS_PORT)},
         "amp_compute_netns": {

@@ -26,7 +26,7 @@ from sandbox.local_requests import rejection_reason
 
 _SINGULAR = {f"{name}s": name for name in ("network", "subnet", "port")}
 _SINGULAR |= {"security-groups": "security_group", "policies": "policy"}
-# Clients also request these kinds, of which the fake Neutron has no objects.
+# Clients also list these kinds of objects. The fake Neutron answers with an empty list.
 _EMPTY = {"extensions", "subnetpools", "routers"}
 _PROJECT = {"project_id": "sandbox", "tenant_id": "sandbox"}
 _Row = dict[str, Any]

@@ -43,8 +43,8 @@ def _is_octavia_database(connection: Any) -> bool:
 
 
 def _begin(connection: Any) -> None:
-    # The sandbox must take the write lock before BEGIN, so the sandbox sends BEGIN itself. The mark `in_transaction`
-    # prevents a second BEGIN by oslo.db.
+    # The sandbox sends BEGIN itself, because it must take the write lock before BEGIN. `in_transaction` prevents a
+    # second BEGIN by oslo.db.
     if not _is_octavia_database(connection) or "in_transaction" in connection.info:
         return
     connection.info["in_transaction"] = True
@@ -124,8 +124,8 @@ def driver_agent() -> int:
         read_options(arguments)
         _compile_statements()
 
-    # The sandbox compiles the SQL statements before octavia-driver-agent forks. Before the first fork, only the
-    # function that reads the options can be replaced.
+    # octavia-driver-agent calls `prepare_service` before its first fork. The replacement also compiles the SQL
+    # statements, which all forked processes share.
     service.prepare_service = read_options_and_compile
     return int(agent.main() or 0)
 

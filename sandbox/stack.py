@@ -99,8 +99,8 @@ class Stack:
         settings, control = self.settings, self.settings.control
         gunicorn = _python(
             *("gunicorn", "--bind", "fd://3", "--workers", "1", "--threads", "8", "--timeout", "120"),
-            # By default, gunicorn closes a connection that is idle for two seconds. A request that the client sends
-            # during the close would be lost.
+            # gunicorn's default closes a connection after two idle seconds, and a request sent during the close would
+            # be lost.
             *("--keep-alive", "300"),
             *("--no-control-socket", "--log-level", "warning", "sandbox.octavia_start:api()"),
         )
@@ -148,7 +148,7 @@ class Stack:
     def _compute_backends(self, network: LocalNetwork) -> tuple[NetnsCompute | QemuCompute, ...]:
         """All compute backends: a flavor can select each of them."""
         options = config.load([str(self.settings.driver_configuration)])
-        # A sandbox of an older version has no directory for virtual machines, and thus no QEMU backend.
+        # An older sandbox has no directory for virtual machines. Then, the QEMU backend is not used.
         qemu = [QemuCompute(options, network)] if self.settings.machines.exists() else []
         return (NetnsCompute(options, network), *qemu)
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from oslo_config.cfg import ConfigOpts
 
 LOG = logging.getLogger(__name__)
-# Requests with the parameter `wait` never occupy this number of threads. So the API can always answer other requests.
+# Requests with the parameter `wait` leave this number of threads free, so the API can always answer other requests.
 FREE_THREADS = 2
 _RETRY_SECONDS = "5"
 _COUNTERS = "amphora-cluster-counters"
@@ -70,7 +70,7 @@ def create_app(
         attempts=attempts or FailedAttempts(own.failed_attempts),
         behind_proxy=own.tls_proxy,
     )
-    # `database.now()` would not detect an unavailable database, because it estimates the time. So a query runs.
+    # A query shows whether the database answers. `database.now()` estimates the time and would not detect an outage.
     alive = partial(database.read, lambda connection: connection.execute(sa.select(group_row.c.id).limit(1)).first())
     return make_app(service, alive, shared, TokenFile(conf.amp_status_page.token_file))
 
@@ -120,8 +120,8 @@ def make_app(
 def _refused(error: AmphoraDriverError) -> Response:
     match error:
         case Throttled():
-            # The refusals during a pause are only counted, because a log line for each would fill the log. The begin of
-            # the pause is logged.
+            # The API logs the begin of a pause and only counts refusals during the pause. A line for each refusal would
+            # fill the log.
             _count(counters.LIMITED)
             return respond(429, error_json(error), Retry_After=str(math.ceil(error.seconds)))
         case Unauthenticated():

@@ -42,8 +42,7 @@ FIRST_PAUSE, LONGEST_PAUSE, FORGOTTEN_AFTER = 1.0, 60.0, 600.0
 GROUP_FACTOR = 10
 MOST_SOURCES, MOST_CALLERS = 4096, 4096
 _MOST_COUNTED = 2**32
-# Failures of all IPv6 addresses with an equal prefix of this length are counted together, because a user can use all
-# addresses of a network.
+# A user can use all addresses of an IPv6 network. So failures are counted for each IPv6 prefix of this length.
 _IPV6_PREFIX = 64
 
 
@@ -84,7 +83,7 @@ class FailedAttempts:
     def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._most = most
         self._clock = clock
-        # Entries of failures have the number of failures and the end of the pause.
+        # Each entry has the number of failures and the end of the pause.
         addresses = SharedTable(MOST_SOURCES)
         groups = SharedTable(MOST_SOURCES, addresses.end)
         self._failures = {"address": addresses, "group": groups}

@@ -20,10 +20,10 @@ from amphora_cluster.api.shared_memory import SharedMemory
 from amphora_driver.secret import Secret
 from amphora_driver.telemetry import http_request
 
-# Reasons of refused authentications: no valid token, a pause after failures, a repeated signature.
+# Reasons of refused authentications: an invalid token, a pause after failures, or a repeated signature.
 INVALID, LIMITED, REPLAYED = "invalid", "limited", "replayed"
 _REASONS = (INVALID, LIMITED, REPLAYED)
-# The native format writes a number at once, so that it can be read without the lock.
+# Python writes a number of the native format in one step, so other processes read it without the lock.
 _NUMBER = struct.Struct("@Q")
 
 
@@ -32,7 +32,7 @@ class SharedCounters:
 
     def __init__(self) -> None:
         self._memory = SharedMemory(_NUMBER.size * len(_REASONS))
-        # The numbers of this process that are not in the shared memory yet.
+        # Counts of this process that it has not added to the shared memory yet.
         self._waiting = [0] * len(_REASONS)
 
     def count(self, reason: str) -> None:

@@ -83,7 +83,8 @@ def read_parameters(
         case _ if servers and "criterion" in given:
             _refuse("a criterion chooses servers, and the request names servers", "Send a count instead of servers.")
         case _ if count and key is None:
-            # A repeated request with a count would choose further servers. So the API requires an idempotency key.
+            # If a client repeats a request with a count, the controller would choose more servers. So the API requires
+            # an idempotency key.
             _refuse("a request with a count needs an idempotency key", "Send the header Idempotency-Key.")
     return Parameters(
         servers=servers, count=count, criterion=criterion, key=key if count or _own_key(query, headers) else None

@@ -28,8 +28,8 @@ _LENGTH = re.compile(rb"(?im)^content-length[ \t]*:[ \t]*([^\r\n]*?)[ \t]*\r?$")
 _CHUNKS = re.compile(rb"(?im)^transfer-encoding[ \t]*:")
 _EXPECT = re.compile(rb"(?im)^expect[ \t]*:[ \t]*100-continue")
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-# After a refusal, the connection stays open for this number of seconds, so that the client can read the answer before
-# its own bytes cause a reset.
+# Seconds for which a refused connection stays open. A close while the client still sends would reset it and lose the
+# answer.
 _LINGER_SECONDS = 2.0
 _REASONS = {
     411: ("it has no Content-Length", "Send the length of the body."),
@@ -54,7 +54,7 @@ def missing_bytes(received: bytes) -> int:
         return -411
     lengths = set(_LENGTH.findall(head))
     if len(lengths) != 1 or not (length := lengths.pop()).isdigit():
-        # Without a body, or with a header that gunicorn refuses.
+        # The request has no body, or gunicorn will refuse its header. In both cases, no more bytes are needed.
         return 0
     if len(length) > 9 or int(length) > MOST_BYTES:
         return -413
@@ -113,7 +113,8 @@ class IncomingRequest:
             if not part:
                 raise ConnectionEnded
             if self._refused:
-                # The next event reads more: a client that sends without end must not hold the main loop.
+                # The function discards one part of a refused request for each event. So a client that sends endlessly
+                # cannot block the main loop.
                 return
             self._received += part
             missing = missing_bytes(bytes(self._received))
@@ -124,7 +125,7 @@ class IncomingRequest:
                 self._connection.ahead = bytes(self._received)
                 return
             elif not self._continued and _EXPECT.search(self._received):
-                # The client waits for this line before it sends the body.
+                # With the header "Expect: 100-continue", the client waits for this line before it sends the body.
                 self._continued = True
                 self._connection.send(_CONTINUE)
 
@@ -139,7 +140,7 @@ class IncomingRequest:
         self._received.clear()
         self._connection.send(head.encode() + body)
         if isinstance(self._connection, TlsConnection):
-            # TLS has announced its end to the client, and does not wait for that of the client.
+            # unwrap() sends the end of TLS to the client. The server does not wait for the reply of the client.
             with suppress(ssl.SSLWantReadError):
                 self._connection.unwrap()
         else:

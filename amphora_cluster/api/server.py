@@ -94,11 +94,12 @@ def gunicorn_options(conf: ConfigOpts) -> dict[str, object]:
         "workers": own.workers,
         "worker_class": Worker,
         "threads": own.threads,
-        # Fewer than the files that a process can usually have open: an error of accept() ends a worker of gunicorn.
+        # A process can usually open 1024 files. With more connections, accept() would fail and end the worker of
+        # gunicorn.
         "worker_connections": 800,
         "timeout": int(own.longest_wait + _SPARE_SECONDS),
         "graceful_timeout": 5,
-        # One request for each connection: the worker reads the first request of a connection only.
+        # The worker reads only the first request of a connection, so keep-alive is disabled.
         "keepalive": 0,
         "limit_request_line": 4094,
         "limit_request_fields": 50,

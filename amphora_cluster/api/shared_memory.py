@@ -21,16 +21,15 @@ from contextlib import contextmanager
 import msgspec
 
 LOG = logging.getLogger(__name__)
-# Seconds to wait for the lock. A process has it for some microseconds, unless it is stopped (SIGSTOP) or frozen.
+# Seconds to wait for the lock. A process holds the lock for microseconds, unless the process is stopped or frozen.
 LOCK_TIMEOUT = 2.0
 # Seconds between two attempts to take the lock.
 _LOCK_PAUSE = 0.001
 KEY_BYTES = 16
-# The key, the moment of the last use, and the two values of an entry.
+# Format of an entry: the key, the time of the last use, and two values.
 _ENTRY = struct.Struct(f"={KEY_BYTES}sddQ")
 _FREE = bytes(KEY_BYTES)
-# A key has this number of places in its table. If all are in use, it replaces the entry without use for the longest
-# time.
+# Number of places for a key in its table. If all places are in use, the key replaces the entry with the oldest use.
 _PLACES = 8
 
 
@@ -42,7 +41,7 @@ class SharedMemory:
         os.ftruncate(self._file, size)
         self._memory = mmap.mmap(self._file, size)
         self._threads = threading.Lock()
-        # The copy that this process uses while another process keeps the lock.
+        # This process uses its own copy of the memory while another process holds the lock too long.
         self._copy: mmap.mmap | None = None
 
     @contextmanager
@@ -51,7 +50,8 @@ class SharedMemory:
 
         While another process keeps the lock, return a copy of this process, whose changes are lost afterwards.
         """
-        # The lock of the file excludes other processes only, so the threads of this process need another lock.
+        # The file lock excludes other processes, but not the other threads of this process. So threads need a second
+        # lock.
         with self._threads:
             if not self._take_lock():
                 yield self._private_copy()
@@ -71,7 +71,8 @@ class SharedMemory:
         return self._memory[:]
 
     def _take_lock(self) -> bool:
-        # Only the first thread waits while another process keeps the lock.
+        # The first thread that cannot get the lock makes the copy. Later threads find the copy and do not wait for the
+        # lock.
         deadline = time.monotonic() + (LOCK_TIMEOUT if self._copy is None else 0.0)
         while True:
             try:

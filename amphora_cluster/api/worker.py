@@ -26,7 +26,8 @@ from amphora_cluster.api.reading import ConnectionEnded, IncomingRequest
 from amphora_driver.untrusted_text import printable
 
 LOG = logging.getLogger(__name__)
-# Connections of one worker process whose request is not complete, from one source address and from all.
+# Maximum numbers of connections with an incomplete request in one worker process: for each source address, and in
+# total.
 MOST_OF_SOURCE, MOST_INCOMPLETE = 64, 512
 _WARN_SECONDS = 60.0
 
@@ -36,9 +37,9 @@ class Worker(ThreadWorker):
 
     def __init__(self, *words: Any, **named: Any) -> None:
         super().__init__(*words, **named)
-        # The oldest connection is the first one.
+        # The open connections whose request is incomplete, with the oldest connection first.
         self._incoming: dict[Any, IncomingRequest] = {}
-        # The last moment of each warning.
+        # By text, the time at which this worker last logged a warning.
         self._warned: dict[str, float] = {}
 
     def enqueue_req(self, conn: Any) -> None:
@@ -68,7 +69,7 @@ class Worker(ThreadWorker):
     def _read(self, conn: Any, _socket: Any) -> None:
         incoming = self._incoming.get(conn)
         if incoming is None:
-            # An earlier event of the same round has closed the connection.
+            # The event loop may already have closed this connection because of an earlier event.
             return
         try:
             incoming.advance(time.monotonic())
@@ -80,7 +81,7 @@ class Worker(ThreadWorker):
             return
         self.poller.unregister(conn.sock)
         del self._incoming[conn]
-        # gunicorn would add TLS again, and wait for data again.
+        # The worker has set up TLS and received the request. With these attributes, gunicorn does neither again.
         conn.parser = http.get_parser(conn.cfg, conn.sock, conn.client)
         conn.initialized = conn.data_ready = True
         super().enqueue_req(conn)

@@ -70,7 +70,7 @@ class HeatStacks:
         wanted = f"read resource {name} of stack {stack}"
         if not (stack and name):
             raise CloudError(wanted, f"{value!r} is not STACK/RESOURCE", "Correct the selector.", final=True)
-        # Heat redirects a request with the name of a stack to its full path, which the HTTP session follows.
+        # For the name of a stack, Heat redirects to the full path of the stack. The HTTP session follows the redirect.
         found = self._connection.request(
             "heat",
             "GET",

@@ -74,7 +74,7 @@ class NovaNotifications:
             except Exception as error:  # noqa: BLE001 - library, broker and network errors have no common base
                 if self._ending.is_set():
                     return
-                # The text of the error may contain the broker's password, so the log has the type only.
+                # The log contains only the type of the error, because its text may contain the broker's password.
                 text = "the receiver of Nova's notifications lost its connection (%s) and connects again in %g s"
                 LOG.warning(text, type(error).__name__, self._backoff)
             self._ending.wait(self._backoff)

@@ -112,8 +112,8 @@ class _Interfaces(msgspec.Struct, frozen=True):
     interfaceAttachments: list[_Interface]  # noqa: N815 - Nova's name
 
 
-# The addresses of a server when its subnets were read, and the subnet of each address. The subnets are read again only
-# if the addresses have changed.
+# The addresses of a server at the last read of its subnets, and the subnet of each address. Changed addresses cause a
+# new read.
 _Known = tuple[tuple[tuple[str, int], ...], dict[str, str]]
 
 
@@ -154,7 +154,8 @@ class NovaServers:
         try:
             ids = self._ids(selector, wanted)
         except Missing:
-            # The user deleted the stack or the server group. Its deletion alone proves nothing about the servers.
+            # The user deleted the stack or the server group, but its servers may still exist. So Nova is asked for each
+            # server.
             if known and self._are_deleted(known, wanted):
                 return ()
             raise
@@ -171,8 +172,8 @@ class NovaServers:
             if one is None:
                 continue
             found[server_id] = one
-            # Nova shows no tags and metadata of servers in a cell that does not answer. The selector cannot be checked,
-            # so such a server stays selected.
+            # Nova omits tags and metadata of servers in a cell that does not answer. Without them, such a server stays
+            # selected.
             unreadable = ids is None and one.status == "UNKNOWN"
             if not unreadable and not selected(one):
                 former.add(server_id)
@@ -224,7 +225,8 @@ class NovaServers:
         return read_pages(read, lambda error: isinstance(error, ListChanged))
 
     def _are_deleted(self, server_ids: Collection[str], wanted: str) -> bool:
-        # The list comes first: with a wrong endpoint of Nova, it also fails with 404, and then proves no deletion.
+        # The list of servers is read first: with a wrong endpoint of Nova, the list fails, so a 404 does not count as a
+        # deletion.
         shown = {one.id: one for one in self._all(wanted, fresh=True)}
         found = (shown.get(one) or self._server(one, wanted) for one in sorted(server_ids))
         return all(one is None or one.status in GONE for one in found)

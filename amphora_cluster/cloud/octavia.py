@@ -30,8 +30,8 @@ from amphora_driver.openstack.pages import read_pages
 
 T = TypeVar("T")
 
-# API version with additive batches (OpenStack Train, 2019). An older Octavia would delete all members that a batch does
-# not name.
+# API version with additive batches (OpenStack Train, 2019). An older Octavia deletes all members that are not in the
+# batch.
 _NEEDED = (2, 11)
 _POOL_FIELDS = ("id", "healthmonitor_id", "listeners", "loadbalancers")
 _FIRST_WAIT, _LONGEST_WAIT = 0.1, 1.0

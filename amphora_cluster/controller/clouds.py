@@ -89,7 +89,7 @@ class Clouds:
 
     def get(self, group: Group, credential: ApplicationCredential | None) -> Cloud:
         """Return the cloud of a group's owner."""
-        # The digest of the secret is a part of the key, so a replaced secret makes a new connection.
+        # The key contains a digest of the secret. So a replaced secret leads to a new connection.
         secret = b"" if credential is None else hashlib.sha256(credential.secret.reveal()).digest()
         key = (group.project_id, "" if credential is None else credential.id, secret)
         now = time.monotonic()

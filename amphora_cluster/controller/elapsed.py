@@ -20,10 +20,11 @@ from collections.abc import Callable
 
 from amphora_driver.database.clock import JUMP_SECONDS, OFFSET_VALID_SECONDS
 
-# After a jump, other processes still record times of the old clock: until they measure the clock again, and until the
-# end of a transaction that has begun before.
+# Seconds after a jump in which other processes may still record times of the old clock, because of old measurements or
+# open transactions.
 _OLD_TIMES_SECONDS = OFFSET_VALID_SECONDS + 30.0
-# The process forgets the times of a group that it has not seen for this number of seconds.
+# The process forgets the times of a group after _UNUSED_SECONDS seconds without a pass, and checks this every
+# _CLEAN_SECONDS seconds.
 _UNUSED_SECONDS, _CLEAN_SECONDS = 3600.0, 60.0
 
 
@@ -40,7 +41,7 @@ class ElapsedTimes:
         self._monotonic = monotonic
         self._started = monotonic()
         self._lock = threading.Lock()
-        # By group, the moment of the last pass, and for each recorded time of a server the moment of its first sight.
+        # For each group: the time of the last pass, and when this process first saw each recorded time of a server.
         self._seen: dict[str, tuple[float, dict[tuple[str, float], float]]] = {}
         self._cleaned_at = self._started
 
@@ -85,7 +86,8 @@ class PurgeClock:
         self._now = now
         self._delay = delay
         self._monotonic = monotonic
-        # How far the database clock was ahead of the monotonic clock, with the moment of the measurement.
+        # Measurements: the time of the monotonic clock, and the seconds by which the database clock was ahead of that
+        # clock.
         self._offsets: list[tuple[float, float]] = []
 
     def now(self) -> float:

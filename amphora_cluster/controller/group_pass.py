@@ -34,8 +34,8 @@ LOG = logging.getLogger(__name__)
 
 # Seconds until the next pass after Octavia refused a change of a busy load balancer.
 BUSY_SECONDS = 1.0
-# After this number of passes in a row with a busy load balancer, the next pass waits for the poll interval. A failed
-# provider may leave a load balancer pending for hours.
+# After this number of successive passes with a busy load balancer, the controller waits for the poll interval. A load
+# balancer may stay pending for hours.
 _MOST_BUSY = 60
 # Seconds between two checks while Octavia deletes a load balancer.
 _DELETION_SECONDS = 2.0
@@ -94,7 +94,7 @@ class GroupPass:
         self._settings = settings
         self._elapsed = elapsed
         self._rng = random.SystemRandom()
-        # For each group: the number of passes in a row with a busy load balancer.
+        # By group id, the number of successive passes in which the load balancer was busy.
         self._busy: dict[str, int] = {}
 
     def run(self, claimed: ClaimedGroup) -> PassEnd | None:
@@ -222,8 +222,8 @@ class GroupPass:
         ended: tuple[StoredRequest, ...],
     ) -> PassEnd | None:
         """Record what differs from the database and return the lease, or leave both to the caller."""
-        # If the plan has steps, `_apply` has already recorded the plan and the applied requests. So the comparison
-        # below uses these values.
+        # If the plan has steps, `_apply` has already recorded the nodes and requests. The comparison below starts from
+        # the recorded values.
         nodes_before, requests_before = (
             (view.plan.nodes, view.requests) if view.plan.steps else (claimed.nodes, claimed.requests)
         )
@@ -245,8 +245,8 @@ class GroupPass:
         self._busy.pop(claim.group_id, None)
         failed = {node.server_id for node in nodes if node.state is NodeState.FAILED}
         if view.plan.steps and all(step.server_id in failed for step in view.plan.steps):
-            # Octavia has refused all steps. A repetition after a second would fail again, so the next pass waits for
-            # the poll interval.
+            # Octavia has refused all steps and would refuse them again after a second. So the next pass waits for the
+            # poll interval.
             return poll
         return poll if view.plan.again_at is None else min(poll, max(view.plan.again_at, now))
 
@@ -259,8 +259,8 @@ class GroupPass:
         try:
             view = self._view_of_deletion(claimed, cloud)
             nodes, busy = self._apply(claimed, cloud, view)
-            # If the load balancer is in ERROR, Octavia refuses changes of members. But Octavia deletes the load
-            # balancer with all members.
+            # In the status ERROR, Octavia refuses changes of members, but can delete the load balancer with all
+            # members.
             deletable = group.owns_load_balancer and view.pool.failed
             there = not deletable and any(group.tag in member.tags for member in view.pool.members)
         except Missing as error:

@@ -48,17 +48,17 @@ _TICK = 0.25
 _REAP_EVERY = 1.0
 # Seconds between two deletions of old requests, events and nonces.
 _PURGE_EVERY = 60.0
-# Seconds until a jump of the database clock counts for deletions. If the clock is set back soon, a nonce that was
-# deleted too early would permit the repetition of a signed request.
+# Seconds until a forward jump of the database clock counts for deletions. An early deletion of nonces would permit
+# repeated signed requests.
 _PURGE_DELAY = 900.0
 # A stopping controller shortens the deadlines of its running passes to _STOP_GRACE seconds. The process waits for these
 # passes for at most _STOP_TIMEOUT seconds.
 _STOP_TIMEOUT, _STOP_GRACE = 20.0, 3.0
 # Pause in seconds after an error of the database.
 _ERROR_BACKOFF = 1.0
-# Seconds without a successful search, after which the controller reports itself as unhealthy.
+# The controller reports itself as unhealthy after this number of seconds without a successful search.
 _UNHEALTHY_AFTER = 15.0
-# If a due time is further ahead than this multiple of the longest pause, the database clock was set back.
+# A due time further ahead than this multiple of the longest pause shows that the database clock was set back.
 _PAUSE_FACTOR = 2
 
 
@@ -81,8 +81,7 @@ class Controller:
     def __init__(self, conf: ConfigOpts, clouds: CloudsOfOwners | None = None) -> None:
         own = conf.amp_cluster
         self._conf = conf
-        # The controller repeats a pass whose commit is lost in a crash, so its commits need not be durable. Only
-        # commits of requests must be durable, and the API makes these commits.
+        # After a crash, the controller repeats a pass whose commit was lost. So its commits need not be durable.
         self._database = Database(own.connection, durable=False, schema=SCHEMA)
         self._name = process_name()
         self._claims = Claims(self._database, self._name, own.lease)
@@ -123,7 +122,7 @@ class Controller:
                 ("renew the leases", self._conf.amp_cluster.lease / 3, self._renew),
                 ("write its heartbeat", HEARTBEAT_INTERVAL, self._registration.heartbeat, 0.0),
                 ("release the leases of dead controllers", _REAP_EVERY, self._reap),
-                # The first purge is soon: its clock has to know the database clock before a jump.
+                # The first purge runs early, because its clock must measure the database clock before any jump.
                 ("delete old records", _PURGE_EVERY, self._purge, _ERROR_BACKOFF),
             )
         ]
@@ -171,7 +170,7 @@ class Controller:
             )
             return _ERROR_BACKOFF
         except Exception:
-            # An error must not end the main thread. The process would run without working on any group.
+            # Without its main thread, the process would run and never claim a group. So no error may end the thread.
             LOG.exception(
                 "the controller cannot claim the groups that are due because of an unexpected error, and tries "
                 "again in %g s",
@@ -204,8 +203,8 @@ class Controller:
                 claims += self._claims.claim(more)
             loaded = self._load(claims)
         except BaseException:
-            # The claimed groups could not be read. Their leases are returned, so that any controller may claim them at
-            # once.
+            # The controller cannot read the claimed groups. It returns their leases at once, so any controller can
+            # claim the groups.
             now = self._database.now()
             self._keep_ends([PassEnd(claim=one, due_at=now, attempts=one.attempts) for one in claims])
             raise
@@ -262,7 +261,8 @@ class Controller:
                 self._running.discard(one)
                 self._ends += [end] if end is not None else []
             if full:
-                # All threads were in use, and one thread has become free. Other groups may wait for a thread.
+                # While all threads were in use, other due groups may have waited. The free thread can take one of these
+                # groups.
                 self._wakeup.set()
 
     def _repeat(self, task: str, every: float, work: Callable[[], None], first: float | None = None) -> None:
@@ -279,8 +279,8 @@ class Controller:
                 pause = min(_ERROR_BACKOFF, every)
                 LOG.warning("the controller could not %s and tries again in %g s: %s", task, pause, error)
             except Exception:
-                # An error must not end the thread of a repeated task. For example, leases would expire without their
-                # renewal.
+                # No error may end the thread of a repeated task. Otherwise, leases would expire without a renewal, for
+                # example.
                 LOG.exception("the controller could not %s because of an unexpected error, and tries again later", task)
 
     def _renew(self) -> None:

@@ -27,10 +27,10 @@ from amphora_driver.database.engine import Database
 from amphora_driver.database.rows import chunks
 from amphora_driver.errors import LeaseLost
 
-# If a lease has more than this number of lease times left, the database clock was set back. Hosts may configure
-# different lease times, so the number is larger than 1.
+# Leases last at most this number of lease times of this host. A longer lease shows that the database clock was set
+# back.
 _LEASES = 4
-# A lease with less than this number of seconds left is never regarded as too long.
+# A lease that expires within this number of seconds is never regarded as too long.
 _LEAST = 60.0
 # After a crash of a controller, its groups pause. The pause in seconds is this number, multiplied by the group's failed
 # passes since the last success.

@@ -64,7 +64,7 @@ class RequestStore:
             TooManyOpen: the group has `MOST_OPEN` open requests.
         """
         request = msgspec.structs.replace(request, id=request.id or str(uuid.uuid4()))
-        # MariaDB ignores the case of texts, so the keys `A` and `a` would be equal. Their digests differ.
+        # MariaDB ignores the case of texts and would find the key `a` for `A`. So the table stores digests of keys.
         key = None if key is None else hashlib.sha256(key.encode()).hexdigest()
 
         def write(connection: sa.Connection) -> Request:

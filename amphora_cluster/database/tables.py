@@ -26,7 +26,7 @@ metadata = sa.MetaData(
 Id = sa.String(36)
 # Nova's server ids have 36 characters. A group with an explicit list may contain longer ids of another cloud.
 ServerId = sa.String(64)
-# A list of servers may exceed the 64 KiB of MySQL's TEXT and BLOB.
+# The body of a group may list many servers and exceed the 64 KiB of MySQL's TEXT and BLOB.
 Body = sa.Text().with_variant(mysql.MEDIUMTEXT(), "mysql", "mariadb")
 Sealed = sa.LargeBinary().with_variant(mysql.MEDIUMBLOB(), "mysql", "mariadb")
 Serial = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
@@ -137,8 +137,8 @@ process_row = sa.Table(
     sa.Column("seen_at", sa.Double, nullable=False),
 )
 
-# The table `cluster_schema_minimum` lists the contract migrations that have begun. A process that does not know all of
-# them refuses the database.
+# The table lists all contract migrations that have begun. A process that does not know one of these migrations refuses
+# the database.
 sa.Table("cluster_schema_minimum", metadata, sa.Column("revision", sa.String(32), primary_key=True))
 
 # Seconds without a heartbeat after which a controller counts as dead.

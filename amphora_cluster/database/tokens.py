@@ -142,7 +142,7 @@ class TokenStore:
         try:
             return self._database.write(write)
         except ContentRefused:
-            # Another process has just recorded the same nonce, so this request is a repetition.
+            # Another process has just recorded this nonce, so the request is a repetition.
             return False
 
 

@@ -281,7 +281,8 @@ def _balancer_notices(balancer: LoadBalancerInfo, amphorae: list[AmphoraInfo], n
         yield notice(Level.WARNING, "down", f"serves no clients: {balancer.reason or 'its members are down'}")
     if len(balancer.holders) > 1 and not any(one.state == "retiring" for one in amphorae):
         yield notice(Level.CRITICAL, "two", f"{len(balancer.holders)} amphorae report that they hold the VIPs")
-    # The values of an amphora are unknown while an overloaded health manager reads only the times of heartbeats.
+    # An overloaded health manager reads only the times of heartbeats, so `holds_vip` of an amphora may be unknown
+    # (None).
     said = [one.holds_vip for one in amphorae if one.state == "ready" and one.heard_at is not None]
     if said and None not in said and not balancer.holders and balancer.state == "ACTIVE":
         yield notice(Level.CRITICAL, "none", "no amphora reports that it holds the VIPs")

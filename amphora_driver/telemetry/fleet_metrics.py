@@ -36,7 +36,7 @@ _DETECTOR = ("seeing", "blind")
 _AMPHORA = ("booting", "ready", "retiring")
 _SILENCES = ("silent", "mute", "never_spoke")
 _RESOURCES = tuple(one.value for one in Resource)
-# Maximum number of series that name a single amphora. Only amphorae near a limit have such series.
+# Maximum number of amphorae with series of their own. Only amphorae near a limit have such series.
 _MAX_NEAR = 200
 
 
@@ -82,7 +82,7 @@ def fleet_families(view: View) -> Iterator[Metric]:
     is_current = view.read_error is None and view.fleet is not None
     yield _gauge("amphora_fleet_up", "1 if the database could be read for this answer.", is_current)
     if view.read_error is not None or view.fleet is None:
-        # Metrics of an unreadable database are left out, because old values would look current.
+        # If the database cannot be read, the metrics of the fleet are omitted, because old values would look current.
         return
     fleet = view.fleet
     yield _gauge("amphora_fleet_read_seconds", "Duration of the read of the fleet.", fleet.took)
@@ -217,7 +217,8 @@ def _control_plane_metrics(fleet: FleetSnapshot) -> Iterator[Metric]:
     for (kind, draining), number in sorted(counted.items()):
         seen.add_metric([kind, draining], number)
     yield seen
-    # In this order, the dictionary keeps the newest heartbeat of each kind of process.
+    # A later entry of the dictionary replaces an earlier one. With the newest heartbeat last, each kind of process
+    # keeps it.
     youngest = {one.kind: one.seen_at for one in sorted(fleet.processes, key=lambda one: one.seen_at)}
     ages = {kind: max(0.0, fleet.at - seen_at) for kind, seen_at in sorted(youngest.items())}
     yield _by("amphora_fleet_process_age_seconds", "Age of the newest heartbeat of a process.", "kind", ages)

@@ -149,7 +149,7 @@ _AMPHORAE = join_rows(
     *(_SILENCE.c.kind, _SILENCE.c.since, _SILENCE.c.verdict),
     limit=MAX_AMPHORAE,
 )
-# The condition on the generation lets the database use an index and skip old requests.
+# With the condition on the generation, the database uses an index and skips old requests.
 _ACCEPTED = (
     sa.select(_WORK.c.load_balancer_id, sa.func.min(tables.request.c.accepted_at).label("accepted_at"))
     .join(tables.request, tables.request.c.load_balancer_id == _WORK.c.load_balancer_id)
@@ -334,7 +334,8 @@ def read_name_and_addresses(body: str | None) -> tuple[str | None, tuple[str, ..
     try:
         found = _decode_body(body)
     except msgspec.DecodeError:
-        # An unreadable row of one load balancer must not hide the others from the status page.
+        # The function returns no name and no addresses for an unreadable row, so the status page still shows all load
+        # balancers.
         return None, ()
     return found.name, tuple(vip.address for vip in (found.vip, *found.additional_vips) if vip.address)
 

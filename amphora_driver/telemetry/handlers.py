@@ -91,7 +91,7 @@ class TokenFile:
         try:
             found = Path(self._path).stat()
             if found.st_mode & stat.S_IROTH:
-                # Other users may have read the token already, so a new mode of the file is not enough.
+                # Other users may have read the token already, so the operator must also replace the token.
                 problem = "other users can read it; run chmod o-r, and write a new token into it"
             else:
                 token = self._read_file(found)

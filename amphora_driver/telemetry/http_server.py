@@ -115,7 +115,7 @@ class StatusServer:
 
     def _bind(self) -> socket.socket:
         family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
-        # `create_server` raises an error while another process uses the port. The server then tries again later.
+        # While another process uses the port, `create_server` raises an error, and the caller tries again later.
         made = socket.create_server((self._address, self.port), family=family, backlog=_BACKLOG)
         made.setblocking(False)
         self.port = made.getsockname()[1]
@@ -173,7 +173,8 @@ class StatusServer:
                 connection = self._wrap_tls(number, connection)
             self._answer(connection, peer)
         except (OSError, ValueError) as error:
-            # A client has closed its connection or does not speak TLS, which needs no warning.
+            # The cause is a client that closed its connection or does not speak TLS. Operators need no warning about
+            # it.
             LOG.debug("a connection to the status page failed, and the server closes it: %s", error)
         except Exception:
             LOG.exception(

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 # A process is dead after five missed heartbeats.
 DEAD_AFTER = 5 * HEARTBEAT_INTERVAL
-# A group with _LOOP_DEATHS replaced processes within LOOP_SECONDS seconds is in a restart loop. Fewer deaths do not
-# indicate a lasting cause.
+# A group of processes is in a restart loop if _LOOP_DEATHS processes were replaced within LOOP_SECONDS seconds.
 LOOP_SECONDS = 600.0
 _LOOP_DEATHS = 3
 

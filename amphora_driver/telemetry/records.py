@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 # Version of the document's format. A reader refuses a document with another version.
 FORMAT = 1
 MAX_ROWS = 50_000
-# The document about the whole fleet contains all open fail-overs, and this number of the newest fail-overs.
+# Maximum number of ended fail-overs in the document about the whole fleet. The document contains all open fail-overs.
 MAX_FAILOVERS = 1000
 # Maximum number of certificates in the document about the whole fleet.
 MAX_CERTIFICATES = 1000
@@ -47,7 +47,7 @@ OPTIONS = (
     *(("amp_rotation", "image_days"), ("amp_rotation", "replacement_timeout"), ("amp_spares", "number")),
     ("amp_tls", "expiry_days"),
 )
-# Columns that are not sent: objects of Octavia before their validation, and certificates of CAs, which are long.
+# The document omits these columns: unvalidated objects of Octavia, and CA certificates because of their length.
 _OMITTED = {tables.job.c.reread, tables_fleet.certificate_authority.c.certificate}
 
 
@@ -162,7 +162,7 @@ class RecordReader:
 
 def _read_table(connection: sa.Connection, query: sa.Select[Any]) -> TableRows:
     result = connection.execute(query.limit(MAX_ROWS) if query._limit is None else query)  # noqa: SLF001 - no public name
-    # msgspec does not encode SQLAlchemy's column names, which belong to a subclass of str.
+    # The names are converted to str, because msgspec cannot encode SQLAlchemy's subclass of str.
     return TableRows(tuple(map(str, result.keys())), [tuple(row) for row in result])
 
 
@@ -252,7 +252,7 @@ _OBJECT_COLUMNS = tuple(
     for one in sent_columns(_OBJECT)
 )
 _SECRET = tables.secret.c
-# The certificates that expire first, without the names of their secrets.
+# For each object, the earliest expiry of its certificates.
 _EXPIRING = (
     sa.select(_SECRET.object_id, _SECRET.load_balancer_id, sa.func.min(_SECRET.expires_at).label("expires_at"))
     .where(_SECRET.expires_at.is_not(None))

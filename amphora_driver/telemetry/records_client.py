@@ -192,6 +192,7 @@ def _load(records: Records) -> sa.Engine:
 
 
 def _copy(column: sa.Column[Any]) -> sa.Column[Any]:
-    # Without an index, counting the pending objects of each load balancer would read all statuses.
+    # amphoractl counts the pending objects of each load balancer. With this index, the count does not read all
+    # statuses.
     indexed = column.name == "load_balancer_id" and not column.primary_key
     return sa.Column(column.name, column.type, primary_key=column.primary_key, index=indexed, autoincrement=False)

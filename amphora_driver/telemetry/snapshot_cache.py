@@ -59,7 +59,7 @@ def open_read_only(url: str) -> Database:
 
     def forbid_writes(connection: Any, _record: Any) -> None:
         if dialect == "postgresql":
-            # psycopg makes each transaction of this connection read-only.
+            # With this attribute, psycopg makes all transactions of the connection read-only.
             connection.read_only = True
             return
         with closing(connection.cursor()) as cursor:
@@ -135,7 +135,8 @@ class SnapshotCache:
             old = known or View(number=0, fleet=None)
             return msgspec.structs.replace(old, number=number, read_error=str(error), cpu=0.0)
         notices = find_notices(fleet, self._interval)
-        # The first read also builds the SQL statements, so its processor time says nothing about later reads.
+        # The first read also compiles the SQL statements. So its processor time is not used as an estimate for later
+        # reads.
         cpu = 0.0 if known is None else time.thread_time() - begun
         return View(number=number, fleet=fleet, notices=notices, cpu=cpu)
 

@@ -207,7 +207,7 @@ def list_process_rows(processes: Iterable[ProcessInfo], now: float) -> list[Proc
         lines = [ProcessRow(one) for one in sorted(group.alive, key=lambda one: one.name)]
         if group.missing:
             lines.append(ProcessRow(group.missing[-1], missing=len(group.missing)))
-        # Each replaced process has a successor that is alive or missing, so `lines` is not empty.
+        # The index 0 is safe: each replaced process has a successor that is alive or missing, so `lines` is not empty.
         lines[0] = msgspec.structs.replace(lines[0], replaced=len(group.replaced))
         rows += lines
     return rows

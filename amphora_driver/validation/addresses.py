@@ -16,7 +16,8 @@ IPNetwork = IPv4Network | IPv6Network
 
 _CACHE_SIZE = 16_384
 _OCTET = r"(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
-# For thousands of members, a regular expression is ten times faster than the module `ipaddress`.
+# This regular expression checks an address ten times faster than the module `ipaddress`. Pools may have thousands of
+# members.
 PLAIN_MEMBER_ADDRESS = rf"(?!0\.|127\.|169\.254\.)(?:22[0-3]|2[01][0-9]|1[0-9]{{2}}|[1-9]?[0-9])(?:\.{_OCTET}){{3}}"
 """Pattern of canonical IPv4 unicast addresses that can be members."""
 _PLAIN = re.compile(PLAIN_MEMBER_ADDRESS)

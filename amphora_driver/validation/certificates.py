@@ -42,8 +42,7 @@ _BROKEN_HASHES = (hashes.MD5, hashes.SHA1)
 # Maximum size of a PEM text in bytes. Chains of certificates are far shorter.
 _MAX_SIZE = 1 << 20
 
-# The expression matches each boundary of a PEM block (RFC 7468, section 2) once, so the time grows linearly with the
-# text.
+# The expression matches each BEGIN or END line of a PEM text once (RFC 7468). So its time grows linearly with the text.
 _BOUNDARY = re.compile(rb"-----(?:BEGIN ([A-Z0-9 ]{1,40})-----\s|END ([A-Z0-9 ]{1,40})-----)")
 _KEYS = (b"PRIVATE KEY", b"RSA PRIVATE KEY", b"EC PRIVATE KEY", b"ENCRYPTED PRIVATE KEY")
 _LIBRARY_ERRORS = (ValueError, TypeError, UnsupportedAlgorithm, x509.InvalidVersion)
@@ -111,7 +110,8 @@ def _key(option: str, material: SecretMaterial) -> _ServerKey:
         _refuse(option, "it holds no private key in PEM format")
     passphrase = material.passphrase.reveal().rstrip(b"\r\n") if material.passphrase is not None else None
     for password in (passphrase or None, None):
-        # A secret may have a passphrase although its key is not encrypted, so both ways are tried.
+        # Barbican may store a passphrase for an unencrypted key, so the driver loads the key with and without the
+        # passphrase.
         with contextlib.suppress(*_LIBRARY_ERRORS):
             # The option skips the check of an RSA key's primes, which takes 0.1 s. The later comparison with the
             # certificate suffices.

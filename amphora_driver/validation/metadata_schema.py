@@ -96,7 +96,7 @@ def _shorten(value: object) -> str:
 
 
 def _reason(error: jsonschema.ValidationError) -> str:
-    # This function composes the reason, because the error text of jsonschema would contain the whole invalid value.
+    # The error text of jsonschema contains the whole invalid value, so this function composes a short reason itself.
     wanted: Any = error.validator_value
     it = f"its item {_shorten(error.instance)}" if error.path else "it"
     rules = {

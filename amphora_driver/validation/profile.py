@@ -27,7 +27,7 @@ _TLS = ("tls_minimum_version", "tls_ciphers")
 _SAME_NAME = ("compute_flavor", *_TLS, "connection_logging", "log_format", "client_address", *flavors.NETWORK_KEYS)
 
 
-# Values whose change needs other machines or ports. For other values, a push suffices.
+# A change of these values needs new machines or ports. Other changes need only a push to the amphorae.
 _OF_AMPHORAE = ("topology", "compute_flavor", "image_tag", *availability_zones.COMPUTE_KEYS, *flavors.NETWORK_KEYS)
 
 

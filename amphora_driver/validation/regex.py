@@ -49,8 +49,7 @@ _ERROR_JIT_BADOPTION = -45
 _ERROR_MATCHLIMIT = -47
 _FIRST_IS_START = 2
 
-# Step limits of successive PCRE2 trials; a pattern that exceeds the last limit is refused. Steps that grow with the
-# fourth power of the text length stay below a million for 64 characters (64^4 / 4!).
+# Step limits of successive PCRE2 trials. A pattern that exceeds the last limit is refused.
 _TRIAL_STEPS = (100, 1_000, 8_000, 60_000, 400_000, 1_000_000)
 _TRIAL_LENGTH = 64
 # Maximum number of bytes in all trial texts of a pattern; further texts are not tried. PCRE2 counts steps separately
@@ -117,8 +116,8 @@ def _judge(pattern: str, caseless: bool) -> PatternFacts | _Refusal:
     if _WHOLE.search(pattern):
         return _Refusal("it refers to itself as a whole", "Use a named group and refer to that group.")
     try:
-        # PCRE2 accepts settings such as (*UTF) only at the start of a pattern. With an empty group before the settings,
-        # PCRE2 refuses the pattern.
+        # PCRE2 accepts settings such as (*UTF) only at the start of a pattern. The empty group in front makes PCRE2
+        # refuse them.
         _Code(f"(?:){pattern}", flags)
     except _CompileError as error:
         return _Refusal(f"settings at its start are not permitted: {error}", "Remove the settings.")
@@ -158,7 +157,7 @@ _PIECE = re.compile(
     r"(?P<literal>\\Q(?P<quoted>.*?)(?:\\E|$))|(?P<escape>\\.)|(?P<set>\[\^?\]?(?:\\.|\[:\w+:\]|[^\]\\])*\])"
     rf"|(?P<group>\((?:\?(?:[:=!>|]|<[=!]|P?<\w+>|'\w+'|[\w^-]*[:)]))?)|(?P<quantifier>{_QUANTIFIER})|(?P<other>.)"
 )
-# References can repeat a group without a quantifier. So each part of a pattern with references counts as repeated.
+# A reference can repeat a group without a quantifier. So in a pattern with references, every part counts as repeated.
 _RECURSION = re.compile(r"\(\?(?:&|P>|[+-]?[0-9]|R)|\\g[<']|\\[1-9]|\(\?\|")
 _CLASSES = {"d": "0", "D": "a", "w": "a", "W": "-", "s": " ", "S": "a", "h": " ", "H": "a", "N": "a", "X": "a", "R": ""}
 _SAMPLES = "a0 A/-._=&%,;:@!#$'()*+?[]{}|~\"<>\\^`"

@@ -129,7 +129,8 @@ def _split_ciphers(option: str, text: str | None) -> tuple[str | None, str | Non
     suites = [name for name in names if name.startswith("TLS_")]
     older = [name for name in names if not name.startswith("TLS_")]
     if not any(name[0] not in "!-+@" for name in older):
-        # A list of operators without a cipher selects no cipher.
+        # The list contains only operators of cipher lists, such as "!". Without a cipher name, the list selects no
+        # cipher.
         older = []
     if not names or not (older or suites):
         refuse(option, text, "it selects no cipher", "Name at least one cipher, or remove this option.")
