@@ -64,15 +64,24 @@ class ListLoadBalancers(PagedLister):
         before = time.time() - self.app.conf.amp_failover.silent_after if parsed_args.stale else None
         head, now = LONG_HEAD if parsed_args.long else LIST_HEAD, time.time()
 
-        def is_wanted(one: LoadBalancerSummary) -> bool:
-            stale = before is None or any(queries.is_stale(machine, before) for machine in one.amphorae)
-            return stale and (not words or any(status.upper().startswith(words) for status in _statuses(one)))
+        def is_stale(one: LoadBalancerSummary) -> bool:
+            return before is None or any(queries.is_stale(machine, before) for machine in one.amphorae)
+
+        def has_status(one: LoadBalancerSummary) -> bool:
+            return any(status.upper().startswith(words) for status in _statuses(one))
 
         def read(connection: sa.Connection) -> list[tuple[Any, ...]]:
             marker = parsed_args.marker
             after = queries.find_load_balancer_id(connection, marker) if marker else None
-            found = queries.iter_load_balancers(connection, *conditions, after=after)
-            rows = (_row(one, now)[: len(head)] for one in found if is_wanted(one))
+            if words:
+                # Most load balancers have another status. So the command reads their amphorae and names only after the
+                # selection.
+                own_ids = (one.work.load_balancer_id for one in queries.list_statuses(connection) if has_status(one))
+                ids = [one for one in own_ids if after is None or one > after]
+                found = queries.iter_chosen(connection, ids, *conditions)
+            else:
+                found = queries.iter_load_balancers(connection, *conditions, after=after)
+            rows = (_row(one, now)[: len(head)] for one in found if is_stale(one))
             # The rows begin after the marker already.
             return list(self.page(rows, argparse.Namespace(**{**vars(parsed_args), "marker": None})))
 

@@ -85,6 +85,14 @@ def iter_load_balancers(
         after = ids[-1]
 
 
+def iter_chosen(
+    connection: sa.Connection, ids: Sequence[str], *conditions: sa.ColumnElement[bool]
+) -> Iterator[LoadBalancerSummary]:
+    """Yield the load balancers with these ids that meet the conditions, and read them in parts."""
+    for first in range(0, len(ids), _PART):
+        yield from list_load_balancers(connection, *conditions, job.c.load_balancer_id.in_(ids[first : first + _PART]))
+
+
 def list_statuses(connection: sa.Connection) -> list[LoadBalancerSummary]:
     """Return all load balancers with their statuses and pending requests only, ordered by id."""
     status = (object_status.c.pending, object_status.c.provisioning, object_status.c.operating)
