@@ -36,7 +36,7 @@ _DETECTOR = ("seeing", "blind")
 _AMPHORA = ("booting", "ready", "retiring")
 _SILENCES = ("silent", "mute", "never_spoke")
 _RESOURCES = tuple(one.value for one in Resource)
-# Maximum number of amphorae with series of their own. Only amphorae near a limit have such series.
+# Maximum number of series with the id of an amphora. Only amphorae near a limit have such series.
 _MAX_NEAR = 200
 
 

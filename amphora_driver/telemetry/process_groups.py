@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # A process is dead after five missed heartbeats.
 DEAD_AFTER = 5 * HEARTBEAT_INTERVAL
-# A group of processes is in a restart loop if _LOOP_DEATHS processes were replaced within LOOP_SECONDS seconds.
+# A group of processes is in a restart loop if at least _LOOP_DEATHS of them were replaced within LOOP_SECONDS seconds.
 LOOP_SECONDS = 600.0
 _LOOP_DEATHS = 3
 

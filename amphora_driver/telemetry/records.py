@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 # Version of the document's format. A reader refuses a document with another version.
 FORMAT = 1
 MAX_ROWS = 50_000
-# Maximum number of ended fail-overs in the document about the whole fleet. The document contains all open fail-overs.
+# The document about the whole fleet contains all open fail-overs, and in addition the newest MAX_FAILOVERS fail-overs.
 MAX_FAILOVERS = 1000
 # Maximum number of certificates in the document about the whole fleet.
 MAX_CERTIFICATES = 1000
@@ -252,7 +252,7 @@ _OBJECT_COLUMNS = tuple(
     for one in sent_columns(_OBJECT)
 )
 _SECRET = tables.secret.c
-# For each object, the earliest expiry of its certificates.
+# The objects whose certificates expire first, each with the earliest expiry of its certificates.
 _EXPIRING = (
     sa.select(_SECRET.object_id, _SECRET.load_balancer_id, sa.func.min(_SECRET.expires_at).label("expires_at"))
     .where(_SECRET.expires_at.is_not(None))

@@ -110,7 +110,7 @@ def _key(option: str, material: SecretMaterial) -> _ServerKey:
         _refuse(option, "it holds no private key in PEM format")
     passphrase = material.passphrase.reveal().rstrip(b"\r\n") if material.passphrase is not None else None
     for password in (passphrase or None, None):
-        # Barbican may store a passphrase for an unencrypted key, so the driver loads the key with and without the
+        # A secret may contain a passphrase for an unencrypted key, so the key is loaded with and without the
         # passphrase.
         with contextlib.suppress(*_LIBRARY_ERRORS):
             # The option skips the check of an RSA key's primes, which takes 0.1 s. The later comparison with the
