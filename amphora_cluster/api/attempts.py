@@ -83,7 +83,7 @@ class FailedAttempts:
     def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._most = most
         self._clock = clock
-        # Each entry has the number of failures and the end of the pause.
+        # Each entry of these tables has the number of failures and the end of the pause.
         addresses = SharedTable(MOST_SOURCES)
         groups = SharedTable(MOST_SOURCES, addresses.end)
         self._failures = {"address": addresses, "group": groups}

@@ -94,8 +94,8 @@ def gunicorn_options(conf: ConfigOpts) -> dict[str, object]:
         "workers": own.workers,
         "worker_class": Worker,
         "threads": own.threads,
-        # A process can usually open 1024 files. With more connections, accept() would fail and end the worker of
-        # gunicorn.
+        # The number is below the usual limit of open files of a process. At that limit, accept() fails and ends the
+        # worker of gunicorn.
         "worker_connections": 800,
         "timeout": int(own.longest_wait + _SPARE_SECONDS),
         "graceful_timeout": 5,

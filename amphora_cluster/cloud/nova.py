@@ -154,8 +154,8 @@ class NovaServers:
         try:
             ids = self._ids(selector, wanted)
         except Missing:
-            # The user deleted the stack or the server group, but its servers may still exist. So Nova is asked for each
-            # server.
+            # The user deleted the stack or the server group, but its servers may still exist. So each known server is
+            # checked.
             if known and self._are_deleted(known, wanted):
                 return ()
             raise
@@ -225,8 +225,8 @@ class NovaServers:
         return read_pages(read, lambda error: isinstance(error, ListChanged))
 
     def _are_deleted(self, server_ids: Collection[str], wanted: str) -> bool:
-        # The list of servers is read first: with a wrong endpoint of Nova, the list fails, so a 404 does not count as a
-        # deletion.
+        # The list is read first. With a wrong endpoint of Nova, the list fails, so a 404 for a server does not count as
+        # a deletion.
         shown = {one.id: one for one in self._all(wanted, fresh=True)}
         found = (shown.get(one) or self._server(one, wanted) for one in sorted(server_ids))
         return all(one is None or one.status in GONE for one in found)

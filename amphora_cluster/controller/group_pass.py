@@ -34,7 +34,7 @@ LOG = logging.getLogger(__name__)
 
 # Seconds until the next pass after Octavia refused a change of a busy load balancer.
 BUSY_SECONDS = 1.0
-# After this number of successive passes with a busy load balancer, the controller waits for the poll interval. A load
+# After _MOST_BUSY successive passes with a busy load balancer, the next pass waits for the poll interval. A load
 # balancer may stay pending for hours.
 _MOST_BUSY = 60
 # Seconds between two checks while Octavia deletes a load balancer.

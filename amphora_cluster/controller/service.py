@@ -172,7 +172,7 @@ class Controller:
         except Exception:
             # Without its main thread, the process would run and never claim a group. So no error may end the thread.
             LOG.exception(
-                "the controller cannot claim the groups that are due because of an unexpected error, and tries "
+                "because of an unexpected error, the controller cannot claim the groups that are due, and tries "
                 "again in %g s",
                 _ERROR_BACKOFF,
             )

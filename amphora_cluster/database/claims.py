@@ -27,8 +27,8 @@ from amphora_driver.database.engine import Database
 from amphora_driver.database.rows import chunks
 from amphora_driver.errors import LeaseLost
 
-# Leases last at most this number of lease times of this host. A longer lease shows that the database clock was set
-# back.
+# A lease with more than this number of lease times left shows that the database clock was set back. Hosts may configure
+# different lease times.
 _LEASES = 4
 # A lease that expires within this number of seconds is never regarded as too long.
 _LEAST = 60.0
@@ -110,8 +110,8 @@ class Claims:
                     group_id=row.id,
                     owner=self._owner,
                     epoch=row.epoch + 1,
-                    # If the row still has an owner, that owner crashed or was suspended. So the claim counts as a
-                    # failed attempt.
+                    # A row that still has an owner shows that the owner crashed or was suspended. So the claim counts
+                    # as a failed attempt.
                     attempts=row.attempts + (row.owner is not None),
                     events=row.events,
                 )

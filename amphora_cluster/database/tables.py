@@ -26,7 +26,7 @@ metadata = sa.MetaData(
 Id = sa.String(36)
 # Nova's server ids have 36 characters. A group with an explicit list may contain longer ids of another cloud.
 ServerId = sa.String(64)
-# The body of a group may list many servers and exceed the 64 KiB of MySQL's TEXT and BLOB.
+# A body may list many servers and exceed the 64 KiB of MySQL's TEXT and BLOB.
 Body = sa.Text().with_variant(mysql.MEDIUMTEXT(), "mysql", "mariadb")
 Sealed = sa.LargeBinary().with_variant(mysql.MEDIUMBLOB(), "mysql", "mariadb")
 Serial = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
