@@ -87,9 +87,9 @@ class SharedMemory:
     def _private_copy(self) -> mmap.mmap:
         if self._copy is None:
             LOG.warning(
-                "another worker process of the API holds the lock of the shared memory for more than %g s, because that "
-                "worker is stopped or gets no processor time; this worker counts failed authentications on its own; "
-                "if the state lasts, continue or kill the other worker",
+                "another worker process of the API holds the lock of the shared memory for more than %g s, because "
+                "that worker is stopped or gets no processor time; this worker counts failed authentications on its "
+                "own; if the state lasts, continue or kill the other worker",
                 LOCK_TIMEOUT,
             )
             self._copy = mmap.mmap(-1, len(self._memory))
