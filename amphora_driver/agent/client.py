@@ -41,9 +41,9 @@ T = TypeVar("T")
 _MOST_POOLS, _CONNECTIONS = 256, 2
 # A large configuration increases the time-out of a request to an agent by a factor of at most five.
 _MOST_TIMEOUT_FACTOR = 5
-# Maximum sizes in bytes of a response and of diagnostics or a configuration, and the size of one read.
+# Maximum size in bytes of a normal response, maximum size of diagnostics or a configuration, and size of one read.
 _MOST_ANSWER, _MOST_DIAGNOSTICS, _CHUNK = 4 << 20, 32 << 20, 1 << 16
-# msgspec raises ValueError for invalid UTF-8 and RecursionError for deep nesting, not its own DecodeError.
+# For invalid UTF-8, msgspec raises ValueError instead of DecodeError; for deep nesting, it raises RecursionError.
 _DECODE_ERRORS = (msgspec.DecodeError, ValueError, RecursionError)
 # A booting agent answers 503. The pause before the next request grows between these limits, in seconds.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.2
