@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from amphora_driver.reconcile.job import Job
 
 LOG = logging.getLogger(__name__)
-# Time-out in seconds of the renewal of one certificate. Changes by users wait for the renewal in the same job.
+# Time-out in seconds of the renewal of one certificate. The time-out is short, because changes by users wait in the
+# same job until the renewal ends.
 _RENEWAL_TIMEOUT = 10.0
 _RETRY_AFTER = 60.0
 # Times of the last failed renewals by amphora id, on the clock of `time.monotonic()`.
