@@ -60,12 +60,12 @@ class ListAmphorae(PagedLister):
                 query = query.where(queries.is_stale_row(time.time() - self.app.conf.amp_failover.silent_after))
             if parsed_args.marker:
                 query = query.where(queries.select_after(connection, parsed_args.marker))
-            # One more row shows that the list continues.
+            # The query reads one row more than the limit. This row shows that the list continues.
             limit = self.page_size(parsed_args)
             return connection.execute(query.limit(limit + 1) if limit > 0 else query).all()
 
         rows: Sequence[Any] = self.app.read(read)
-        # The rows begin after the marker already.
+        # The query has already skipped the rows up to the marker, so `page` must not search for the marker.
         return LIST_HEAD, self.page(map(_list_row, rows), argparse.Namespace(**{**vars(parsed_args), "marker": None}))
 
 

@@ -119,8 +119,8 @@ class ListCertificateAuthorities(Lister):
         try:
             found = trust_store.load_configured_ca(self.app.conf, kind)
         except CertificateError as error:
-            # The user of amphoractl may have no access to the CA files. So the command shows the problem in this line
-            # and does not fail.
+            # The user of amphoractl may have no access to the CA files. So the command shows the error in the row of
+            # this CA and does not fail.
             problem = str(error)
         end = found.expires_at if found else None
         about = (fingerprint(found.certificate) if found else "", Timestamp(None), Timestamp(end), _days_left(end, now))

@@ -22,8 +22,8 @@ Argument = tuple[tuple[str, ...], dict[str, Any]]
 Table = tuple[tuple[str, ...], Iterable[tuple[Any, ...]]]
 # Maximum number of characters of an operator's name in the database.
 _MAX_NAME_LENGTH = 128
-# Number of rows of a table without the option `--limit`. A command needs less than a second for them, half of which is
-# its start.
+# Maximum number of rows of a table without the option `--limit`. A command shows this number of rows in less than a
+# second.
 _PAGE = 1000
 
 
@@ -95,7 +95,8 @@ class PagedLister(Lister):
         """Return the largest number of rows; 0 or less for all."""
         if parsed_args.limit is not None:
             return int(parsed_args.limit)
-        # A program that reads the output does not see the warning that more rows follow.
+        # Only a table has a default limit. A program that reads another format would not see the warning about further
+        # rows.
         return _PAGE if getattr(parsed_args, "formatter", "table") == "table" else 0
 
 

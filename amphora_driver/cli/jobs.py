@@ -32,7 +32,8 @@ class ListJobs(Lister):
     def take_action(self, parsed_args: argparse.Namespace) -> Table:
         now = time.time()
         pending, to_report, since = queries.count_pending(), queries.count_unreported(), queries.pending_since()
-        # One search of the statuses is faster than two counts for each load balancer.
+        # The condition searches the table of statuses once. Conditions on `pending` and `to_report` would count the
+        # statuses of each load balancer.
         waiting = sa.or_(object_status.c.pending.is_not(None), object_status.c.version > object_status.c.reported)
         has_waiting = job.c.load_balancer_id.in_(sa.select(object_status.c.load_balancer_id).where(waiting))
         undone = sa.or_(job.c.dirty, job.c.committed < job.c.generation, job.c.read_back, has_waiting)

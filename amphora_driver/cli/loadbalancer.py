@@ -82,7 +82,7 @@ class ListLoadBalancers(PagedLister):
             else:
                 found = queries.iter_load_balancers(connection, *conditions, after=after)
             rows = (_row(one, now)[: len(head)] for one in found if is_stale(one))
-            # The rows begin after the marker already.
+            # The query has already skipped the rows up to the marker, so `page` must not search for the marker.
             return list(self.page(rows, argparse.Namespace(**{**vars(parsed_args), "marker": None})))
 
         return head, self.app.read(read)
