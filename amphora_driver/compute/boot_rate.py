@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import threading
 
-# A reservation expires this number of seconds after the planned start of its boot. For example, the boot of a deleted
-# load balancer never happens.
+# A reservation expires this number of seconds after the planned start of its boot. A boot may never start, for example
+# if its load balancer was deleted.
 _KEEP_SECONDS = 300.0
 
 

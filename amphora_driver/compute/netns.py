@@ -31,7 +31,7 @@ _SPEC_FILE = "spec.json"
 class NetnsCompute(HostCompute):
     """Runs amphorae in namespaces of this machine. The backend creates and deletes the management ports."""
 
-    # The backend accepts compute flavors and zones without effect, so that flavors of load balancers can be tested on
+    # The backend accepts compute flavors and zones but ignores them, so that flavors of load balancers can be tested on
     # one host.
     supports: ClassVar[frozenset[str]] = frozenset({"compute_flavor", "compute_zone", "compute_zones"})
     group: ClassVar[str] = "amp_compute_netns"

@@ -100,7 +100,7 @@ class Nova:
         path = "/os-server-groups"
 
         def read(begin: int) -> list[Json]:
-            # Nova has no markers for server groups.
+            # Nova has no markers for lists of server groups, so the pages are requested by offset.
             where = [("limit", str(max(2, self._page_size))), ("offset", str(begin))]
             page: list[Json] = self._send("GET", path, params=where)["server_groups"]
             return page
