@@ -117,7 +117,8 @@ class BulkUpdate:
             f"{name} {self._type(name, _MYSQL_TYPES)} PATH '$[{place}]' ERROR ON ERROR"
             for name, place in self._places.items()
         )
-        # STRAIGHT_JOIN locks the rows in the order of the parameters.
+        # With STRAIGHT_JOIN, the server locks the rows in the order of the parameters. Locks in different orders could
+        # cause a deadlock.
         return sa.text(
             "UPDATE JSON_TABLE(CONVERT(FROM_BASE64(:rows) USING utf8mb4), "  # noqa: S608 - constant names
             f"'$[*]' COLUMNS ({columns})) AS n "
@@ -132,7 +133,8 @@ class BulkUpdate:
         keys = ", ".join(self._keys)
         matches = " AND ".join(f"o.{name} = n.{name}" for name in self._keys)
         assigned = ", ".join(f"{name} = {value}" for name, value in self._assignments.items())
-        # The first part locks the rows in the order of the keys.
+        # The subquery `locked` locks the rows in the order of the keys. Locks in different orders could cause a
+        # deadlock.
         return sa.text(
             f"WITH n AS MATERIALIZED (SELECT {columns} "  # noqa: S608 - constant names
             "FROM json_array_elements(CAST(:rows AS JSON))), "

@@ -65,7 +65,7 @@ _ANSWER_SECONDS = 8.0
 _WRITE_LOCK_SECONDS = 15.0
 # A process opens up to 48 connections, one for each thread that may write.
 _POOL_OPTIONS = {"pool_size": 5, "max_overflow": 43, "pool_timeout": 5}
-# `Database` checks the schema again after ten seconds.
+# Seconds after which `Database` checks the schema again.
 SCHEMA_VALID_SECONDS = 10.0
 # Maximum size of a text that MySQL or MariaDB joins from several rows. The default of MySQL is 1,024 bytes.
 _JOINED_TEXT_BYTES = 16 * 2**20

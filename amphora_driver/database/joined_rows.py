@@ -34,7 +34,8 @@ def _compile(element: Any, compiler: Any, **options: Any) -> str:
 
 @compiles(_JsonRow, "sqlite")
 def _compile_sqlite(element: Any, compiler: Any, **options: Any) -> str:
-    # SQLite's JSON has 15 digits of a number, but a time in seconds with microseconds has 16.
+    # SQLite's JSON functions keep 15 digits of a number, but a time in seconds with microseconds has 16. So `printf`
+    # formats each number with 17 digits.
     values = []
     for clause in element.clauses:
         value = compiler.process(clause, **options)
@@ -65,7 +66,7 @@ def join_rows(
     query = sa.select(*columns_of_group).select_from(source).group_by(sa.func.substr(key, 1, 2))
     if limit is None:
         return query
-    # The id after the last permitted row is found in the index, so the server does not sort whole rows.
+    # The subquery finds the first key beyond the limit in the index. So the server does not sort whole rows.
     after = sa.select(key).order_by(key).limit(1).offset(limit).correlate(None).scalar_subquery()
     return query.where(sa.or_(after.is_(None), key < after))
 

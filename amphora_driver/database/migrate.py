@@ -39,10 +39,11 @@ _ATTEMPT = "upgrade the database"
 _ATTEMPTS = 5
 # Seconds to wait until another upgrade ends, which may take minutes for a large table.
 _LOCK_SECONDS = 600
-# A migration waits up to five seconds for the open transactions that use a table. Longer ones, of a backup for example,
-# fail the attempt.
+# A migration waits up to five seconds for the open transactions that use a table. A longer transaction, for example of
+# a backup, makes the attempt fail.
 _TABLE_LOCK_SECONDS = 5
-# Older processes notice a new minimum at their next check. Their last transactions take less than two seconds.
+# Older processes notice a new minimum revision of the schema at their next check. Their last transactions take less
+# than two seconds.
 _NOTICE_SECONDS = SCHEMA_VALID_SECONDS + 2.0
 
 

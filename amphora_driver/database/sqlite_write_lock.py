@@ -40,7 +40,8 @@ class SqliteWriteLock:
         """Make every writing transaction of an engine take the lock."""
         event.listen(engine, "connect", self._connect)
         event.listen(engine, "begin", self._begin)
-        # The pool raises the event `checkin` right after COMMIT or ROLLBACK, when SQLAlchemy returns the connection.
+        # `_checkin` releases the write lock. The pool raises the event `checkin` right after COMMIT or ROLLBACK, when
+        # SQLAlchemy returns the connection.
         event.listen(engine, "checkin", self._checkin)
 
     def _connect(self, dbapi_connection: Any, _record: Any) -> None:

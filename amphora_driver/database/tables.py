@@ -27,8 +27,8 @@ Sealed = sa.LargeBinary().with_variant(mysql.MEDIUMBLOB(), "mysql", "mariadb")
 # SQLite numbers rows automatically only with a primary key of the type INTEGER, not BIGINT.
 Serial = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 
-# Value of `job.due_at`: the job runs before all others. A claim sets zero, so URGENT at the end of a job comes from a
-# newer event and stays.
+# Value of `job.due_at`: the job runs before all others. A claim sets `due_at` to zero. So the value URGENT at the end
+# of a job comes from a newer event and must stay.
 URGENT = -1.0
 
 # One row for each object of a load balancer. `body` is the JSON of the object without its children; `refers_to` is the
@@ -224,9 +224,9 @@ amphora = sa.Table(
 )
 
 # This table is separate from `amphora`, because health managers write its rows in bulk every few seconds. `epoch` and
-# `sequence` of the last heartbeat let a restarted health manager refuse repeated heartbeats. `holds_vip` is of the
-# heartbeat at `seen_at`, and NULL if its values were not read because of overload. `generation` and `agent_version` are
-# of the last heartbeat whose values were read.
+# `sequence` of the last heartbeat let a restarted health manager refuse repeated heartbeats. `holds_vip` comes from the
+# heartbeat at `seen_at`; NULL means that overload prevented the read of this heartbeat's values. `generation` and
+# `agent_version` come from the last heartbeat whose values were read.
 amphora_heartbeat = sa.Table(
     "amphora_heartbeat",
     metadata,
@@ -250,7 +250,7 @@ duty = sa.Table(
 )
 
 # VIP addresses of load balancers that Octavia has not created yet. Octavia may never send the creation, for example
-# after a crash. Housekeeping then deletes the claim and releases the addresses.
+# after a crash. Housekeeping then deletes the row and releases the addresses.
 vip_claim = sa.Table(
     "vip_claim",
     metadata,
