@@ -266,7 +266,8 @@ class _AmphoraState:
         elif self._base is not None and self._base_order == (order[0], report.full):
             report = _apply_difference(self._base, report)
         else:
-            # The statuses of a load balancer must not follow from the changed objects alone.
+            # This difference refers to an unknown report. The changed objects alone do not determine the statuses, so
+            # only the counters are used.
             self._add_counters(report.listeners)
             return True
         self._add_counters(report.listeners)

@@ -39,7 +39,7 @@ class KeyCache:
         self._read_keys = read_keys
         self._notify = notify
         self._interval = interval
-        # By the 16 bytes of the amphora id, as in a datagram.
+        # The dictionary key is the amphora id as 16 bytes, as in a datagram.
         self._known: dict[bytes, AmphoraKey] = {}
         self._unknown: OrderedDict[str, float] = OrderedDict()
         # The latest heartbeat datagram of each amphora without a known key.

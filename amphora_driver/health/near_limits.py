@@ -81,8 +81,8 @@ class NearLimits:
             return known
         mark, first, last = self._changing.get(key, (known, read_at, read_at))
         if mark is not known or read_at - last > self._hold:
-            # The period of contradiction starts again if the mark has changed, or after too long a time without a
-            # contradicting heartbeat.
+            # The period of contradiction starts again if the mark has changed, or if the last contradicting heartbeat
+            # is too old.
             first = read_at
         self._changing[key] = known, first, read_at
         return known if read_at - first < self._hold else not known

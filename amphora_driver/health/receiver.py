@@ -65,7 +65,8 @@ _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 # datagrams.
 _SO_MEMINFO = 55
 _MEMINFO = struct.Struct("=9I")
-# Parts of the receive buffer that are in use when the omission of a part begins, and when all omissions end.
+# Used fractions of the receive buffer from which the health manager omits statistics, and also statuses. Below
+# _ENDS_BELOW, the health manager omits nothing.
 _STATISTICS_FROM, _STATUSES_FROM, _ENDS_BELOW = 0.25, 0.5, 0.1
 
 
@@ -157,7 +158,7 @@ class Receiver:
         member: GroupMember | None = None,
     ) -> None:
         self.accepted = 0
-        # Accepted heartbeats without their documents.
+        # Number of heartbeats that were accepted during overload without a read of their documents.
         self.shortened = 0
         # Refused heartbeats by reason. For "unknown", "busy" and "lookup", the health manager could not get the key of
         # the amphora; "handler" means an error in `on_heartbeat`.

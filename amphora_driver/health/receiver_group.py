@@ -76,7 +76,7 @@ class GroupMember:
         try:
             self.forwarded.sendto(datagram, self._addresses[owner])
         except OSError:
-            # The next heartbeat follows at the next interval.
+            # The receiver only counts the lost datagram, because the amphora soon sends the next heartbeat.
             self.lost += 1
 
     def distribute(self, amphorae: Iterable[tuple[str, str]], prepare: Callable[[list[str]], None]) -> None:

@@ -98,7 +98,8 @@ class HealthManager:
         interval = min(process_registry.HEARTBEAT_INTERVAL, conf.amp_failover.silent_after / 5)
         max_flush_age = _IDLE_FLUSH_INTERVAL + 2 * conf.amp_health.flush_interval
         if member is not None:
-            # The self-tests of all receivers have to be recent. So the tests are more frequent.
+            # In a group, the self-tests of all receivers must be recent, so each receiver runs its self-test twice as
+            # often.
             interval /= 2
         self._group_test_age = _GROUP_TEST_AGE * interval
         self._self_test = ReceiverSelfTest(self._database, name, self._receives_probe, interval, max_flush_age)
@@ -171,7 +172,8 @@ class HealthManager:
             return
 
         def load_orders(amphora_ids: list[str]) -> None:
-            # Another receiver may have accepted later heartbeats of these amphorae.
+            # Another receiver may have accepted later heartbeats of these amphorae. So their last epochs and sequence
+            # numbers are loaded from the database.
             orders = self._database.read(lambda connection: amphorae.last_heartbeats(connection, amphora_ids))
             self._reports.load_orders(orders)
 
@@ -234,8 +236,8 @@ class HealthManager:
         # The first flush does not wait for a heartbeat, because the first self-test needs a recent flush.
         while not self._stopping.is_set():
             self._flush()
-            # The pause collects changed statuses, which are then written to the database together. It is also the
-            # back-off after an error.
+            # During the pause, the health manager collects changed statuses, to write them together. The pause is also
+            # the back-off after an error.
             self._stopping.wait(self._conf.amp_health.flush_interval)
             self._updated.wait(_IDLE_FLUSH_INTERVAL)
             self._updated.clear()

@@ -265,7 +265,8 @@ class StatusWriter:
             return True
         recorded = state.recorded
         if not state.live:
-            # The values had expired when the writer read the load balancer.
+            # At the writer's last read of the load balancer, all reported values had expired. So the new report
+            # requires another read.
             return True
         if len(recorded.amphorae) > 1 and self._reports.live_ids(recorded.amphorae, now) != state.live:
             return True

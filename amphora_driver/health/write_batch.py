@@ -33,7 +33,7 @@ _ISOLATION_TIME = 300.0
 # Minimum seconds between two log messages about refused rows of one load balancer.
 _LOG_INTERVAL = 60.0
 _MAX_LOGGED = 500
-# The longest reason of a status.
+# Maximum number of characters of the reason of a status.
 _MAX_REASON = 255
 # Database libraries raise ValueError or OverflowError for an invalid value, before they send the statement.
 _REFUSALS = (ContentRefused, ValueError, OverflowError)
