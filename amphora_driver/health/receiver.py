@@ -65,8 +65,8 @@ _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 # datagrams.
 _SO_MEMINFO = 55
 _MEMINFO = struct.Struct("=9I")
-# Used fractions of the receive buffer from which the health manager omits statistics, and also statuses. Below
-# _ENDS_BELOW, the health manager omits nothing.
+# Used fraction of the receive buffer from which the health manager omits statistics, from which it also omits statuses,
+# and below which it omits nothing.
 _STATISTICS_FROM, _STATUSES_FROM, _ENDS_BELOW = 0.25, 0.5, 0.1
 
 
