@@ -18,8 +18,8 @@ from pathlib import Path
 import msgspec
 
 _BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
-# During execve(2), /proc shows no arguments of a process for a moment. A process that shows none for this number of
-# seconds really has no arguments.
+# During execve(2), /proc shows no arguments of a process for a moment. `_read_arguments` waits this number of seconds
+# for the arguments.
 _EXEC_SECONDS = 0.5
 # PF_KTHREAD in the field `flags` of /proc/PID/stat: the process is a kernel thread.
 _KERNEL_THREAD = 0x00200000
@@ -80,8 +80,7 @@ class Process(msgspec.Struct, frozen=True):
     def _open_pidfd(self) -> int | None:
         try:
             descriptor = os.pidfd_open(self.pid)
-        # pidfd_open fails with ESRCH after the end of the process. If the process ends during the call, some versions
-        # of Linux return ENOENT.
+        # Both errors mean that the process has ended. Some versions of Linux return ENOENT instead of ESRCH.
         except (ProcessLookupError, FileNotFoundError):
             return None
         if self.alive():

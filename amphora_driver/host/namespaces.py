@@ -72,7 +72,8 @@ def remove(name: str) -> None:
     place = path(name)
     while exists(name):
         _check_result(_LIBC.umount2(os.fsencode(place), _MNT_DETACH), f"unmount {place}")
-    # `unlink` makes the kernel detach the copies of this mount in the mount namespaces of amphorae.
+    # Amphorae may have copies of this mount in their mount namespaces. The kernel detaches these copies when the file
+    # is deleted.
     place.unlink(missing_ok=True)
 
 
