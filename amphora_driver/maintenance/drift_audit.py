@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 DUTY = "audit"
-# Longest and shortest time in seconds between two rounds.
+# Longest and shortest time in seconds between two rounds of the drift audit.
 _LONGEST_ROUND, _SHORTEST_ROUND = 5.0, 0.2
 # Number of rounds in one audit interval.
 _ROUNDS = 10
@@ -72,11 +72,12 @@ _DUTY_LEASE = 60.0
 _RENEW_EVERY = 10.0
 # Maximum number of unanswered queries for each thread: one runs, and one waits for the thread.
 _QUEUED = 2
-# A reported generation that exceeds the recorded one by more than this number is impossible.
+# If an agent reports a generation that exceeds the recorded generation by more than this number, the report is
+# implausible.
 _IMPLAUSIBLE = 2**31
 # Result of `next` if no amphora is due.
 _END = object()
-# Number of audits without drift that one transaction records.
+# Maximum number of audits without drift that one transaction records.
 _MOST_TOGETHER = 100
 
 
@@ -155,7 +156,8 @@ class _Target(msgspec.Struct, frozen=True):
     digest: str
 
 
-# The state that an agent reports, and how its settings differ from the configured ones (empty if they are equal).
+# The configuration state that an agent reports, and a text about its different settings (empty if the settings are
+# equal).
 _Answer: TypeAlias = "tuple[BundleState, str]"
 
 
@@ -182,8 +184,8 @@ class DriftAuditor:
         # Load balancers whose amphorae have a configuration from another version of the renderer, in the order of
         # detection.
         self._outdated: dict[str, None] = {}
-        # Amphorae without drift whose audits are not recorded yet. If their record fails, a later round repeats the
-        # audits.
+        # Amphorae without drift whose audits are not in the database yet. If the write of these audits fails, a later
+        # round repeats the audits.
         self._agreeing: list[str] = []
         self._pushed_at = time.monotonic()
         # For each load balancer: the fingerprint of the configuration that the audit requested to push because of drift
@@ -225,8 +227,8 @@ class DriftAuditor:
         return True
 
     def _update_settings(self, pool: ThreadPoolExecutor, goes_on: Callable[[], bool]) -> None:
-        # A comparison of settings reads the addresses of all amphorae from the database, so it does not run in each
-        # round.
+        # A comparison of settings reads the addresses of all amphorae from the database, so the comparison does not run
+        # in each round.
         if time.monotonic() >= self._settings_at:
             self._settings.run_round(pool, goes_on)
             self._settings_at = time.monotonic() + min(_SETTINGS_PAUSE, self._interval)
@@ -294,8 +296,8 @@ class DriftAuditor:
         load_balancer_id, ids = due[0].load_balancer_id, {one.amphora_id for one in due}
         recorded = self._database.read(lambda c: load_record(c, load_balancer_id, self._context.catalogue))
         if recorded is None or recorded.generation != due[0].generation:
-            # If the load balancer has changed since its selection, or is incomplete in the database, its audit is
-            # postponed.
+            # The load balancer has changed since its selection or is incomplete in the database, so a later round
+            # audits its amphorae.
             self._put_off(ids)
             return
         expected = self._expected_digests(recorded)
@@ -408,7 +410,7 @@ class DriftAuditor:
         ready = [one for one in recorded.amphorae if one.confirmed == recorded.generation]
         different = []
         for one, answer in [(one, pool.submit(self._get_state, one)) for one in ready]:
-            # An amphora that does not answer causes no push. A later round queries it again.
+            # An amphora that does not answer causes no push. A later round queries this amphora again.
             if not isinstance(answer.exception(), AmphoraDriverError):
                 drift = classify_drift(recorded.generation, expected[one.id], answer.result())
                 if drift is Drift.RENDERER:
@@ -419,8 +421,8 @@ class DriftAuditor:
         if len(self._pushed) >= _MOST_REMEMBERED:
             self._pushed.clear()
         self._pushed[of] = _fingerprint(recorded)
-        # After one revoked confirmation, the controller pushes the configuration to all amphorae of the load balancer.
-        # So the auditor revokes the confirmation of only one amphora.
+        # One revoked confirmation suffices, because the controller then pushes the configuration to all amphorae of the
+        # load balancer.
         first = different[0]
         why = "renderer: this version renders the load balancer in another way"
         if self._database.write(lambda c: config_drift.revoke_confirmation(c, first.id, recorded.generation, why)):

@@ -72,13 +72,13 @@ class RotationWatch:
 
     def __init__(self, silence: float) -> None:
         self._silence = silence
-        # For each amphora: epoch and sequence number of its newest heartbeat; whether a heartbeat arrived during the
-        # observation; seconds without a newer heartbeat.
+        # For each amphora: epoch and sequence number of the newest heartbeat, whether the observation included a new
+        # heartbeat, and the seconds since the newest heartbeat.
         self._heartbeats: dict[str, tuple[tuple[int, int], bool, float]] = {}
         self._watched: dict[str, float] = {}
         self._well: dict[str, float] = {}
-        # For each load balancer in replacement: the job's number of failed attempts and whether the status was ERROR,
-        # both at the first observation.
+        # For each load balancer in replacement: the number of failed attempts of its job, and whether its status was
+        # ERROR, both at the first observation.
         self._first: dict[str, tuple[int, bool]] = {}
 
     def reset(self) -> None:
@@ -109,8 +109,8 @@ class RotationWatch:
             if item.state is ItemState.RUNNING:
                 watched[of] = self._watched.get(of, 0.0) + gap
                 before = self._first.get(of, (facts.attempts, facts.provisioning == "ERROR"))
-                # The rotation compares the present number of failed attempts with the recorded first number. A
-                # successful job resets the present number to zero, so the minimum of both is recorded.
+                # A later check compares the number of failed attempts with the recorded number. A successful job resets
+                # the present number to zero, so the smaller number is recorded.
                 first[of] = (min(before[0], facts.attempts), before[1] and facts.provisioning == "ERROR")
                 if plan.missing_condition(snapshot.rotation, item, facts) is None:
                     well[of] = self._well[of] + gap if of in self._well else 0.0

@@ -138,8 +138,8 @@ def next_moves(
     if rotation.state is RotationState.RUNNING:
         moves += _start_items(rotation, waiting, facts, limits, rotation.max_unavailable - busy, breaker)
     if not items:
-        # `items` may omit some waiting load balancers, but `items` is empty only if no load balancer is unfinished. So
-        # the rotation has ended.
+        # `items` may contain only a part of the waiting load balancers. Without any item, all load balancers are
+        # finished, so the rotation ends.
         aborted = rotation.state is RotationState.ABORTED
         moves.append(FinishRotation(state=RotationState.ABORTED if aborted else RotationState.DONE))
     return moves

@@ -14,8 +14,8 @@ from amphora_driver.database.engine import Database
 from amphora_driver.notifications import outbox
 
 LOG = logging.getLogger(__name__)
-# Maximum number of notifications that wait for the result of a request. A load balancer whose requests end in ERROR has
-# waiting notifications too, so the number is far above the number of requests that run at the same time.
+# Maximum number of notifications that wait for the result of a request. The limit is far above the number of concurrent
+# requests, because notifications of load balancers in ERROR also wait.
 MOST_WAITING = 100_000
 # Maximum number of notifications that one transaction drops, and maximum number of such transactions in one round.
 _MOST_AT_ONCE, _MOST_CHUNKS = 1000, 100
@@ -30,7 +30,12 @@ def purge_notifications(database: Database, max_age: float) -> None:
         return
     if dropped := database.write(lambda connection: outbox.delete_old(connection, max_age)):
         metrics.count_notifications("dropped", dropped)
-        LOG.error("no controller could send %d notifications for %g s; the controller dropped them", dropped, max_age)
+        LOG.error(
+            "the controller dropped %d notifications, because no controller could send them for %g s. Check the "
+            "message bus and [amp_notifications] url",
+            dropped,
+            max_age,
+        )
 
 
 def _drop_excess(database: Database) -> None:

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from amphora_driver.plugins import Catalogue
 
 LOG = logging.getLogger(__name__)
-# The cleanup removes no objects of a kind if more than _MOST and more than a tenth of them are orphans, or if all of
-# several objects are. Crashes leave few orphans; many orphans indicate lost rows of the database.
+# Number of orphans of a kind that crashes can explain. More orphans than this number and than a tenth of all objects
+# indicate lost rows of the database, so the cleanup removes nothing.
 _MOST = 2
 _FAILED = (
     "the removal of unused objects (orphans) from backend %s failed, and the controller "

@@ -76,9 +76,12 @@ class LogFiles:
         try:
             self.settings = log_defaults(self._conf)
         except ConfigurationError as error:
-            # The next call reads the files again, because a failure to read needs no change of a file to end.
+            # `_seen` stays unchanged, so the next call reads the files again. A temporary read error ends without a
+            # change of a file.
             if str(error) != self._problem:
-                LOG.warning("the controller uses the former content of the files of [amp_logs]: %s", error)
+                LOG.warning(
+                    "the controller cannot use the files of [amp_logs] and keeps their former content: %s", error
+                )
             self._problem = str(error)
             return False
         self._seen, self._problem = present, ""
@@ -93,7 +96,7 @@ class LogFiles:
             except OSError:
                 found.append(None)
             else:
-                # A copy can preserve st_mtime_ns, but changes st_ctime_ns.
+                # A copied file can have the st_mtime_ns of the original, so st_ctime_ns is compared too.
                 found.append((state.st_ino, state.st_mtime_ns, state.st_ctime_ns, state.st_size))
         return found
 
@@ -110,8 +113,8 @@ class SettingsUpdate:
         self._most: int = _ROUND_FACTOR * context.conf.amp_drift.most_at_once
         # Times of the next queries by amphora (`time.monotonic()`).
         self._due_at: dict[str, float] = {}
-        # Owner and epoch of the heartbeats of each amphora. A spare amphora that begins to serve a load balancer needs
-        # other settings at once. An agent that has started again may have lost the secrets of its log targets.
+        # Load balancer and heartbeat epoch of each amphora. The agent is queried at once after a change of the load
+        # balancer (a spare begins to serve) or of the epoch (a restart).
         self._states: dict[str, tuple[str, int]] = {}
         self._log_lines: dict[str, LogLines] = {}
 
@@ -123,7 +126,7 @@ class SettingsUpdate:
             self._due_at = {}
         moment = time.monotonic()
         known = {one.id for one in ready}
-        # The loops use copies, because a thread of an earlier round may add a result meanwhile.
+        # The loops use copies, because a thread of an earlier round may add a result at the same time.
         self._due_at = {one: at for one, at in self._due_at.copy().items() if one in known}
         self._log_lines = {one: lines for one, lines in self._log_lines.copy().items() if one in known}
         states = {one.id: (one.load_balancer_id, one.epoch) for one in ready}
@@ -135,8 +138,8 @@ class SettingsUpdate:
         roots = self._database.read(
             lambda connection: desired_objects.load_roots(connection, [one.load_balancer_id for one in chosen])
         )
-        # The next query is scheduled before this one is sent, because a query may hang. Otherwise each round would
-        # send another query.
+        # The time of the next query is set before this query is sent. Otherwise, each round would send another query to
+        # an agent that does not answer.
         for one in chosen:
             self._put_off(one.id)
         asked = {pool.submit(self._query, one, roots.get(one.load_balancer_id)): one for one in chosen}
@@ -205,13 +208,13 @@ class SettingsUpdate:
             actual = self._agents.put_settings(amphora_id, address, wanted.encode(), deadline=deadline).digest
         except AgentError as error:
             if isinstance(error, AgentRefused) and error.status == _NOT_FOUND:
-                # Status 404 comes from an agent of an earlier version, which has no settings to compare. This agent has
-                # replaced the queried agent since the query.
+                # Status 404 means that an agent of an earlier version, which has no settings, has started since the
+                # query.
                 return ""
             reduced = _without_certificates(wanted)
             if isinstance(error, AgentRefused) and error.status == _BAD_REQUEST and reduced != wanted:
-                # An agent of an earlier version refuses all settings because of the unknown key. Without the other
-                # settings, it would send its heartbeats to former targets.
+                # An agent of an earlier version refuses settings with a client certificate. So the controller sends the
+                # other settings again, because the agent needs the configured heartbeat targets.
                 reason = "its agent does not support the client certificate of log targets: replace the amphora"
                 return self._send(amphora_id, address, present, reduced) or f"settings: {reason}"
             return f"settings: it has other heartbeat settings or log targets than configured: {error.happened}"

@@ -65,6 +65,6 @@ def test_a_failure_that_returns_is_logged_again(files, authorities, caplog):
         authorities.write_text("no certificate")
         assert not files.refresh()
         assert not files.refresh()
-        assert caplog.text.count("uses the former content of the files of [amp_logs]") == number
+        assert caplog.text.count("cannot use the files of [amp_logs] and keeps their former content") == number
         authorities.write_text(FORMER)
         assert not files.refresh(), "the content is the former one"

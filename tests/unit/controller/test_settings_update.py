@@ -383,7 +383,7 @@ def test_an_unusable_client_certificate_changes_nothing(control, pool, shown_cer
     shown_certificate(content)
     assert made.run_round(pool) == 0
     assert made.run_round(pool) == 0
-    assert caplog.text.count("uses the former content of the files of [amp_logs]") == 1
+    assert caplog.text.count("cannot use the files of [amp_logs] and keeps their former content") == 1
     assert certificates_of(control) == {FORMER.certificate_pem + FORMER.key_pem}
     shown_certificate(NEW.pem)
     assert made.run_round(pool) == MANY

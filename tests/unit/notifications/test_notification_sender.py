@@ -208,7 +208,7 @@ def test_old_notifications_are_dropped_and_counted(sender, bus, announced, datab
     sender.send_due()
     assert counted("dropped") - dropped == 2
     assert bus.names() == ["young"]
-    assert "no controller could send 2 notifications for 60 s; the controller dropped them" in caplog.text
+    assert "dropped 2 notifications, because no controller could send them for 60 s" in caplog.text
 
 
 def test_no_notification_is_dropped_after_a_jump_of_the_database_clock(sender, announced, database, monkeypatch, bus):
