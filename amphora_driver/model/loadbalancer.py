@@ -278,7 +278,7 @@ def without_addresses(tree: LoadBalancer) -> LoadBalancer:
 
 Node = LoadBalancer | Listener | Pool | Member | HealthMonitor | L7Policy | L7Rule
 
-# Fields with child objects, by kind of the parent, and the kind of these children.
+# For each kind of parent: the fields with child objects, and the kind of these child objects.
 CHILDREN: dict[Kind, dict[str, Kind]] = {
     Kind.LOAD_BALANCER: {"listeners": Kind.LISTENER, "pools": Kind.POOL},
     Kind.LISTENER: {"l7policies": Kind.L7POLICY},
