@@ -39,8 +39,8 @@ LOG = logging.getLogger(__name__)
 _ATTEMPTS = 5
 # Maximum seconds to wait until another thread has read a group.
 _MAX_WAIT = 5.0
-# Minimum age in seconds of a group that the driver deletes. Until the end of `cache_time`, which is at most an hour,
-# another process may give the group to a new port. Neutron would remove the deleted group also from that port.
+# Minimum age in seconds of a duplicate group before its deletion. Other processes cache groups for at most an hour, and
+# Neutron would remove a deleted group from their new ports.
 _MIN_AGE = 2 * 3600.0
 
 
@@ -151,8 +151,8 @@ class Groups:
         guarded = [one for one in ports if one.get("port_security_enabled", True)]
         ids = sorted({group for one in guarded for group in one["security_groups"]})
         if not ids or not all(one["security_groups"] for one in guarded):
-            # Neutron blocks all traffic of a port that has port security but no group. So these ports pass answers only
-            # if none of them has port security.
+            # Neutron blocks all traffic of a port with port security but without a group. So the result is True only if
+            # no port has port security.
             return not guarded
         found = self._neutron.find("groups", fields=("id", "stateful"), id=ids)
         return len(found) == len(ids) and not any(one.get("stateful", True) for one in found)
@@ -220,7 +220,7 @@ class Groups:
                 LOG.log(
                     level,
                     "the network backend uses the security group %s, but could not delete the newer group %s of the "
-                    "same name; the backend tries again at the next list of groups: %s",
+                    "same name; the backend tries again when it lists the groups the next time: %s",
                     kept["id"],
                     one["id"],
                     translate(error, "delete it"),

@@ -70,7 +70,8 @@ def amphora_mac(deployment_id: str, request: PortRequest) -> str:
     if request.vnic_type == DIRECT:
         kind = (DIRECT,)
     elif request.purpose is not PortPurpose.MANAGEMENT:
-        # Management ports of running amphorae have the address without this part.
+        # This word gives a traffic port another MAC address than the management port, whose MAC address must stay as in
+        # earlier versions.
         kind = ("traffic",)
     return derive_mac(deployment_id, request.amphora_id, request.network_id, *kind)
 

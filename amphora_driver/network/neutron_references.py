@@ -23,7 +23,7 @@ _TYPES = {
     "policies": ("QoS policy", "qos_policy"),
     "groups": ("security group", "security_group"),
 }
-# Actions of RBAC policies that permit the use of an object. The second one exists for networks only.
+# Actions of RBAC policies that permit the use of an object. The second action exists for networks only.
 _ACTIONS = ("access_as_shared", "access_as_external")
 
 

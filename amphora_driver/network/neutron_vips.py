@@ -68,8 +68,8 @@ class VipPorts:
                 return self._create(load_balancer_id, project_id, requests, wanted)
             except ApiError as error:
                 if error.kind == "SecurityGroupNotFound" or (error.status == 500 and left):
-                    # The cached group was deleted, for example by an operator, so the groups are read again. If the
-                    # deletion happens while Neutron creates the port, Neutron answers 500, as for other failures.
+                    # The cached group no longer exists, so the groups are read again. If a group is deleted during the
+                    # creation of the port, Neutron answers 500 instead of SecurityGroupNotFound.
                     self._groups.forget()
                     continue
                 # Neutron answers 409 if the port exists: another process created it, or the answer to an earlier
