@@ -59,7 +59,8 @@ _WAITING = (
 )
 _BODIES = sa.select(desired_object.c.id, desired_object.c.body).where(desired_object.c.id.in_(_IDS))
 _DELETE = notification.delete().where(_ROW.id.in_(_IDS))
-# A notification may become due after the ids are read, so the deletion checks it again.
+# A notification may become due after its id was read. So the DELETE statement checks again that the notification still
+# waits.
 _DELETE_WAITING = _DELETE.where(_ROW.ready_at.is_(None))
 _DUE = sa.select(notification).where(_ROW.ready_at.is_not(None)).order_by(_ROW.id)
 
@@ -71,8 +72,8 @@ def announce_nothing(_connection: sa.Connection, _load_balancer_id: str, _genera
 def announce(connection: sa.Connection, load_balancer_id: str, generation: int, event: Event) -> None:
     """Record the notification of a request, which waits for the result; see `Announce`."""
     if event is Event.DELETE:
-        # Octavia accepts a deletion only after the previous request has ended. The provider agent may have died before
-        # it released the notification of that request, so `announce` releases the notification here.
+        # Octavia accepts a deletion only after the previous request has ended. If the provider agent died before it
+        # released that request's notification, `announce` releases the notification here.
         applied = connection.execute(sa.select(job.c.applied).where(job.c.load_balancer_id == load_balancer_id))
         release(connection, {load_balancer_id: int(applied.scalar_one())})
         # A user may repeat a failed deletion. Only the newest deletion causes a notification, so older waiting rows are
