@@ -61,7 +61,7 @@ def read_message(body: str) -> tuple[str, str]:
     except (ValueError, StopIteration):
         name, found = "", None
     if isinstance(found, dict):
-        # An error of Nova has its name as the key of the answer, for example {"forbidden": {"code": 403, "message":
+        # Nova sends the name of an error as the key of the answer, for example {"forbidden": {"code": 403, "message":
         # ...}}.
         kind = str(found.get("type") or found.get("title") or (name if "code" in found else ""))
         message = str(found.get("message") or "")

@@ -14,11 +14,13 @@ from typing import TypeVar
 from amphora_driver.openstack.errors import ApiError
 
 T = TypeVar("T")
-# Maximum number of times that a list begins again.
+# Maximum number of times that the driver starts to read a list again from the first page.
 MOST_RESTARTS = 3
-# Maximum number of times that the pages of a list without markers are read again from an earlier place.
+# Maximum number of times that the driver reads earlier pages of a list without markers again, because deletions have
+# moved the objects.
 MOST_STEPS_BACK = 100
-# Nova: "marker [ID] not found". Octavia: "Supplied pagination marker 'ID' is not valid".
+# Error messages about a missing marker. Nova: "marker [ID] not found". Octavia: "Supplied pagination marker 'ID' is not
+# valid".
 _REFUSED_MARKER = re.compile(r"\bmarker\b.* not (found|valid)", re.IGNORECASE)
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 GROUP = "amp_openstack"
 _WANTED = "connect to OpenStack"
-# Last part of the address of a service with one version of its API.
+# Version at the end of a service's address (endpoint), by kind of service.
 _VERSIONS = {"network": "v2.0", "load_balancer": "v2"}
 
 
