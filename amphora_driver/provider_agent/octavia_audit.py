@@ -168,7 +168,7 @@ class OctaviaAuditor:
             )
             LOG.warning(unknown, load_balancer_id)
             return False
-        # Octavia shows a removed object until it receives the status DELETED, so removed objects are not compared.
+        # Octavia shows a removed object until Octavia receives the status DELETED, so removed objects are not compared.
         tree = without_objects(from_octavia.load_balancer(found), removed)
         differences = describe_differences(recorded, tree)
         if not differences:
@@ -244,8 +244,8 @@ def nodes_by_id(tree: LoadBalancer) -> Mapping[str, Node]:
 
 
 def _comparable_nodes(tree: LoadBalancer) -> Mapping[str, Node]:
-    # Octavia and the driver may number equally ordered L7 policies differently. So `without_objects` renumbers the
-    # policies before the comparison.
+    # Octavia and the driver may give L7 policies different positions, although the order is equal. So `without_objects`
+    # renumbers the policies before the comparison.
     return nodes_by_id(without_objects(tree, ()))
 
 

@@ -219,8 +219,8 @@ class OctaviaReader:
         """Read each listener and pool separately, and return whether the result is enough to serve."""
         tree = self._database.read(lambda connection: desired_objects.load_tree(connection, row.load_balancer_id))
         contents: dict[SecretName, SealedSecret] = {}
-        # If a listener has the mark `unread`, an earlier call has already read each listener separately. That call
-        # could read the listeners without the mark, so their recorded state may be used.
+        # A listener with the mark `unread` shows that an earlier call has read each listener separately. That call
+        # could read the listeners without the mark, so their recorded state is usable.
         repeated = any(one.unread for one in tree.listeners)
         # Octavia returns a listener together with its pools, so an unreadable secret of a pool makes its listener
         # unreadable.

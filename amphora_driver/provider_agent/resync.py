@@ -237,8 +237,8 @@ class Resyncer:
         if not self._database.write(write):
             return _BUSY
         LOG.info(
-            "the resync of load balancer %s is complete; the provider agent reports all statuses of its objects again, "
-            "because of this difference: %s",
+            "the resync of load balancer %s is complete, and the provider agent reports all statuses of its objects "
+            "again. Result of the comparison with Octavia: %s",
             load_balancer_id,
             found,
         )
@@ -283,7 +283,9 @@ class Resyncer:
             self._finish(request, ResyncOutcome.REMOVED, "deleted from Octavia")
             return
         LOG.warning(
-            "the resync keeps load balancer %s in Octavia, although the driver has no record of it", load_balancer_id
+            "the resync keeps load balancer %s in Octavia, although the driver has no record of it: only a resync with "
+            "--remove-unknown deletes it",
+            load_balancer_id,
         )
         name = f"name {found.name}, VIP {found.vip_address}; " if found is not None else ""
         detail = f"{name}it is not served; --remove-unknown deletes it from Octavia"

@@ -26,11 +26,12 @@ from amphora_driver.store.process_registry import ProcessKind
 
 PARTS = "0123456789abcdef"
 _NAME = "statistics-"
-# Seconds until the lease of a part expires, between two renewals, and that the lease must last at the start of a call.
+# Seconds of a lease for a part of the listeners, seconds between two renewals, and remaining seconds that a call needs
+# at its start.
 _LEASE, _RENEWAL, _LEAST = 15.0, 5.0, 5.0
 # A lease with more remaining seconds means that the database clock was set back.
 _LONGEST_LEASE = 10 * _LEASE
-# Seconds without a sign of life after which a provider agent gets no parts.
+# A provider agent whose last heartbeat is older than this number of seconds gets no parts.
 _ALIVE = 10.0
 
 

@@ -42,11 +42,11 @@ from amphora_driver.store import listener_stats, process_registry, status_outbox
 
 LOG = logging.getLogger(__name__)
 
-# One call to Octavia has at most _MAX_DELETED deleted and _MAX_ROWS other objects, so that it takes a quarter of its
-# time-out (30 s). Octavia needs up to 0.5 s to delete an object, and 2 ms for another status.
+# One call to Octavia has at most _MAX_DELETED deleted and _MAX_ROWS other objects, so that the call takes a quarter of
+# its time-out (30 s). Octavia needs up to 0.5 s to delete an object, and 2 ms for another status.
 _MAX_DELETED, _MAX_ROWS = 15, 300
-# octavia_lib raises UpdateStatusError for an unreachable octavia-driver-agent and for a refused status. Only a refusal
-# has an object id.
+# UpdateStatusError with an object id means a refused status, which other code handles before. Without an object id,
+# octavia-driver-agent is unreachable.
 _UNREACHABLE = (
     AmphoraDriverError,
     octavia_errors.DriverAgentNotFound,
@@ -128,7 +128,8 @@ class Reporter:
         interval, yielded = self._conf.amp_queue.poll_interval, 0
         while not self._ended.wait(interval):
             if yielded:
-                # Provider agents on other hosts can take over the listeners of this one meanwhile.
+                # After an error of octavia-driver-agent, this thread pauses, so that provider agents on other hosts can
+                # report the statistics.
                 yielded -= 1
                 continue
             try:
@@ -174,7 +175,8 @@ class Reporter:
                     "the provider agent could not update its row in the process registry and tries again: %s", error
                 )
             except Exception:
-                # An error must not end this thread, because the duty of a reporter in a long update would expire.
+                # An error must not end this thread. Without its renewals, the duty of the reporter would expire during
+                # a long call to Octavia.
                 LOG.exception(
                     "the provider agent could not update its row in the process registry because of an unexpected "
                     "error and tries again"
@@ -246,8 +248,8 @@ class Reporter:
             return True
         if now < self._yield_until:
             return False
-        # The lease ends _DUTY_SECONDS / 2 after `_held_until`. If the reporter renews the lease before its end, no
-        # other reporter has had the duty meanwhile.
+        # The lease ends _DUTY_SECONDS / 2 after `_held_until`. A renewal before this end proves that no other reporter
+        # has had the duty meanwhile.
         kept = now < self._held_until + _DUTY_SECONDS / 2
         if not jobs.acquire_duty(self._database, _DUTY, self._name, _DUTY_SECONDS):
             self._held_until = 0.0
