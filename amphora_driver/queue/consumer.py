@@ -24,7 +24,8 @@ from celery.worker.consumer import Consumer
 from amphora_driver.queue import rabbitmq
 
 LOG = logging.getLogger(__name__)
-# Loggers of Celery with two lines for each message. The controller's own log has a line for each job.
+# These loggers of Celery write two lines for each message. The controller's own log has a line for each job, so these
+# loggers write warnings only.
 _VERBOSE_LOGGERS = ("celery.worker.strategy", "celery.app.trace")
 _CHECK_SECONDS = 0.5
 _RETRY_SECONDS = 2.0
@@ -97,7 +98,7 @@ class ControllerConsumer(_Consumer):
 
     def stop(self, seconds: float) -> None:
         self._ending.set()
-        # Celery's global flag `should_stop`, with any value except None, stops the worker of this process.
+        # Celery stops the worker of this process if the global flag `should_stop` has any value except None.
         state.should_stop = 0
         super().stop(seconds)
         if not self._thread.is_alive():
@@ -108,8 +109,7 @@ class ControllerConsumer(_Consumer):
         try:
             self._app.WorkController(pool_cls="solo", concurrency=1, **without).start()
         except Exception:
-            # Every error causes a new connection, because errors of Celery, the broker and the network have no common
-            # base class.
+            # All errors are caught, because errors of Celery, the broker and the network have no common base class.
             LOG.exception(
                 "the controller could not receive messages about new work from the message broker, and "
                 "tries again in %g s",

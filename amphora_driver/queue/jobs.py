@@ -100,7 +100,8 @@ class Jobs:
             connection.execute(statements.claim, {**given, **claimed, "of": row.load_balancer_id})
             return lease
 
-        # Most searches find no job. A read without locks, which costs less than a write transaction, comes first.
+        # Most searches find no job. So a search without locks, which costs less than a write transaction, precedes the
+        # claim.
         def read(connection: sa.Connection) -> bool:
             statements, given = bound(connection)
             return connection.execute(statements.search, given).first() is not None
@@ -146,7 +147,7 @@ class Jobs:
                 # The row is locked first on PostgreSQL. Without this lock, the UPDATE could see outdated rows of other
                 # tables, and mark the job as done although an amphora has just lost its configuration.
                 connection.execute(_LOCK_ROW, {"of": lease.load_balancer_id})
-            # The UPDATE also checks the lease of the job. If it changes no row, the lease is lost.
+            # The UPDATE also checks the lease of the job. If the UPDATE changes no row, the lease is lost.
             if connection.execute(statement, bound).rowcount != 1:
                 raise _lost(lease)
 
@@ -284,7 +285,7 @@ def _claim_statements(is_named: bool, fresh: bool, is_sqlite: bool) -> _Claim:
     With `fresh`, they find only jobs whose last attempt did not fail.
     """
     now: sa.ColumnElement[float] = sa.bindparam("now", type_=sa.Double) if is_sqlite else clock.SERVER_TIME
-    # A due job has work to do, no pause, and no live owner.
+    # A job is due if it has work to do, its pause is over, and no live process has its lease.
     due = [job.c.dirty, job.c.due_at <= now, sa.or_(job.c.owner.is_(None), job.c.leased_until < now)]
     if fresh:
         due.append(job.c.attempts == 0)

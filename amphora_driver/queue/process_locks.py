@@ -20,7 +20,7 @@ from urllib.parse import quote, unquote
 
 _SUFFIX = ".lives"
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
-# Number of digits of the kernel's boot id in the name of a lock file. They suffice to distinguish hosts.
+# Number of digits of the kernel's boot id in the name of a lock file. These digits suffice to distinguish hosts.
 _BOOT_DIGITS = 13
 
 

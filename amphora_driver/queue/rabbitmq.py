@@ -42,8 +42,8 @@ def create_celery_app(url: str) -> celery.Celery:
         task_default_queue=CONTROLLERS,
         task_create_missing_queues=False,
         task_ignore_result=True,
-        # A message about new work is acknowledged before its job starts, so it may be lost. Another controller then
-        # finds the job after the lease has expired.
+        # A message about new work is acknowledged before its job starts, so a crash can lose the message. Another
+        # controller then finds the job after the lease has expired.
         task_acks_late=False,
         worker_prefetch_multiplier=1,
         worker_enable_remote_control=False,
