@@ -24,18 +24,18 @@ from amphora_driver.errors import AmphoraDriverError
 LOG = logging.getLogger(__name__)
 # Shortest and longest pause in seconds between two connection attempts to a booting amphora.
 _MIN_PAUSE, _MAX_PAUSE = 0.01, 0.25
-# Growth of the pause in seconds for each second of waiting for the amphora.
+# Seconds of pause for each second that the controller has waited for the amphora, up to _MAX_PAUSE.
 _PAUSE_PER_SECOND = 0.02
-# Growth of the pause in seconds for each booting amphora.
+# Seconds of pause for each booting amphora, up to _MAX_PAUSE.
 _PAUSE_PER_ENTRY = 0.0005
 # Seconds after which an unanswered attempt is repeated. The kernel would repeat its SYN packet only after one, three
 # and seven seconds (RFC 6298).
 _CONNECT_TIMEOUT = 0.5
-# An amphora may accept connections although its agent does not answer. The delay before the next connection then
-# doubles from twice _REPEAT_DELAY up to _MAX_REPEAT_DELAY seconds.
+# An amphora may accept connections although its agent does not answer. Each accepted connection then doubles the delay
+# before the next connection, up to _MAX_REPEAT_DELAY seconds.
 _REPEAT_DELAY, _MAX_REPEAT_DELAY = 0.05, 5.0
 _MAX_DOUBLINGS = 8
-# Seconds after which an earlier connection no longer delays the next one.
+# After this number of seconds, an accepted connection no longer delays the next connection.
 _REMEMBER_SECONDS = 60.0
 # Pause in seconds after an unexpected error.
 _ERROR_BACKOFF = 0.5
@@ -71,7 +71,7 @@ class BootWait:
         self._on_listening = on_listening
         self._lock = threading.Lock()
         self._entries: dict[str, _Entry] = {}
-        # For each amphora: the number of connections that it accepted, and the time of the last one.
+        # For each amphora: the number of connections that it accepted, and the time of the last connection.
         self._connected: dict[str, tuple[int, float]] = {}
         # Removed entries whose sockets are still open. The selector in `run` may still watch these sockets, so only the
         # thread of `run` closes them.
@@ -153,7 +153,7 @@ class BootWait:
         except (AmphoraDriverError, OSError) as error:
             LOG.warning(
                 "the controller could not start the jobs of load balancers with booted amphorae; the next "
-                "poll of the database starts them: %s",
+                "poll of the database starts these jobs: %s",
                 error,
             )
 
@@ -185,8 +185,8 @@ class BootWait:
             )
             return
         try:
-            # A connection that succeeds at once (code 0) needs no special code, because the selector reports the socket
-            # as writable for code 0 too.
+            # The connection may succeed at once (code 0). The selector then reports the socket as writable, as after
+            # EINPROGRESS.
             code = connection.connect_ex((entry.awaited.address, self._port))
             if code in (0, errno.EINPROGRESS):
                 self._selector.register(connection, selectors.EVENT_WRITE, entry)

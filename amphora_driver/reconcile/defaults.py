@@ -145,7 +145,7 @@ def _read_client_certificate(path: str) -> Secret:
         key = load_pem_private_key(content, password=None)
         happened = "" if key.public_key() == first.public_key() else "the key is not that of the first certificate"
     except (ValueError, TypeError, UnsupportedAlgorithm):
-        # The text of an error could contain a part of the file.
+        # The message does not quote the error, because its text could contain a part of the private key.
         happened = "the file has no certificate with a private key in PEM, or its key has a passphrase"
     if happened:
         remedy = "Write the certificate, its chain, and the key of the certificate."

@@ -80,7 +80,8 @@ def build_bundle(recorded: BundleInputs, amphora: Amphora, served: Served, conf:
         priority = vrrp_peers.LAST_PRIORITY
     interval = advert_interval(recorded.tree, conf)
     if recorded.takes_vips:
-        # A pair takes the VIPs after more than three intervals (RFC 9568, section 6.1). Nothing serves meanwhile.
+        # No amphora serves until the pair takes the VIPs, after more than three intervals (RFC 9568, section 6.1). So
+        # the interval is short.
         interval = min(interval, _TAKING_INTERVAL)
     everyone = vrrp_peers.participants(recorded.amphorae, recorded.priorities)
     pair = vrrp_peers.vrrp_instance(amphora, everyone, recorded.tree.vip, priority, interval)

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from amphora_driver.agent.responses import Vrrp
 
 LOG = logging.getLogger(__name__)
-# Seconds beyond the drain time for which the new VIP holder stays prepared to forward connections of the draining
-# amphora.
+# The new VIP holder can forward connections of the draining amphora for this number of seconds longer than the drain
+# time.
 _DRAIN_MARGIN = 5.0
 # Time-out in seconds of a query to an amphora about its VIPs and its drain.
 _QUERY_TIMEOUT = 5.0

@@ -62,9 +62,10 @@ _WITHOUT_MACHINE: dict[str, Any] = {
     **dict.fromkeys(("compute_id", "host", "zone")),
     "plugged": (),
 }
-# These steps read the amphorae again at their start.
+# Before each of these steps, the executor reads the amphorae from the database again.
 _READING_STEPS = (steps.Boot, steps.Plug, steps.AwaitAgent)
-# These steps only write to the database, and their write checks the lease.
+# These steps only write to the database. The write checks the lease, so the executor does not check the lease before
+# the step.
 _RECORDING_STEPS = (steps.Record, steps.Confirm)
 
 
@@ -226,8 +227,8 @@ class StepExecutor:
         profile = _profile(view)
         zones = self._permitted_zones(profile)
         spare = isinstance(view, steps.SparePoolView)
-        # Another amphora of the load balancer may have booted since the start of the job, so these are the amphorae at
-        # the start of the step.
+        # `_amphorae` was read at the start of this step, because another amphora may have booted since the start of the
+        # job.
         others = self._amphorae
         if (not spare and self._awaits_partner(amphora, others, zones)) or self._delays_boot(amphora):
             return
@@ -346,8 +347,8 @@ class StepExecutor:
             raise
         subnets = tuple(map(self._network.subnet, dict.fromkeys(one.subnet_id for one in port.addresses)))
         made = AttachedPort(port=port, subnets=subnets, sr_iov=step.sr_iov)
-        # A port must have only one record. If two records listed a port, the removal of one record would delete the
-        # port of the other record.
+        # A port must be in only one record. Otherwise, the removal of one record would delete a port that another
+        # record still needs.
         others = tuple(one for one in amphora.plugged if one.key != made.key and one.port.id != port.id)
         self._update(amphora.id, plugged=(*others, made))
 

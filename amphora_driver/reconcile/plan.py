@@ -63,14 +63,15 @@ def _load_balancer_steps(view: steps.LoadBalancerView, amphorae: tuple[Amphora, 
         reason = "an amphora is retiring, and the holder of the VIPs hands them over"
         return [steps.QueryVipHolder(amphora_ids=query_targets, reason=reason)]
     if amphora_set.missing and amphora_set.may_add():
-        # The amphorae of a new load balancer are recorded together. A replacement is recorded alone.
+        # A new load balancer gets all its amphorae at once. Amphorae are replaced one after the other, so that one
+        # amphora serves.
         is_new = not amphora_set.everyone and not view.applied
         roles = amphora_set.missing if is_new else [amphora_set.next_role()]
         return [_fill_role(view, role) for role in roles]
     found = [step for one in amphora_set.live for step in _boot_steps(view, one)]
     if not vip_allocation.addresses_known(view.tree):
-        # Some network backends choose addresses by the location of the machines. So the amphorae boot before the
-        # controller requests the addresses.
+        # Some network backends choose the VIP addresses by the location of the machines. So the amphorae boot before
+        # the controller requests the VIP addresses.
         boots: list[steps.Step] = [step for step in found if isinstance(step, steps.Boot)]
         reason = "the network backend needs time for the addresses"
         if view.allocate_at > view.now:
@@ -162,7 +163,8 @@ class AmphoraSet:
         replaced = {one.role for one in staying} & {one.role for one in self.live}
         lost = {one.role for one in self.retiring if one.dead}
         if lost & set(self.missing) and self._holder not in {one.id for one in staying}:
-            # A dead amphora is replaced at once, unless another retiring amphora holds the VIPs.
+            # No retiring amphora holds the VIPs, so the replacement of the dead amphora need not wait for the removal
+            # of retiring amphorae.
             return settled
         return settled and not replaced and not self._holder_to_hand_over()
 
@@ -221,7 +223,8 @@ class AmphoraSet:
     def push_step(self, arrived: Sequence[Amphora]) -> steps.Push:
         """Return the push to amphorae that are behind, and to a retiring VIP holder for its VRRP peers."""
         behind = self.behind(arrived)
-        # A retiring amphora with the VIPs must know its new VRRP peers, even if it serves the generation already.
+        # A retiring amphora with the VIPs must know its new VRRP peers, even if this amphora serves the generation
+        # already.
         holders = self._retiring_holder()
         return steps.Push(
             waves=vrrp_peers.order_waves([*behind, *holders], self._holder, self._silent)

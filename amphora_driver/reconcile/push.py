@@ -45,7 +45,8 @@ from amphora_driver.untrusted_text import printable
 Answers = dict[str, AgentError | None]
 
 LOG = logging.getLogger(__name__)
-# Maximum number of attempts to push one generation. After each refusal by HAProxy, the refused objects are omitted.
+# Maximum number of attempts to push one generation. After each refusal by HAProxy, the next attempt omits the refused
+# objects.
 _MAX_REJECTED_OBJECTS = 16
 _NO_UDP_SUPPORT = "its amphorae do not support UDP and SCTP: rotate them (amphoractl rotate)"
 # Time-out in seconds of a push to a retiring amphora.

@@ -55,11 +55,11 @@ _MAX_PAUSE = 25.0
 _PAUSE_PER_BOOT = 0.05
 # An amphora of a new pair takes the VIPs after three to four VRRP advertisement intervals (RFC 9568, section 6.1).
 _MIN_ADVERTS, _MAX_ADVERTS = 3, 4
-# Seconds that a busy amphora may take the VIPs later than VRRP requires.
+# A busy amphora may take the VIPs this number of seconds later than VRRP requires.
 _VIP_MARGIN = 3.0
 # Missed heartbeats after which an amphora is silent. A silent amphora does not delay the push to its partner.
 _MISSED_HEARTBEATS = 3
-# A failure of one of these steps concerns one amphora only, and the job continues with the others.
+# A failure of one of these steps concerns one amphora only, and the job continues with the other amphorae.
 _SINGLE_AMPHORA_STEPS = (steps.Boot, steps.Plug, steps.AwaitAgent, steps.Release)
 
 
@@ -134,7 +134,7 @@ class Reconciler:
             planned = plan(view, observed)
             awaited = _perform_steps(executor, planned, view, observed)
             if isinstance(view, steps.LoadBalancerView) and planned and isinstance(planned[0], steps.QueryVips):
-                # This step changes no row, so the next plan needs no other read.
+                # The step QueryVips changes no row, so the next plan needs no new read of the database.
                 view = msgspec.structs.replace(view, vips_taken=executor.vips_taken, now=self._database.now())
                 planned = plan(view, observed)
                 awaited = _perform_steps(executor, planned, view, observed)
@@ -166,8 +166,8 @@ class Reconciler:
         else:
             readable = view.readable if isinstance(view, steps.LoadBalancerView) else True
             self._jobs.defer(job.lease, view.generation, pause, readable=readable)
-        # The wait begins after the release of the lease. Otherwise, the load balancer could become due while no
-        # controller may claim it.
+        # The wait for the agents begins after the release of the lease. Otherwise, an answer of an agent could start a
+        # job while the lease is still held.
         awaited = [
             AwaitedAgent(one.id, one.management_address, job.lease.load_balancer_id, pause)
             for one in observed
@@ -328,7 +328,7 @@ def _perform_steps(
         if errors and (amphora_id is None or amphora_id in errors):
             continue
         if amphora_id in executor.boots_at:
-            # The machine of this amphora does not exist, because its boot is delayed.
+            # The boot of this amphora is delayed, so its other steps are skipped.
             continue
         if isinstance(step, steps.Await):
             return step

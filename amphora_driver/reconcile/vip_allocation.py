@@ -199,7 +199,7 @@ class VipSteps:
             )
             self._write(lambda connection: vip_claims.write_pending_request(connection, tree.id, backend, later))
             if now - pending.since > self._error_after:
-                waited = f"none in {now - pending.since:.0f} s: {answer.reason}"
+                waited = f"the network backend has allocated none in {now - pending.since:.0f} s: {answer.reason}"
                 raise NetworkError(f"allocate a VIP for load balancer {tree.id}", waited, final=True)
             return
         LOG.info(
@@ -219,7 +219,7 @@ class VipSteps:
         except RequestError as error:
             LOG.warning(
                 "the network backend refuses the VIP options of load balancer %s, and the controller "
-                "records the refusal: %s",
+                "reports the refusal to the user: %s",
                 tree.id,
                 error,
             )
