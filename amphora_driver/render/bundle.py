@@ -167,7 +167,7 @@ def _transport(listener: Listener) -> str:
 
 def _in_clear(value: object) -> str:
     if isinstance(value, Secret):
-        # With `errors`, invalid UTF-8 raises no UnicodeDecodeError, whose text would quote the secret.
+        # The text of a UnicodeDecodeError would quote the secret. So invalid UTF-8 is replaced and raises no error.
         return value.reveal().decode(errors="replace")
     raise TypeError(f"a {type(value).__name__} is not part of a bundle")
 
@@ -209,8 +209,8 @@ def _interface(tree: LoadBalancer, plugged: AttachedPort, member_routes: Sequenc
     routes: list[tuple[str, str | None]] = [(destination, None) for destination in member_routes]
     routes += [(route.destination, route.gateway) for subnet in plugged.subnets for route in subnet.routes]
     if is_vip:
-        # Only the gateway of the VIP network reaches clients, and members outside the attached networks. So the default
-        # route uses this gateway.
+        # Clients, and members outside the attached networks, are reachable only through the gateway of the VIP network.
+        # So the default route uses this gateway.
         gateways = [subnet.gateway for subnet in plugged.subnets if subnet.gateway is not None]
         routes += [("::/0" if ":" in gateway else "0.0.0.0/0", gateway) for gateway in gateways]
     # The kernel refuses a second route to the same destination. So only the first route to each destination is used.
@@ -219,8 +219,8 @@ def _interface(tree: LoadBalancer, plugged: AttachedPort, member_routes: Sequenc
         first.setdefault(destination, gateway)
     return BundleInterface(
         mac=port.mac,
-        # The name must not depend on other interfaces. Otherwise, a change of another interface would rename this
-        # interface and end its connections.
+        # The name depends on this port only. Otherwise, a change of another interface could rename this interface and
+        # end its connections.
         name="eth1" if is_vip else f"m{port.mac.replace(':', '')}",
         mtu=port.mtu,
         addresses=tuple(f"{fixed.address}/{prefix_lengths[fixed.subnet_id]}" for fixed in port.addresses),

@@ -202,7 +202,7 @@ def _backend_of(listener: Listener, context: ListenerContext, name: Quoted, pool
         raise render_errors.refused_object(listener.id, f"its pool {pool_id!r} is not recorded", "Name another pool.")
     if found.protocol is not None and found.protocol not in options.BEHIND[listener.protocol]:
         # For some combinations of protocols, HAProxy refuses the whole configuration file (manual: `mode`). So the
-        # listener is refused here.
+        # driver refuses such a combination itself.
         reason = render_errors.protocol_mismatch(found.protocol, pool_id, listener)
         raise render_errors.refused_object(listener.id, reason, "Name another pool.")
     if found.needs_http and not _reads_http(listener) and found.protocol is not PoolProtocol.HTTP:

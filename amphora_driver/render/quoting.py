@@ -31,7 +31,7 @@ _ORDINARY_SERVER = re.compile(
 _TOKEN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:/+-]{0,127}")
 _KEYWORD = r"(?:[A-Za-z0-9.][A-Za-z0-9_.,:()/+-]*|-[a-z]|--|[{}]|%\[[a-z0-9_.,()]+\])"
 _KEYWORDS = re.compile(f"{_KEYWORD}(?: {_KEYWORD})*")
-# HAProxy's parser gives no special meaning to the characters of OpenSSL's cipher lists.
+# Cipher lists of OpenSSL need no quotes, because these characters have no special meaning in HAProxy's configuration.
 _CIPHERS = re.compile(r"[A-Za-z0-9+!:@=_.-]{1,4096}")
 _ARGUMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]*")
 _HOST_NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,252}[A-Za-z0-9_])?")

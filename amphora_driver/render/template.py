@@ -14,8 +14,8 @@ from amphora_driver.render import quoting
 
 
 class _Environment(jinja2.Environment):
-    # For a missing attribute, Jinja2's own `getattr` returns the item of a mapping. The built-in `getattr` raises an
-    # error.
+    # For a missing attribute, Jinja2's own `getattr` would read the item of a mapping with that name. The built-in
+    # `getattr` raises an error, so that a wrong name is detected.
     getattr = staticmethod(getattr)  # type: ignore[assignment]
 
 
