@@ -29,8 +29,7 @@ from amphora_driver.model.amphora import Amphora, AmphoraState
 from amphora_driver.secret import Secret
 from amphora_driver.store.generations import lock_jobs, update_job
 
-# Seconds between two writes of the last heartbeats. A recorded heartbeat is at most that much older than the received
-# one, which the failure detector takes into account.
+# Seconds between two writes of the last heartbeats to the database. The failure detector allows for this delay.
 LIVENESS_WRITE_INTERVAL = 1.0
 
 
@@ -92,7 +91,7 @@ _DEATH_CAUSES = ("silent", "never_spoke")
 _IS_OPEN = failover.c.ended_at.is_(None)
 _OF_AN_AMPHORA = failover.c.load_balancer_id == amphora.c.load_balancer_id, failover.c.amphora_id == amphora.c.id
 _HAS_DEATH = sa.exists().where(*_OF_AN_AMPHORA, failover.c.cause.in_(_DEATH_CAUSES), _IS_OPEN)
-# Only retiring amphorae can have open fail-overs. This condition saves the search for other amphorae.
+# Only retiring amphorae can have open fail-overs. So the database searches fail-overs of retiring amphorae only.
 _IS_DEAD = sa.and_(amphora.c.state == AmphoraState.RETIRING.value, _HAS_DEATH.correlate(amphora)).label("dead")
 _IS_REPLACING = (
     sa.exists().where(failover.c.load_balancer_id == job.c.load_balancer_id, _IS_OPEN).correlate(job).label("replacing")

@@ -62,7 +62,8 @@ _TREE = (
 _ALIVE = (
     sa.select(sa.func.count()).select_from(desired_object).where(_OBJECT.load_balancer_id == _OF, ~_OBJECT.removed)
 ).scalar_subquery()
-# The row of the load balancer is always in the result, because it contains the number of objects.
+# The result always contains the row of the load balancer. Otherwise, a result without changed objects would lack the
+# number of objects (`alive`).
 _SINCE = sa.select(
     *(_OBJECT.id, _OBJECT.kind, _OBJECT.parent_id, _OBJECT.created, _OBJECT.removed, _OBJECT.body),
     _ALIVE.label("alive"),

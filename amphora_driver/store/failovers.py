@@ -22,7 +22,7 @@ from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.store.generations import update_job
 
 _MAX_TEXT = 1000
-# Maximum number of old fail-overs that one transaction deletes, so that it does not hold locks for long.
+# Maximum number of old fail-overs that one transaction deletes, so that the transaction does not hold locks for long.
 _PURGE_BATCH = 500
 _IS_OPEN = failover.c.ended_at.is_(None)
 

@@ -16,7 +16,7 @@ from amphora_driver.database.rows import load_as
 from amphora_driver.database.tables import job, secret
 from amphora_driver.model.secret_refs import Purpose
 
-# No controller works on the load balancer, and its amphorae serve the newest configuration.
+# Conditions for a load balancer on which no controller works and whose amphorae serve the newest generation.
 SETTLED: tuple[Any, ...] = (~job.c.dirty, job.c.owner.is_(None), job.c.op == "apply", job.c.applied >= job.c.generation)
 # The row of the table `secret` with the secret for TLS ticket keys.
 _IS_TICKET_SECRET = (secret.c.purpose == Purpose.TICKETS.value, secret.c.ref == "")
@@ -98,8 +98,8 @@ def rotate_tickets(
     rotated = 0
     for one, following in due:
         unchanged = job.c.load_balancer_id == one.load_balancer_id, job.c.tickets == one.number
-        # A change of the load balancer may have created new keys since the search for due keys, so the update checks
-        # again.
+        # A change of the load balancer may have created new keys since the search for due keys. So the UPDATE checks
+        # again whether the keys are due.
         query = job.update().where(*unchanged, job.c.tickets_due <= now, *SETTLED)
         if connection.execute(query.ordered_values(*advance_to(job.c.generation + 1), *rotation.items())).rowcount:
             rotated += 1

@@ -90,8 +90,8 @@ def mark_totals_reported(connection: sa.Connection, totals: Sequence[ListenerTot
     """Record that Octavia has received totals. A listener with newer counters stays due."""
     sent = {one.listener_id: one.version for one in totals}
     for ids in chunks(sorted(sent)):
-        # The rows are locked, so that no writer can change a counter between this statement and the UPDATE. Such a
-        # counter would count as reported.
+        # The lock prevents changes of the counters before the UPDATE. Otherwise, a changed counter would count as
+        # reported, although Octavia has not received it.
         now: Counter[str] = Counter()
         for listener_id, version in connection.execute(_LOCK_VERSIONS, {"ids": ids}):
             now[listener_id] += version

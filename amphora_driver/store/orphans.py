@@ -28,8 +28,8 @@ from amphora_driver.database.tables_fleet import unknown_amphora
 MAX_UNKNOWN_AMPHORAE = 100
 # Maximum number of unknown amphora ids from one source address. More ids are a mistake or an attack.
 MAX_UNKNOWN_PER_ADDRESS = 5
-# A row is deleted after _UNKNOWN_PURGED_AFTER seconds without heartbeats. If the table is full, a new row may replace a
-# row without heartbeats for _UNKNOWN_REPLACED_AFTER seconds.
+# The row of an unknown amphora is deleted after _UNKNOWN_PURGED_AFTER seconds without heartbeats. In a full table, a
+# new row may replace a row without heartbeats for _UNKNOWN_REPLACED_AFTER seconds.
 _UNKNOWN_PURGED_AFTER = 86_400.0
 _UNKNOWN_REPLACED_AFTER = 300.0
 _LONGEST_ADDRESS = 64

@@ -24,7 +24,7 @@ from amphora_driver.store import spare_pools
 from amphora_driver.store.generations import update_job
 
 _MAX_TEXT = 1000
-# Concurrent requests for rotations lock this row of the table `duty`, so that they run one after the other.
+# Each request for a rotation locks this row of the table `duty`, so that concurrent requests run one after the other.
 _REQUEST_LOCK = "rotation request"
 
 

@@ -126,7 +126,8 @@ _WATCHED = (
     .where(amphora.c.state != AmphoraState.BOOTING.value, job.c.op == Op.APPLY)
     .order_by(amphora.c.load_balancer_id, amphora.c.created_at, amphora.c.id)
 )
-# Every amphora that comes, goes, changes its state or its owner changes a number or a newest time of these groups.
+# A new, removed or changed amphora changes a number or a time in this result. The list of amphorae is read again only
+# after such a change.
 _GROUPS = (
     sa.select(
         *(amphora.c.state, job.c.op, sa.func.count()),
@@ -136,8 +137,8 @@ _GROUPS = (
     .group_by(amphora.c.state, job.c.op)
     .order_by(amphora.c.state, job.c.op)
 )
-# A client needs seven times as long to read tens of thousands of rows as to read and split a few long texts. So the
-# database joins the heartbeats of all amphorae whose ids begin with the same two characters.
+# A client reads a few long texts seven times as fast as tens of thousands of rows. So the database joins the heartbeats
+# of all amphorae whose ids begin with the same two characters.
 _HEARTBEAT = (
     amphora_heartbeat.c.amphora_id
     + sa.literal_column("' '")
