@@ -52,8 +52,8 @@ DUTY = "audit"
 _LONGEST_ROUND, _SHORTEST_ROUND = 5.0, 0.2
 # Number of rounds in one audit interval.
 _ROUNDS = 10
-# Factor by which a round may query more amphorae than the audit interval requires, so that the audit can repeat failed
-# queries.
+# A round may query this multiple of the amphorae that the audit interval requires. The reserve leaves time to repeat
+# failed queries.
 _RESERVE = 1.5
 # Time-out in seconds of a query to an agent.
 _AGENT_TIMEOUT = 5.0
