@@ -318,7 +318,8 @@ class LocalNetwork:
         self._refuse_management({row.network_id}, attempt)
         port = local_db.read_port(connection, row)
         vips: dict[int, Vip] = {}
-        # The most specific requests get their addresses first, and no address serves two requests.
+        # The most specific requests get their addresses first. Otherwise, a request without an address could get an
+        # address that another request names.
         for number in sorted(range(len(wanted)), key=lambda one: (not wanted[one].address, not wanted[one].subnet_id)):
             taken = [vip.address for vip in vips.values()]
             vips[number] = local_db.match_vip(connection, port, wanted[number], attempt, taken)

@@ -215,7 +215,8 @@ class Groups:
             try:
                 self._neutron.delete("groups", one["id"])
             except ApiError as error:
-                # Neutron refuses with 409 to delete a group that a port uses. This is usual and needs no warning.
+                # Neutron refuses with 409 to delete a group that a port uses. Such a refusal is usual and needs no
+                # warning.
                 level = logging.DEBUG if error.status == 409 else logging.WARNING
                 LOG.log(
                     level,

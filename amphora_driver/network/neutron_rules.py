@@ -22,7 +22,7 @@ _VRRP = "112"
 # Ports between the two amphorae of a load balancer: synchronization of HAProxy's stick tables (TCP), and the tunnel of
 # a planned handover (UDP).
 _PEER_PORTS = (("tcp", 1025), ("udp", 4789))
-# Maps names and numbers of protocols that Neutron may return to the ones that the driver uses.
+# Maps the names and numbers of protocols in Neutron's answers to the values that the driver uses.
 _NUMBERS = {"vrrp": _VRRP, "6": "tcp", "17": "udp", "132": "sctp", "ipv6-icmp": "icmpv6", "58": "icmpv6", "1": "icmp"}
 
 
