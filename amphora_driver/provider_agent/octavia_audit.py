@@ -45,7 +45,8 @@ _CHILDREN: dict[type, dict[str, Any]] = {
     L7Policy: {"rules": ()},
     Pool: {"members": (), "healthmonitor": None},
 }
-# Fields of a load balancer that Octavia does not know, or sends only at the creation. A comparison ignores them.
+# Fields of a load balancer that Octavia does not know, or sends only at the creation. A comparison ignores these
+# fields.
 _LOCAL_FIELDS = ("profile", "flavor", "availability_zone", "vip", "additional_vips")
 
 
@@ -67,7 +68,7 @@ class OctaviaAuditor:
         self._executor = executor
         self._lock = threading.Lock()
         # For each load balancer: the monotonic time of the next comparison, and the delay in seconds after a failed
-        # one.
+        # comparison.
         self._due: dict[str, float] = {}
         self._backoffs: dict[str, float] = {}
         self._next = 0.0

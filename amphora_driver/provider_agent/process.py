@@ -51,8 +51,8 @@ class _DriverAgent:
     def __init__(self) -> None:
         self._poll = select.poll()
         try:
-            # pidfd_open needs Linux 5.3, and some containers forbid it. If it fails, a crash of octavia-driver-agent is
-            # not detected.
+            # pidfd_open needs Linux 5.3, and some containers forbid it. Without pidfd_open, a crash of
+            # octavia-driver-agent is not detected.
             self._poll.register(os.pidfd_open(os.getppid()), select.POLLIN)
         except OSError as error:
             LOG.info(

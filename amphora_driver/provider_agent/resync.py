@@ -47,7 +47,7 @@ LOG = logging.getLogger(__name__)
 _BUSY_DELAY, _RETRY_DELAY = 1.0, 15.0
 _BUSY = "waits until all requests of its users are served and reported to Octavia"
 _CREATING = "waits until Octavia has committed its creation"
-# Maximum number of deletions in one call. Octavia needs up to 0.5 s for a deletion, and its time-out is 30 s.
+# Maximum number of deletions in one call. Octavia needs up to 0.5 s for a deletion, and the time-out of a call is 30 s.
 _MAX_DELETED = 15
 # Maximum number of characters in the database column for the result.
 _MAX_DETAIL = 2000

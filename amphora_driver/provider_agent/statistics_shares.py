@@ -26,8 +26,8 @@ from amphora_driver.store.process_registry import ProcessKind
 
 PARTS = "0123456789abcdef"
 _NAME = "statistics-"
-# Seconds of a lease for a part of the listeners, seconds between two renewals, and remaining seconds that a call needs
-# at its start.
+# Seconds of a lease for a part of the listeners; seconds between two renewals; minimum remaining seconds of the lease
+# at the start of a call.
 _LEASE, _RENEWAL, _LEAST = 15.0, 5.0, 5.0
 # A lease with more remaining seconds means that the database clock was set back.
 _LONGEST_LEASE = 10 * _LEASE

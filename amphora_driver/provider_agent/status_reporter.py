@@ -45,7 +45,7 @@ LOG = logging.getLogger(__name__)
 # One call to Octavia has at most _MAX_DELETED deleted and _MAX_ROWS other objects, so that the call takes a quarter of
 # its time-out (30 s). Octavia needs up to 0.5 s to delete an object, and 2 ms for another status.
 _MAX_DELETED, _MAX_ROWS = 15, 300
-# UpdateStatusError with an object id means a refused status, which other code handles before. Without an object id,
+# UpdateStatusError with an object id means a refused status, which the sending methods handle. Without an object id,
 # octavia-driver-agent is unreachable.
 _UNREACHABLE = (
     AmphoraDriverError,
@@ -394,8 +394,8 @@ class Reporter:
             LOG.warning(refused, report.kind, report.object_id, backoff, error.fault_string)
             self._refused[report.object_id] = (time.monotonic() + backoff, backoff)
             if backoff <= _MAX_CHILD_BACKOFF:
-                # The status of the load balancer waits too, so that it stays PENDING. Octavia then accepts no requests
-                # of users until the child's status is accepted.
+                # The status of the load balancer waits too, so that the load balancer stays PENDING. Octavia then
+                # accepts no requests of users until the child's status is accepted.
                 self._refused.setdefault(report.load_balancer_id, (time.monotonic() + backoff, 0.125))
             return False
         self._refused.pop(report.object_id, None)
