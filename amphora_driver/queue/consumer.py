@@ -25,7 +25,7 @@ from amphora_driver.queue import rabbitmq
 
 LOG = logging.getLogger(__name__)
 # These loggers of Celery write two lines for each message. The controller's own log has a line for each job, so these
-# loggers write warnings only.
+# loggers are limited to warnings.
 _VERBOSE_LOGGERS = ("celery.worker.strategy", "celery.app.trace")
 _CHECK_SECONDS = 0.5
 _RETRY_SECONDS = 2.0

@@ -17,12 +17,12 @@ from amphora_driver.queue import local_socket
 # RabbitMQ delivers each message of this queue to one controller.
 CONTROLLERS = "amphora-driver.controllers"
 TASK = "amphora_driver.look"
-# RabbitMQ delivers each message of this exchange to all provider agents. Only the one that reports to Octavia at
-# present acts on it.
+# RabbitMQ delivers each message of this exchange to all provider agents. Only the provider agent that reports to
+# Octavia at present acts on the message.
 REPORTERS = kombu.Exchange("amphora-driver.reporters", type="fanout", durable=True)
 CONNECT_SECONDS = 3.0
 _ANSWER_SECONDS = 3.0
-# Seconds between two AMQP heartbeats. After two missing ones, the peer counts as dead.
+# Seconds between two AMQP heartbeats. After two missing heartbeats, the connection counts as dead.
 HEARTBEAT_SECONDS = 10
 
 
