@@ -17,7 +17,7 @@ from amphora_driver.store.spare_pools import ROLE
 # Seconds between two checks of a pool whose amphorae are all ready.
 LOOK_PAUSE = 30.0
 # A spare amphora is replaced after this number of seconds without heartbeats and without an answer, if other amphorae
-# send heartbeats. Without any heartbeat, the network may have failed.
+# send heartbeats. If no amphora sends heartbeats, the network may have failed.
 _LOST_AFTER = 60.0
 # An unfit spare amphora is kept for this number of seconds after its boot. Otherwise, an image whose amphorae are
 # always unfit would cause boots without a pause.
