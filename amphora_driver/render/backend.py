@@ -152,13 +152,13 @@ class ExaminedPool:
 
     def _backend(self, route: Route) -> _Backend:
         pool, http = self.pool, mode_is_http(self.pool, listener_http=route.http)
-        # Consistent hashing keeps most clients at their members when members change. With other hashing, HAProxy
-        # refuses `add server` (management guide 9.3).
         return _Backend(
             name=quoting.backend_name(quoting.identifier(pool.id, "the pool's id", pool.id), route.listener),
             mode=_HTTP if http else _TCP,
             http=http,
             balance=_BALANCE[pool.lb_algorithm],
+            # Consistent hashing keeps most clients at their members when members change. With other hashing, HAProxy
+            # refuses `add server` (management guide 9.3).
             hashing=pool.lb_algorithm in _HASHING,
             by_port=pool.lb_algorithm is Algorithm.SOURCE_IP_PORT,
             persistence=self._persistence,
