@@ -436,10 +436,12 @@ class DriftAuditor:
 
 def _log_failure(what: str, error: BaseException) -> None:
     if isinstance(error, AmphoraDriverError):
-        LOG.info("the drift audit of %s failed, and the controller repeats it later: %s", what, error)
+        LOG.info("the drift audit of %s failed, and the controller repeats the audit later: %s", what, error)
     else:
         LOG.error(
-            "the drift audit of %s failed unexpectedly, and the controller repeats it later", what, exc_info=error
+            "the drift audit of %s failed unexpectedly, and the controller repeats the audit later",
+            what,
+            exc_info=error,
         )
 
 

@@ -33,7 +33,7 @@ LOG = logging.getLogger(__name__)
 _MOST = 2
 _FAILED = (
     "the removal of unused objects (orphans) from backend %s failed, and the controller "
-    "repeats it in the next round: %s"
+    "repeats the removal in the next round: %s"
 )
 
 

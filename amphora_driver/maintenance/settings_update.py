@@ -250,7 +250,7 @@ def _log_result(one: ReachableAmphora, answer: Future[str]) -> int:
     if isinstance(error, AmphoraDriverError):
         LOG.info("the controller cannot compare the settings of amphora %s and tries again later: %s", one.id, error)
     elif error is not None:
-        failed = "the comparison of the settings of amphora %s failed unexpectedly, and the controller repeats it later"
+        failed = "the controller failed unexpectedly in the comparison of settings of amphora %s, and tries again later"
         LOG.error(failed, one.id, exc_info=error)
     elif failure := answer.result():
         LOG.warning(

@@ -372,7 +372,7 @@ class StepExecutor:
                 # Waiting longer would not help.
                 raise
             LOG.info(
-                "the agent of booting amphora %s does not answer yet, so the controller queries it again later: %s",
+                "the agent of booting amphora %s does not answer yet; the controller queries the agent again later: %s",
                 amphora.id,
                 error.happened,
             )

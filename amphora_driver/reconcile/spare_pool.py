@@ -171,7 +171,7 @@ class SpareSteps:
         except AgentError as error:
             self._job.ensure_may_act()
             LOG.warning(
-                "spare amphora %s does not answer, so the controller gives it to no load balancer: %s",
+                "spare amphora %s does not answer, so the controller gives this amphora to no load balancer: %s",
                 amphora_id,
                 error,
             )
