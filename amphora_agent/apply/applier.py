@@ -199,8 +199,8 @@ class Applier:
         Returns False if another attempt is necessary.
         """
         with self._lock:
-            # No bundle has to be applied if none is confirmed, or if a push since the agent's start has already applied
-            # the confirmed bundle.
+            # Without a confirmed bundle, the agent has nothing to apply. After the agent's start, a push may also have
+            # applied the confirmed bundle already.
             if self._confirmed is None or (self._has_applied and not self._parts.swap.is_interrupted):
                 return True
             try:
@@ -303,8 +303,8 @@ class Applier:
         for listener in self._change_listeners:
             listener()
         if self._confirmed is not None and bundle == self._confirmed.bundle:
-            # For a repeated push of the confirmed bundle, the agent compares the whole amphora with the bundle. So the
-            # agent empties its caches first.
+            # A repeated push of the confirmed bundle makes the agent compare the whole amphora with the bundle. Cached
+            # states would hide differences, so the agent empties its caches first.
             self._parts.plumbing.invalidate()
             self._parts.files.invalidate()
             self._parts.swap.invalidate()

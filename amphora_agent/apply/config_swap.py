@@ -32,7 +32,8 @@ class ConfigSwap:
         """The document of HAProxy's file; None without a file."""
         try:
             found = self._paths.configuration.stat()
-            # Each change writes a file with a new inode. So equal inode, size and time mean equal content.
+            # Each change of haproxy.cfg creates a new inode. With equal inode, size and time, the content is equal, so
+            # the agent does not read the file again.
             identity = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
             if self._read is None or self._read[0] != identity:
                 self._read = identity, config_file.read(self._paths.configuration.read_text(encoding="utf-8"))

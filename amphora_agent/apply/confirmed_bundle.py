@@ -94,7 +94,8 @@ class Draft:
         try:
             self._new_path.unlink()
         except FileNotFoundError:
-            # If no new record exists, this text file may belong to the confirmed bundle, so the agent keeps the file.
+            # Without a file of a new record, the text file may belong to the confirmed bundle. So the agent keeps the
+            # text file.
             return
         self._text_path.unlink(missing_ok=True)
 

@@ -32,7 +32,7 @@ class FileSets:
         self._root = paths.files
         self._empty = paths.empty
         self._known: set[Path] = set()
-        # Inode number, size and times of each TLS file at its last check, in which its content was correct.
+        # Inode number, size and times of each TLS file at the last check that found the correct content.
         self._intact: dict[Path, tuple[int, ...]] = {}
 
     def directory(self, files: Sequence[File]) -> Path:
@@ -96,7 +96,7 @@ class FileSets:
                     os.link(source, target)
                 else:
                     _write(target, file)
-            # A directory of this set may exist with missing or modified files, so it is replaced.
+            # The directory may exist with missing or modified files, so the agent replaces the directory.
             _remove(directory)
             incomplete.rename(directory)
         except BaseException:

@@ -213,7 +213,7 @@ class HaproxyUpdate:
     def _reload(self, wanted: Configuration, change: Change, max_old_workers: int | None) -> None:
         _log.info("The agent reloads HAProxy for this reason: %s", change.reason)
         if not self._haproxy.is_running():
-            # HAProxy has crashed after the agent's decision to reload, so the agent starts HAProxy.
+            # HAProxy crashed after the agent's decision to reload, so the agent starts HAProxy instead.
             self._haproxy.start()
             return
         before = self._swap.before

@@ -40,8 +40,8 @@ class RecoveryLoop:
             links.bind((0, _GROUP_LINK))
             while not self._try():
                 select.select([links], [], [], RETRY_SECONDS)
-                # The next attempt covers all waiting netlink events, so this loop discards the events. recv() raises
-                # BlockingIOError after the last event, and ENOBUFS if the kernel has lost events.
+                # The netlink events only wake this loop, and the next attempt does not need their content. recv()
+                # raises BlockingIOError after the last event, and ENOBUFS if the kernel has lost events.
                 with suppress(OSError):
                     while True:
                         links.recv(65536)

@@ -51,8 +51,8 @@ class UdpUpdate:
             return
         known, self._served = self._served, None
         if known is None:
-            # The agent does not know which rules the kernel has. The drift check makes the L4 daemon read the kernel's
-            # rules before the daemon writes new rules.
+            # If the daemon's state is unknown, the kernel's rules may differ from the L4 daemon's memory. The drift
+            # check makes the daemon read the kernel's rules before a change.
             self._service.find_drift(wanted[0], paired=wanted[1])
         self._serve(bundle)
 
@@ -65,8 +65,8 @@ class UdpUpdate:
         """Restore the virtual servers of the previous bundle, unless they are still served."""
         before = replace(failed, virtual_servers=(), vrrp=None) if served is None else served
         wanted = _wanted(before)
-        # The failed change may have started the L4 daemon. If the previous configuration needs no L4 daemon, the agent
-        # stops the daemon again.
+        # The failed change may have started an L4 daemon that the previous configuration does not need. In this case,
+        # the agent restores the configuration without UDP and SCTP listeners, which stops the daemon.
         is_idle = bool(failed.virtual_servers) and not wanted[0]
         if not is_idle and (wanted == self._served or (self._served is None and not wanted[0])):
             return
