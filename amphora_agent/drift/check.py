@@ -79,7 +79,8 @@ class DriftChecker:
         if not haproxy.is_wanted():
             yield Difference("haproxy", "HAProxy does not run, and the service manager does not start it")
         elif haproxy.worker_pid() is not None:
-            # HAProxy does not answer while it starts or under high load, so a missing answer is no drift.
+            # HAProxy does not answer while it starts or under high load, so the agent reports no drift without an
+            # answer.
             try:
                 haproxy.verify(wanted, directory)
             except (HaproxyError, OSError) as error:
@@ -93,10 +94,10 @@ class DriftChecker:
             if identity is None or self._file.read_bytes() != wanted.content.encode():
                 yield Difference("haproxy.cfg", "haproxy.cfg was modified")
                 return
-            # haproxy.cfg is correct now, but may have been modified since the last check. So a worker that started
-            # since the last check may have read modified content.
+            # haproxy.cfg has changed since the last check, and is correct again. A worker that started since the last
+            # check may have read wrong content in between.
             earlier = None if self._intact is None else self._intact[1]
             self._misread = self._misread or (None not in (earlier, worker) and earlier != worker)
         self._intact = identity, worker
         if self._misread:
-            yield Difference("haproxy.cfg", "HAProxy has read haproxy.cfg while it was modified")
+            yield Difference("haproxy.cfg", "HAProxy has read a modified haproxy.cfg")

@@ -73,7 +73,7 @@ class DriftReport:
         with self._lock:
             new = {one.kind for one in differences} - {one.kind for one in self._unrepaired}
             self._counts.update(new)
-            # While a difference stays, the report keeps the time of its discovery.
+            # The report keeps the time at which the agent first found a difference, until the difference is repaired.
             if new or self._last is None or not unrepaired:
                 self._last = Finding(time.time(), tuple(differences), repaired=not unrepaired)
             self._unrepaired = tuple(unrepaired)
