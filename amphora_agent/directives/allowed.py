@@ -25,7 +25,7 @@ _IPV6 = r"[0-9A-Fa-f]*:[0-9A-Fa-f]*:[0-9A-Fa-f:.]*"
 _ADDRESS = rf"(?:{_IPV4}|{_IPV6}|\[{_IPV6}\])"
 _PORT = r"[1-9][0-9]{0,4}"
 _ENDPOINT = re.compile(rf"(?:({_IPV4})|\[({_IPV6})\]|({_IPV6})):{_PORT}")
-# No part of the path begins with a dot, so it cannot leave the directory of TLS files.
+# No part of the path may begin with a dot. So the path contains no "..", and cannot leave the directory of TLS files.
 FILE = r"tls/[A-Za-z0-9_][A-Za-z0-9_.-]*/[A-Za-z0-9_][A-Za-z0-9_.-]*"
 _CIPHERS = r"[A-Za-z0-9+!:@=_.-]+"
 _PROTOCOLS = r"[A-Za-z0-9./,-]+"
@@ -140,7 +140,7 @@ _CRT_LIST_LINE = re.compile(
     rf"[ \t]*(?:{FILE}(?:[ \t]+\[[ \t]*alpn[ \t]+[A-Za-z0-9./,-]+[ \t]*\])?(?:[ \t]+[!A-Za-z0-9*._-]+)*[ \t]*)?(?:#.*)?"
 )
 _OPTIONS = {"bind": (2, _BIND), "server": (3, _SERVER)}
-# Directives that an error message names with their first two words.
+# An error message names these directives with two words, because the first word alone is ambiguous.
 _COMPOUND = {
     "http-after-response", "http-check", "http-request", "http-response", "no", "option", "stick", "tcp-request",
     "timeout",
