@@ -29,14 +29,14 @@ _NAMES = re.compile(r"'(?:server |backend |frontend )?([^' ]+)'")
 _ACTION = "load the configuration into HAProxy"
 _REMEDY = "The configuration served before is still served."
 _KEY = "PRIVATE KEY-----"
-# Number of first characters in a line of a private key. The agent hides an error message of HAProxy that contains these
-# characters.
+# The agent hides an error message of HAProxy that contains the first _KEY_MATCH_LENGTH characters of any line of a
+# private key.
 _KEY_MATCH_LENGTH = 12
-# Minimum number of servers for which the agent omits unchanged servers from the checked text. With fewer servers, a
-# check of the whole text is faster.
+# From this number of servers on, the agent lets HAProxy check a shorter text without unchanged servers. With fewer
+# servers, a check of the whole text is faster.
 MIN_SERVERS = 50
-# Keywords of a new server that need a full check: `guid` is unique in all backends, and `track` may name a server of
-# another backend.
+# A new server with one of these keywords needs a check of the whole text. A `guid` must be unique in all backends, and
+# `track` may name a server of another backend.
 _GLOBAL_KEYWORDS = frozenset({"guid", "track"})
 # Directives that name servers. The checked text must contain all servers of a backend with such a directive.
 _REFERRING = frozenset({"use-server", "force-persist", "ignore-persist", "server-template"})
@@ -88,7 +88,7 @@ def translate_error(
     if place is not None and place.group("file") in (candidate.name, "machine.cfg"):
         number = document.line(int(place.group("line"))) if place.group("file") == candidate.name else 0
         if number < 1 and object_id is None:
-            return MachineError(_ACTION, f"the machine's own part: {message}", "This is an error of the agent.")
+            return MachineError(_ACTION, f"the agent's own part: {message}", "This is an error of the agent.")
         message = message[: place.start()] + message[place.end() :]
         if number >= 1:
             object_id = object_id or _l7_rule_at(configuration, number) or configuration.object_at(number)
@@ -96,7 +96,7 @@ def translate_error(
     for name in _NAMES.findall(message):
         object_id = object_id or configuration.object_named(name)
     if _shows_a_key(message, files):
-        message = "a file has other content than its use requires; HAProxy's own words would show a private key"
+        message = "a TLS file has the wrong content; HAProxy's message shows a private key and is hidden"
     return ConfigurationRefused(_ACTION, message, _REMEDY, object_id=object_id)
 
 

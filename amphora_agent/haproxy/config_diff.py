@@ -31,7 +31,7 @@ MAX_COOKIE_SERVERS = 1500
 # Balancing methods that always accept new servers at run time. A hash method accepts new servers only with `hash-type
 # consistent`.
 _DYNAMIC_METHODS = {"roundrobin", "leastconn", "first", "random"}
-# Maximum number of servers that are replaced at run time. For more servers, a reload is faster.
+# If a change replaces more servers than this number, the agent reloads HAProxy, because a reload is faster.
 MAX_REPLACED = 20
 # Keywords of a server that runtime commands can change.
 _SETTABLE = ("weight", "maxconn", "addr", "port")
@@ -330,18 +330,18 @@ def _cookie_key(section: Section, configuration: Configuration) -> str:
 def _not_addable(section: Section, server: Server, wanted: Configuration, features: Features) -> str:
     """Return why a server cannot be added at run time; empty if it can."""
     if not server.line.plain:
-        return "its line needs quoting, for which the runtime API has other rules"
+        return "its line needs quoting, and HAProxy's runtime API interprets quotes differently"
     never = _NOT_AT_RUNTIME - {"cookie"} if features.cookies else _NOT_AT_RUNTIME
     if refused := sorted(never.intersection(server.keywords)):
         return f"'{refused[0]}' cannot be given at run time"
     if not _is_dynamic(section, wanted):
-        return "servers cannot join its balancing method at run time"
+        return "its balancing method accepts no new servers at run time"
     if _effective(section, wanted, "default-server") is not None:
         return "'default-server' does not reach servers added at run time"
     if _has_dynamic_cookie(section, wanted) and not features.cookies:
         if len(section.servers) > MAX_COOKIE_SERVERS:
-            return f"computing the cookies of {len(section.servers)} members would halt HAProxy"
+            return f"HAProxy would serve no client while it computes the cookies of {len(section.servers)} members"
         lines = [line for s in (section, *wanted.sections) for line in s.lines if line.words[0] == "dynamic-cookie-key"]
         if not lines or not all(line.plain for line in lines):
-            return "its dynamic cookie is not computed at run time"
+            return "the agent cannot set the key of its dynamic cookie at run time"
     return ""

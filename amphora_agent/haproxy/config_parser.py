@@ -411,7 +411,7 @@ def _row(raw: str, number: int) -> Row:
     if first not in ALLOWED and raw[0] not in _BLANKS:
         raise _refusal(number, f"'{first}' starts no section that a load balancer may have")
     if first.startswith(".") or _decoded_by_haproxy(raw):
-        raise _refusal(number, f"'{first}' is decided by HAProxy's preprocessor")
+        raise _refusal(number, f"HAProxy evaluates '{first}' first, so the agent cannot check the line")
     line = Line(tuple(words), plain, literal=plain or not any(map(_AMBIGUOUS.fullmatch, _TOKENS.findall(raw))))
     if first == "server" and len(words) > 2:
         return Server(name=line.words[1], address=line.words[2], keywords=line.words[3:], line=line)
@@ -427,6 +427,6 @@ def _refusal(number: int, why: str, object_id: str | None = None) -> Configurati
     return ConfigurationRefused(
         "read the load balancer's configuration",
         f"line {number}: {why}",
-        "Only defaults, frontend and backend sections, their lines indented, are accepted.",
+        "The agent accepts only defaults, frontend and backend sections with indented lines.",
         object_id=object_id,
     )

@@ -78,7 +78,7 @@ class OldWorker:
         try:
             self._socket.sendall(question.encode() + b"\n")
         except OSError as error:
-            raise HaproxyError(f"ask an old worker '{question}'", str(error)) from error
+            raise HaproxyError(f"send '{question}' to HAProxy's old worker", str(error)) from error
         return self._read(question)
 
     def _read(self, question: str) -> str:
@@ -87,10 +87,10 @@ class OldWorker:
             while not answer.endswith(_PROMPT):
                 data = self._socket.recv(65536)
                 if not data:
-                    raise HaproxyError(f"ask an old worker '{question}'", "it has ended")
+                    raise HaproxyError(f"send '{question}' to HAProxy's old worker", "the worker has ended")
                 answer += data
         except OSError as error:
-            raise HaproxyError(f"ask an old worker '{question}'", str(error)) from error
+            raise HaproxyError(f"send '{question}' to HAProxy's old worker", str(error)) from error
         return answer[: -len(_PROMPT)].decode(errors="replace")
 
     def close(self) -> None:

@@ -172,8 +172,8 @@ class Haproxy:
             # disk may prevent a new file.
             self._paths.previous.replace(self._paths.candidate)
         else:
-            # The old candidate file may be a hard link to the stored text of the confirmed bundle, which must not
-            # change.
+            # The old candidate file may be a hard link to the stored text of the confirmed bundle. A write into the
+            # candidate file would change this text, so the agent creates a new file.
             self._paths.candidate.unlink(missing_ok=True)
             write(self._paths.candidate, wanted.content, durable=False)
         return self._paths.candidate
@@ -228,8 +228,8 @@ class Haproxy:
                 worker = self.worker_pid()
                 if worker is not None:
                     self.counters.hold(drain)
-                    # SIGUSR1 makes a worker close its listeners. The signal must not go to HAProxy's master, which
-                    # would end and be restarted.
+                    # SIGUSR1 makes a worker close its listeners. HAProxy's master must not get the signal, because the
+                    # master would end, and the service manager would restart HAProxy.
                     os.kill(worker, signal.SIGUSR1)
                 self.counters.finish_all(STOP_SECONDS)
         self._services.stop(SERVICE)
@@ -412,8 +412,8 @@ class Haproxy:
         For about 50 ms after a start (2.6, 2.8 and 3.0) the master executes itself again and refuses connections.
         """
         with suppress(HaproxyError):
-            # After a failed reload, HAProxy's master reports no worker. So any answer of the master suffices, and the
-            # agent asks the worker for its process id.
+            # The call shows that HAProxy's master answers. Its list of workers is not used, because the list contains
+            # no worker after a failed reload. So the agent asks the worker itself.
             self._workers()
             return self.worker_pid() is not None
         return False

@@ -84,8 +84,8 @@ class ActionRunner:
             case act.SetMaintenance(backend, name, maintenance):
                 worker.order(f"set server {backend}/{name} state {'maint' if maintenance else 'ready'}")
             case act.SetAddress(backend, name, address, port):
-                # The answer to `set server addr` differs between versions of HAProxy, so it is ignored. A later read
-                # verifies the address.
+                # The answer to `set server addr` differs between versions of HAProxy, so the agent ignores the answer.
+                # The agent verifies the address afterwards.
                 worker.ask(f"set server {backend}/{name} addr {address} port {port}")
             case act.SetCheck(backend, name, check_address, check_port):
                 place = f"check-addr {check_address}" if check_address is not None else ""
@@ -102,7 +102,7 @@ class ActionRunner:
             name, _, value = line.partition(": ")
             if name == "Maxconn" and value.isdecimal():
                 return int(value)
-        raise HaproxyError("ask HAProxy for its connection limit", "HAProxy's answer does not contain it")
+        raise HaproxyError("read HAProxy's connection limit", "HAProxy's answer does not contain the limit")
 
     def _add(self, action: act.AddServer) -> None:
         server, name = action.server, f"{action.backend}/{action.server.name}"
@@ -127,10 +127,10 @@ class ActionRunner:
             serving = {server for (_, server), state in found.items() if state.serves}
             if name not in serving:
                 raise HaproxyError(
-                    f"replace member {name}", "the member is not up, and HAProxy would start the new one as up"
+                    f"replace member {name}", "the member is not up, but HAProxy would report its replacement as up"
                 )
             if not serving & action.others:
-                raise HaproxyError(f"replace member {name}", "no other member of the pool serves meanwhile")
+                raise HaproxyError(f"replace member {name}", "no other member can serve during the replacement")
         try:
             self._remove(action.backend, [act.RemoveServer(action.backend, name, action.idle)])
         except HaproxyError:
@@ -152,14 +152,15 @@ class ActionRunner:
         self._order_all([f"set server {backend}/{name} state drain" for name in draining])
         found = self._usage(backend, names)
         while any(found[name].used for name in draining if name in found) and time.monotonic() < deadline:
-            # HAProxy's command `wait` (since 3.0) can wait for one server only, so HAProxy is polled.
+            # HAProxy's command `wait` (since 3.0) can wait for one server only, so the agent polls HAProxy for all
+            # servers.
             time.sleep(_POLL_SECONDS)
             found = self._usage(backend, names)
         self._order_all([f"set server {backend}/{action.name} state maint" for action in actions])
         deadline = max(deadline, time.monotonic() + REMOVAL_SECONDS / 2)
         if self._features.wait_command:
-            # HAProxy's command `wait` accepts one server, so it waits for the last one. If HAProxy then refuses to
-            # delete a server, the deletion is tried again.
+            # HAProxy's command `wait` accepts one server only, so the agent waits for the last server. If HAProxy then
+            # refuses to delete another server, `_delete` tries again.
             left = max(1, int(1000 * (deadline - time.monotonic())))
             self._worker.ask(f"wait {left}ms srv-removable {backend}/{actions[-1].name}")
         # Counters of a server in maintenance are final, so they are read before its deletion.
@@ -180,7 +181,7 @@ class ActionRunner:
         command, tried = f"del server {server}", False
         while (answer := self._worker.ask(command).strip()) != _DELETED:
             if time.monotonic() >= deadline:
-                raise HaproxyError(f"have HAProxy do '{command}'", answer or "the answer is empty")
+                raise HaproxyError(f"run the command '{command}' in HAProxy", answer or "the answer is empty")
             if not tried:
                 self._worker.order(f"set server {server} state drain; set server {server} state maint")
                 tried = True

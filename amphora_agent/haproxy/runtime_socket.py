@@ -42,11 +42,11 @@ class Socket:
                     parts.append(data)
                     size += len(data)
         except OSError as error:
-            raise HaproxyError(f"ask HAProxy '{shown or question}'", f"no answer: {error}") from error
+            raise HaproxyError(f"send '{shown or question}' to HAProxy", f"no answer: {error}") from error
         return b"".join(parts).decode(errors="replace")
 
     def order(self, command: str, success: str = "") -> None:
         """Send commands as `ask` does; raise HaproxyError if the answer differs from `success`."""
         answer = self.ask(command).strip()
         if answer != success:
-            raise HaproxyError(f"have HAProxy do '{command}'", answer or "the answer is empty")
+            raise HaproxyError(f"run the command '{command}' in HAProxy", answer or "the answer is empty")

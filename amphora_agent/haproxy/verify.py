@@ -23,7 +23,7 @@ class Verifier:
 
     def __init__(self, worker: Socket) -> None:
         self._worker = worker
-        # State that HAProxy's worker reported at the last verification; None after a failed verification.
+        # State that HAProxy's worker reported at the last successful verification; None after a failed verification.
         self._loaded: Loaded | None = None
 
     def invalidate(self) -> None:
