@@ -12,8 +12,8 @@ from pathlib import Path
 from amphora_agent.bundle import VrrpInstance
 from amphora_agent.services.template_files import load_template
 
-# Seconds between two repetitions of gratuitous ARP for the VIPs. If both amphorae had the VIPs for a moment, neighbours
-# correct their entries within this time. Without repetitions, the correction could take eight seconds (arp(7)).
+# keepalived repeats gratuitous ARP for the VIPs after this number of seconds. If both amphorae had the VIPs for a
+# moment, the repetition corrects the neighbours' entries. Without it, the correction could take eight seconds (arp(7)).
 REFRESH_SECONDS = 1
 # Without a partner, keepalived sends its advertisements to the loopback address. With an empty "unicast_peer",
 # keepalived would use multicast and disturb load balancers with an equal router id.

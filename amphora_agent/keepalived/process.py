@@ -25,8 +25,8 @@ from amphora_agent.services.health_file import ALIVE
 
 SERVICE = "keepalived"
 CHECK_SECONDS = 20.0
-# A failed keepalived is restarted after _ADVERTS_TO_WAIT advertisement intervals and _SPARE_SECONDS. In this time, the
-# partner takes over (RFC 9568, section 6.1) and announces the VIPs twice.
+# The service manager restarts a failed keepalived after _ADVERTS_TO_WAIT advertisement intervals and _SPARE_SECONDS. In
+# this time, the partner takes over (RFC 9568, section 6.1) and announces the VIPs twice.
 _ADVERTS_TO_WAIT = 4
 _SPARE_SECONDS = 1.5
 
