@@ -12,8 +12,8 @@ from typing import Any
 from amphora_agent.l4.model import Host
 
 SUMMED = ("total_connections", "bytes_in", "bytes_out", "request_errors")
-# Maximum number of removed virtual servers whose counters are kept. If a removed virtual server returns, its counters
-# must not have decreased.
+# Maximum number of removed virtual servers whose counters are kept. If a removed virtual server is added again, its
+# counters continue, because counters must not decrease.
 MAX_FORMER = 500
 _Sums = tuple[int, ...]
 _ZERO: _Sums = (0,) * len(SUMMED)
@@ -79,12 +79,12 @@ class MonotonicCounters:
     def from_document(cls, value: Any) -> MonotonicCounters:
         """Return the sums of a document of `to_document`; raises KeyError, TypeError or ValueError."""
         if tuple(value["columns"]) != SUMMED:
-            raise ValueError("other columns")
+            raise ValueError("the stored counters have other columns")
         counted = cls()
         counted.birth = str(value["birth"])
         for name in ("settled", "last"):
             kept = {str(key): tuple(map(int, sums)) for key, sums in value[name].items()}
             if any(len(sums) != len(SUMMED) for sums in kept.values()):
-                raise ValueError("too few numbers")
+                raise ValueError("a row of the stored counters has a wrong number of values")
             setattr(counted, f"_{name}", kept)
         return counted

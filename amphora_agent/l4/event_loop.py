@@ -61,8 +61,8 @@ class EventLoop:
     def run_once(self, longest: float | None = None) -> None:
         """Wait for the next event, at most for this number of seconds, and handle everything that is due."""
         for key, _ in self._selector.select(self._timeout(longest)):
-            # An earlier event may have closed this socket, and a new socket may have the same descriptor. In both
-            # cases, the event is skipped.
+            # An earlier event may have closed this socket, and a new socket may have got the same descriptor. The loop
+            # must not call the old socket's function, or deliver the event to the new socket.
             is_open = isinstance(key.fileobj, socket.socket) and key.fileobj.fileno() >= 0
             present = self._selector.get_map().get(key.fileobj) if is_open else None
             if present is not None and present.data is key.data:

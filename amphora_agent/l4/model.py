@@ -178,7 +178,7 @@ def _server(value: Any) -> VirtualServer:
     listed = _of(list, found["addresses"], f"{where} addresses")
     addresses = tuple(_address(item, f"{where} address") for item in listed)
     if not addresses or len(set(addresses)) != len(addresses):
-        raise ValueError(f"{where} there is no address, or one address occurs twice")
+        raise ValueError(f"{where} the list of addresses is empty, or has an address twice")
     return VirtualServer(
         id=name,
         protocol=_one_of(found["protocol"], PROTOCOLS, f"{where} protocol"),

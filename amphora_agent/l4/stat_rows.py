@@ -9,8 +9,8 @@ from typing import Any
 _IDENTITY = ("pxname", "svname", "type", "mode", "status")
 COLUMNS = (*_IDENTITY, "scur", "stot", "conn_tot", "bin", "bout", "ereq", "weight", "lbtot")
 _LISTENER, _POOL, _MEMBER = "0", "1", "2"
-# Columns of HAProxy's statistics. lbtot counts the sessions that the balancing algorithm assigned: for UDP and SCTP,
-# all sessions (stot).
+# Columns of HAProxy's statistics, with the L4 daemon's names of the counters. HAProxy's column lbtot counts the
+# sessions that the balancing algorithm assigned, which are all sessions of UDP and SCTP.
 _OF_MEMBERS = {
     "scur": "active_connections",
     "stot": "total_connections",
