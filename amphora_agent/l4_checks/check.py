@@ -14,7 +14,8 @@ from amphora_agent.l4.model import Member, Monitor
 
 OnResult = Callable[[bool, str], None]
 """Called with the result: whether the member serves, and the reason in a few words."""
-# Errors of the amphora itself, for example a lack of sockets, which say nothing about the member.
+# Errors of the amphora itself, for example a lack of sockets. A check with such an error does not change the member's
+# state.
 _LOCAL_ERRORS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL, errno.EAGAIN))
 
 

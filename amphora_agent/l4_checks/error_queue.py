@@ -14,7 +14,8 @@ _IP_RECVERR, _IPV6_RECVERR, _MSG_ERRQUEUE = 11, 25, 0x2000
 _EXTENDED = struct.Struct("=IBBBBII")
 _LEVELS = {(socket.IPPROTO_IP, _IP_RECVERR), (socket.IPPROTO_IPV6, _IPV6_RECVERR)}
 _LARGEST = 512
-# Errors that mean an unreachable member. Others, such as a packet that is too large, concern the path only.
+# These errors mean that the member is unreachable. Other errors, such as a packet that is too large, concern only the
+# path to the member.
 _UNREACHABLE = {
     errno.ECONNREFUSED: "port unreachable",
     errno.ENOPROTOOPT: "protocol unreachable",
@@ -34,8 +35,8 @@ def enable(one: socket.socket) -> None:
 
 def read_errors(one: socket.socket) -> Iterator[tuple[str, str, bytes]]:
     """Yield each error: its text, the address it is about, and the packet without the IP header."""
-    # A pending error would make recvmsg() fail instead of reading the error queue. Reading SO_ERROR clears the pending
-    # error.
+    # A pending error of the socket would make recvmsg() fail, so getsockopt() reads SO_ERROR first, which clears the
+    # pending error.
     one.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
     while True:
         try:

@@ -53,8 +53,8 @@ class SctpChecks:
         else:
             raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
         check = _Init(_FIRST_PORT + self._next, target, on_result, self)
-        # All SCTP checks share one socket, so sendto() could raise an earlier error of another member. Reading the
-        # socket first prevents this.
+        # All SCTP checks share one socket, so sendto() could raise an error that belongs to another member. The read
+        # before sendto() clears such an error.
         self._read_packets(opened)
         opened.sendto(sctp_packet.init(check.port, target.port, check.tag), (target.address, 0))
         self._pending[check.port] = check

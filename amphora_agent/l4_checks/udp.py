@@ -17,7 +17,8 @@ from amphora_agent.l4_checks.check import Check, OnResult, Target
 from amphora_agent.l4_checks.icmp_errors import IcmpErrorMonitor
 from amphora_agent.l4_checks.neighbor_probe import NeighborProbe
 
-# A line feed does not disturb programs that log lines. An empty datagram would mean the end of input for some programs.
+# Each check sends this datagram. Programs that log lines ignore a line feed, but some programs interpret an empty
+# datagram as the end of input.
 PAYLOAD = b"\n"
 _MAX_BYTES = 512
 # Maximum number of kept ICMP errors that arrived after the end of their check.
@@ -43,7 +44,8 @@ class UdpChecks:
         when, error = self._late_errors.pop(target.endpoint, (0.0, ""))
         check = _Datagram(self._loop, target, on_result, self)
         self._checks.setdefault(target.address, set()).add(check)
-        # A failed host sends no ICMP error, so the kernel also probes its link-layer address.
+        # A host that has failed sends no ICMP error. So the kernel also asks for the host's link-layer address (ARP or
+        # neighbour discovery).
         self.neighbors.probe(target.address)
         if error and when >= time.monotonic() - target.monitor.interval:
             self._loop.call_at(0.0, lambda: check.report(False, error))
