@@ -31,8 +31,8 @@ from amphora_agent.l4_nftables.engine import NftablesEngine
 FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 0.5, 30.0
 # Seconds between two counts of flows for the algorithm LEAST_CONNECTIONS.
 _REBALANCE_SECONDS = 1.0
-# Seconds until the L4 daemon saves changed check results and counters without a new member status. A kill before the
-# save loses the changes.
+# If check results and counters change without a new member status, the L4 daemon saves the changes after this number of
+# seconds. A kill of the daemon before the save loses these changes.
 _SAVE_SECONDS = 1.0
 
 
@@ -53,8 +53,7 @@ class Checker:
         self._counters = loaded.counters
         self._states = member_state.carry_over(loaded.states, (), loaded.desired.servers, time.time())
         self._monitors: dict[MemberKey, model.Monitor] = {}
-        # Member health in the kernel's rules. At its start, the L4 daemon assumes the health that the previous process
-        # recorded.
+        # Member health in the kernel's rules. A new L4 daemon assumes the health that the previous process recorded.
         self._applied_health = member_state.member_health(loaded.desired.servers, self._states)
         # The previous process may have applied other states than it recorded, so the L4 daemon applies the recorded
         # states immediately.
@@ -171,7 +170,7 @@ class Checker:
             try:
                 self._engine.rebalance(self._desired.servers, self._applied_health, paired=self._desired.paired)
             except AgentError:
-                # The L4 daemon does not log this error, because the next attempt logs an error that persists.
+                # The L4 daemon tries again, and logs an error only if the next attempt also fails.
                 self._must_apply = True
         self._schedule_rebalance()
 

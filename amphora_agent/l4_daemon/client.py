@@ -37,8 +37,8 @@ SERVICE = "amphora-checker"
 # the previous state (`stats.udp_stats`).
 STATE_TIMEOUT_SECONDS = 0.3
 ANSWER_TIMEOUT_SECONDS = 1.0
-# Seconds to wait until the L4 daemon has changed the kernel's nftables table, which takes milliseconds on an idle
-# machine.
+# Seconds to wait until the L4 daemon has changed the kernel's nftables table. The change takes milliseconds on an idle
+# machine, but much longer on a busy one.
 SERVE_TIMEOUT_SECONDS = 60.0
 # Seconds to wait for the start of the L4 daemon, which took fifteen seconds on a busy emulated machine.
 START_TIMEOUT_SECONDS = 60.0
@@ -100,8 +100,8 @@ class CheckerClient:
         self._services = services
         self._lock = threading.Lock()
         self._version = source_checksum(PACKAGES, ELSEWHERE)
-        # Last state of an ended L4 daemon. A separate lock protects this state, because a request to the daemon holds
-        # `_lock`, and readers must not wait for the request.
+        # Last state of an ended L4 daemon. This state has a separate lock, because `_lock` is held during each request
+        # to the daemon, and readers must not wait for a request.
         self._final_state_lock = threading.Lock()
         self._final_state: CheckerState | None = None
 
@@ -124,8 +124,8 @@ class CheckerClient:
                 return
             document = _desired_document("serve", servers, paired=paired)
             if not servers and not self._may_be_forwarding():
-                # The L4 daemon may answer late after a failed change, so the time-out is long. If no L4 daemon has
-                # started, the request fails immediately.
+                # After a failed change, the L4 daemon may answer late, so the time-out is long. If no daemon runs, the
+                # request fails at once.
                 with suppress(VirtualServersError, ConfigurationRefused):
                     if (state := _parse_state(self._request(document, SERVE_TIMEOUT_SECONDS))).sums:
                         self._keep_final_state(state)
@@ -145,7 +145,7 @@ class CheckerClient:
             answer = self._request(_desired_document("differs", servers, paired=paired), SERVE_TIMEOUT_SECONDS)
             return [str(one) for one in answer["differs"]]
         except (VirtualServersError, ConfigurationRefused) as error:
-            return [f"the checker of UDP and SCTP listeners: {error.happened}"]
+            return [f"the L4 daemon for UDP and SCTP listeners: {error.happened}"]
 
     def read_state(self, seconds: float = STATE_TIMEOUT_SECONDS, *, members: bool = False) -> CheckerState | None:
         """Return the state; None without an answer. Counters of ``members`` take longer."""
@@ -180,7 +180,8 @@ class CheckerClient:
         except FileNotFoundError:
             return False
         except (OSError, ValueError, KeyError, TypeError):
-            # Without a readable file of virtual servers, the agent assumes that the L4 daemon is forwarding.
+            # An unreadable file does not show whether virtual servers exist. The agent assumes that they exist, so that
+            # the L4 daemon removes their rules from the kernel.
             return True
 
     def _ensure_running(self) -> None:
@@ -240,7 +241,7 @@ class CheckerClient:
         except (OSError, ValueError) as error:
             raise VirtualServersError(
                 f"send the request '{request['op']}' to the L4 daemon",
-                f"it does not answer: {error or type(error).__name__}",
+                f"the daemon does not answer: {error or type(error).__name__}",
             ) from error
         if isinstance(found := answer.get("error"), dict):
             kind = ConfigurationRefused if found.get("refused") else VirtualServersError
