@@ -38,7 +38,8 @@ class FlowAttribution:
     def __init__(self) -> None:
         self._listeners: dict[_Destination, _Listener] = {}
         self._formats: dict[str, LogFormat] = {}
-        # Members whose flows the kernel still forwards after the last change, even if these members get no new flows.
+        # Members whose flows the kernel has continued to forward since the last change, including members without new
+        # flows.
         self._retained: set[tuple[_Destination, _MemberAddress]] = set()
         # Members whose flows the kernel has ended, with the earliest and the latest possible time of the end in
         # nanoseconds since 1970.
@@ -77,8 +78,8 @@ class FlowAttribution:
         }
         now = time.time_ns()
         for gone in self._retained - retained:
-            # `_cut` is ordered by time, so that the loop below deletes the oldest entries. So a known member's entry
-            # moves to the end.
+            # The loop below deletes the first entries of `_cut`, which must be the oldest. So an existing entry of this
+            # member moves to the end.
             self._cut.pop(gone, None)
             self._cut[gone] = begun, now
         for old in list(self._cut)[:-_MAX_FORMER]:

@@ -25,7 +25,7 @@ from amphora_agent.l4_flow_log.stdout_writer import StdoutWriter
 
 SHARE = 5
 REPORT_SECONDS = 10.0
-# At its close, the flow log handles remaining messages of the kernel for at most this number of seconds.
+# Before its close, the flow log handles the kernel's remaining messages for at most this number of seconds.
 _CLOSE_SECONDS = 1.0
 _MAX_AT_ONCE = 100
 _GROUP_DESTROYED = 1 << 2
@@ -110,8 +110,8 @@ class FlowLog:
         try:
             opened.setblocking(False)
             opened.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _BUFFER)
-            # The flow log reads the number of lost messages from the socket. ENOBUFS errors would report these losses
-            # again, so this option suppresses the errors.
+            # The flow log reads the number of lost messages from the socket's counter. This option suppresses ENOBUFS
+            # errors, which would report these losses a second time.
             opened.setsockopt(_SOL_NETLINK, _NETLINK_NO_ENOBUFS, 1)
             attach_filter(opened, _ONLY_MARKED)
             opened.bind((0, _GROUP_DESTROYED))
