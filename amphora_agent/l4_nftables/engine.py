@@ -53,11 +53,12 @@ class NftablesEngine:
     def __init__(self) -> None:
         self._table: Table | None = None
         self._marks = conntrack_marks.NO_MARKS
-        # The kernel's listing of the table and the generation of its ruleset after the last change. If the listing
-        # later differs, another program has changed the table.
+        # The kernel's listing of the table, and the generation of the kernel's ruleset, both read after the L4 daemon's
+        # last change. If the listing differs later, another program has changed the table.
         self._listed = ""
         self._generation: int | None = None
-        # Marks of flows that are to be ended, and places whose flows without a mark are to be ended.
+        # Flows that the L4 daemon has yet to end: flows with these marks, and flows without a mark to these VIPs (with
+        # protocol and port).
         self._marks_to_end: set[int] = set()
         self._unmarked_places: set[ServicePlace] = set()
         # Latest count of flows by mark.
@@ -94,7 +95,7 @@ class NftablesEngine:
         """
         self.check_servers(servers)
         with suppress(VirtualServersError):
-            # If the kernel cannot count the flows, the last known numbers are used.
+            # If the kernel cannot count the flows now, the L4 daemon distributes new flows by the previous counts.
             self._update_loads(servers, at_once=self._loads_due - self._loads_read_at < PERIOD_SECONDS)
         former = self._table if self._table is not None and self._is_unchanged() else None
         if former is None or not self._apply_difference(former, servers, up, paired=paired):
@@ -122,8 +123,8 @@ class NftablesEngine:
         """Rebuild the table, whatever a previous process or an operator left."""
         listed = self._list_table()
         before = {*self._marks.members.values()}
-        # If the kernel's table is missing, flows with the assigned marks may still exist. So the L4 daemon keeps the
-        # assignment in memory.
+        # A missing table does not mean that flows with marks are gone. So the L4 daemon then uses the assignment of
+        # marks in its memory.
         self._marks = _parse_marks(listed) if _BASE.search(listed) else self._marks
         before |= {*self._marks.members.values()}
         marks = conntrack_marks.assign_marks(self._marks, servers)

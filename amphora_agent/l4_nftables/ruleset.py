@@ -200,8 +200,8 @@ def _serve_rules(server: VirtualServer, maps: Mapping[str, Map], loads: Loads, *
         # nftables refuses a hash over zero slots, so a virtual server without slots gets no rule.
         if maps[name].elements:
             by = _slot_expression(server, version, len(maps[name].elements), paired=paired)
-            # The comment changes with each new list of turns, so the kernel replaces the rule and begins at the first
-            # turn.
+            # Each new list of turns (least_connections.py) has another number. The number in the comment makes the
+            # kernel replace the rule, so that the rule begins at the first turn.
             comment = f' comment "{loads.number}"' if uses_least_connections(server) else ""
             yield f"meta nfproto {_NFPROTO[version]} ct mark set {by} map @{name}{comment}"
     yield f'ct mark != 0 counter name "flows-{server.id}"'
@@ -218,12 +218,13 @@ def _slot_expression(server: VirtualServer, version: int, slots: int, *, paired:
     if not _is_hashed(server, paired=paired):
         return f"numgen inc mod {slots}"
     source = f"{_WORDS[version]} saddr"
-    # All amphorae use an equal seed for a virtual server, so that each of them chooses the same member for a client.
+    # All amphorae use the same seed for a virtual server, so that a client gets the same member from each amphora.
     end = f"mod {slots} seed {int(server.id[:8], 16) or 1:#x}"
     if server.persistence is not None:
         prefix = server.persistence.prefix_v4 if version == 4 else server.persistence.prefix_v6
         if prefix == 0:
-            # With a prefix of 0 bits, all clients count as one client, so all clients get an equal hash.
+            # A prefix of 0 bits treats all clients as one client. A hash modulo 1 is 0 for each client, so all clients
+            # get the same member.
             return f"jhash {source} mod 1 seed 0x1"
         mask = ipaddress.ip_network(f"{'0.0.0.0' if version == 4 else '::'}/{prefix}").netmask
         return f"jhash {source} & {mask} {end}"
