@@ -33,7 +33,8 @@ POLL_SECONDS = 5.0
 _ANSWER_SECONDS = 3.0
 _START_SECONDS = 15.0
 _RETRY_SECONDS = 0.05
-# Size in bytes of the buffer for lines that wait for the log forwarder. The kernel counts the lines that it drops.
+# Size in bytes of the receive buffer for lines to the log forwarder. The kernel drops lines that do not fit, and counts
+# them.
 _INPUT_BYTES = 8 << 20
 _SO_RCVBUFFORCE = 33
 # Maximum number of messages that wait at a local datagram socket. The kernel's default of 10 would lose lines of a
@@ -58,8 +59,8 @@ class LogForwarding:
     def start(self, settings: LogSettings) -> None:
         self._wanted = settings
         if settings:
-            # The agent reads the status immediately. Otherwise, a controller would count all earlier lines again after
-            # a restart of the agent.
+            # At its start, the agent reads the counters of a running log forwarder. Without these counters, a
+            # controller would count all earlier lines again.
             with suppress(AgentError, OSError, ValueError):
                 found = self._ask_once({"op": "status"}, None)
                 # A log forwarder of another version is replaced, and its counters are not used.

@@ -30,12 +30,12 @@ CONNECT_SECONDS = 5.0
 # Seconds without an acknowledgement after which the connection to a target is closed (tcp(7)).
 SILENCE_SECONDS = 30.0
 ANSWER_SECONDS = 15.0
-# Maximum number of seconds for which the forwarder waits after a handshake of TLS 1.3 for the target's check of the
-# client certificate. A target without TLS tickets says nothing if it accepts.
+# After a handshake of TLS 1.3, the target may still refuse the client certificate. The log forwarder waits at most this
+# number of seconds, because a target without TLS tickets sends nothing if it accepts.
 ACCEPT_SECONDS = 1.0
 _CHECK_SECONDS = 0.5
 _SIOCOUTQ = 0x5411
-# Size of the send buffer in bytes. After the loss of a connection, the fate of lines in the buffer is unknown, so the
+# Size of the send buffer in bytes. A lost connection leaves the delivery of the lines in this buffer uncertain, so the
 # buffer is small.
 _SEND_BUFFER = 256 << 10
 _MOST_ANSWER = 64 << 10
@@ -202,7 +202,7 @@ def _await_acceptance(opened: ssl.SSLSocket) -> None:
     try:
         data = opened.recv(4096)
     except OSError as error:
-        # The received records were tickets.
+        # SSLWantReadError means that the target has sent only TLS tickets, so the target accepts the connection.
         if type(error).__name__ == "SSLWantReadError":
             return
         raise
@@ -224,8 +224,8 @@ def _is_closed(opened: socket.socket) -> bool:
     except BlockingIOError:
         return False
     except OSError as error:
-        # A TLS record without data means an open connection. The error is compared by name, because the module ssl
-        # would need memory.
+        # SSLWantReadError means a TLS record without data, so the connection is open. The code compares the name,
+        # because an import of the module ssl would need memory.
         return type(error).__name__ != "SSLWantReadError"
     finally:
         opened.settimeout(timeout)
@@ -251,8 +251,8 @@ class Requests:
         import http.client  # noqa: PLC0415 (saves memory without such a target)
 
         if self._connection is not None and (self._connection.sock is None or _is_closed(self._connection.sock)):
-            # The server may have closed the connection, which was idle for some time. So the forwarder opens a new one.
-            # After `Connection: close`, http.client opens a new connection without the wait for the target's check.
+            # The server may have closed the idle connection, so the log forwarder opens a new one itself. A connection
+            # that http.client reopens would not wait for the target's check of the client certificate.
             self.close()
         try:
             if self._connection is None:
