@@ -59,7 +59,8 @@ def _destroy(connections: list[Connection]) -> None:
         kernel.settimeout(_ANSWER_SECONDS)
         for connection in connections:
             kernel.send(_destroy_request(connection))
-            # An error is ignored, because the connection may have ended already.
+            # The agent ignores the kernel's answer, because an error may only mean that the connection has already
+            # ended.
             kernel.recv(_ANSWER_BYTES)
 
 
@@ -71,7 +72,7 @@ def _destroy_request(connection: Connection) -> bytes:
         + _PORTS.pack(connection.port, connection.client_port)
         + connection.vip.packed.ljust(_ADDRESS_BYTES, b"\0")
         + connection.client.packed.ljust(_ADDRESS_BYTES, b"\0")
-        # Four zero bytes mean any network interface.
+        # The four zero bytes are the interface index, and 0 means any network interface.
         + bytes(4)
         + _NO_COOKIE
     )

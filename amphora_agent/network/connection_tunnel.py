@@ -50,7 +50,8 @@ _FOREVER = 0xFFFFFFFF
 _ESTABLISHED, _SYN_RECEIVED, _FIN_WAIT_1, _FIN_WAIT_2, _CLOSE_WAIT, _LAST_ACK, _CLOSING = 1, 3, 4, 5, 8, 9, 11
 _LIVING = {_ESTABLISHED, _SYN_RECEIVED, _FIN_WAIT_1, _FIN_WAIT_2, _CLOSE_WAIT, _LAST_ACK, _CLOSING}
 WORDS = {4: ("ip", "ipv4_addr"), 6: ("ip6", "ipv6_addr")}
-# ICMP messages of a router about packets that are too large, for path MTU discovery (RFC 1191; RFC 4443, section 3.2).
+# ICMP messages of a router about a packet that is larger than a link's MTU, which path MTU discovery needs (RFC 1191;
+# RFC 4443, section 3.2).
 _TOO_LARGE = {4: "icmp type destination-unreachable icmp code 4", 6: "icmpv6 type packet-too-big"}
 
 

@@ -59,8 +59,8 @@ def _routing(state: NamespaceState) -> Iterator[Finding]:
     yield from (("route", f"{one.destination} of table {one.table} is not wanted") for one in changes.delete)
     present, needed = policy_routing.read_rules(state.route), state.wanted_rules()
     yield from (("rule", f"from {_source(one)} is missing") for one in sorted(needed - present, key=str))
-    # Routing rules of a missing interface are harmless, and the interface needs them when it returns. So they are no
-    # drift.
+    # A rule of a missing interface is no drift, because the rule is harmless, and the interface needs the rule when it
+    # returns.
     every = policy_routing.wanted_rules(state.wanted.interfaces, forwards=state.wanted.forwards)
     yield from (("rule", f"from {_source(one)} is not wanted") for one in sorted(present - needed - every, key=str))
 

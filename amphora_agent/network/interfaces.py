@@ -206,8 +206,8 @@ def _remove_addresses(route: Any, addresses: Iterable[tuple[int, Address]]) -> N
         try:
             route.addr("del", index=index, address=str(address.ip), prefixlen=address.network.prefixlen)
         except NetlinkError as error:
-            # The kernel removes secondary addresses together with their primary address, so an address may be gone
-            # already.
+            # The kernel removes secondary addresses together with their primary address. So this address may already be
+            # gone, which is no error.
             if error.code != errno.EADDRNOTAVAIL:
                 raise
 

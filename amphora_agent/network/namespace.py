@@ -44,7 +44,7 @@ class Namespace:
         try:
             return self._thread.submit(function, *args, **kwargs).result()
         except BrokenExecutor as error:
-            raise InterfaceError(f"enter {self._path}", "the namespace cannot be entered") from error
+            raise InterfaceError(f"enter the network namespace {self._path}", "it cannot be opened") from error
 
     def start(self, function: Callable[[], _T]) -> Future[_T]:
         """Start a function in the namespace and return at once; raises RuntimeError after `close`."""

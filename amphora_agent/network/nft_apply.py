@@ -56,7 +56,8 @@ def plan_transactions(held: str, wanted: str) -> list[str]:
     foreign = set(_OBJECTS.findall(held)) - {"set", "chain"}
     changed = any(name in after and after[name].split() != block.split() for name, block in before.items())
     if not wanted or foreign or changed:
-        # The whole table is replaced if the wanted one is empty, or if another program has changed the present one.
+        # The agent replaces the whole table if the wanted table is empty, or if another program has changed the present
+        # table.
         return [_MISSING + wanted]
     new_sets = "".join(block for name, block in after.items() if name not in before)
     rules = [f"delete chain {FAMILY} {TABLE} {name}\n" for name in _CHAINS.findall(held)]

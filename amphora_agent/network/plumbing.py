@@ -28,8 +28,8 @@ from amphora_agent.network.interfaces import NO_NETWORK, AddedVip, WantedNetwork
 from amphora_agent.network.namespace import Namespace
 
 _log = logging.getLogger(__name__)
-# Maximum number of passes over the network. The kernel may remove more than requested or announce changes late, so a
-# pass may leave differences.
+# Maximum number of attempts to reach the wanted network. The kernel may remove more than requested or announce changes
+# late, so one attempt may leave differences.
 _MAX_PASSES = 4
 _POLL_SECONDS = 0.01
 

@@ -30,7 +30,7 @@ _PRIORITY = 100
 _METRICS = {4: 0, 6: 1024}
 _FAMILIES = {4: socket.AF_INET, 6: socket.AF_INET6}
 _EVERYTHING = {socket.AF_INET: "0.0.0.0/0", socket.AF_INET6: "::/0"}
-# Route protocols, type, flag and scope (linux/rtnetlink.h).
+# Constants of linux/rtnetlink.h: route protocols, route type, route flag and route scope.
 _PROTOCOL_KERNEL, _PROTOCOL_STATIC, _PROTOCOL_ROUTER_ADVERTISEMENT = 2, 4, 9
 _UNICAST, _CLONED, _SCOPE_LINK = 1, 0x200, 253
 # Priorities and tables (local, main, default) of the rules that each network namespace has from the kernel.

@@ -69,7 +69,7 @@ def _write() -> None:
         try:
             file.write_text(value, encoding="ascii")
         except OSError as error:
-            raise InterfaceError(f"set {key}", str(error)) from error
+            raise InterfaceError(f"set the kernel setting {key}", str(error)) from error
 
 
 def is_forwarding() -> bool:
@@ -85,7 +85,7 @@ def set_forwarding(*, wanted: bool) -> None:
             if file.read_text(encoding="ascii").strip() != str(int(wanted)):
                 file.write_text(str(int(wanted)), encoding="ascii")
         except OSError as error:
-            raise InterfaceError(f"set {key}", str(error)) from error
+            raise InterfaceError(f"set the kernel setting {key}", str(error)) from error
 
 
 def _forwarding_keys() -> list[str]:

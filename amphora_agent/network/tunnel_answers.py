@@ -63,8 +63,8 @@ def answer_rules(instance: VrrpInstance) -> str:
         leaving.append(f'  {word} saddr {{ {vips} }} {reverse} {answered} fwd to "{NAME}"\n')
     chains = (
         ("tunnelled", "ingress", NAME, 0, tunnelled),
-        # A rule with priority 0 redirects packets to the partner if the VIPs move back. The chain "direct" must see
-        # these packets before that rule.
+        # If the VIPs move back, a redirect rule with priority 0 sends packets to the partner. Priority -1 lets the
+        # chain "direct" see these packets first.
         ("direct", "ingress", device, -1, direct),
         ("leaving", "egress", device, 0, leaving),
     )
