@@ -95,8 +95,8 @@ class OctaviaAmphora:
 
     def set_rules(self, document: Any) -> None:
         with self.changing():
-            # For a new amphora, an empty list means no rules. Later, Octavia's worker sends an empty list for unchanged
-            # rules.
+            # For a new amphora, an empty list means that no rules apply. Later, Octavia's worker sends an empty list if
+            # the rules have not changed.
             read = firewall_rules.read(document)
             if read or self._state.rules is None:
                 self._apply(replace(self._state, rules=read))
@@ -202,7 +202,7 @@ class OctaviaAmphora:
             last = self._last()
             if last is not None and last.load_balancer_id != OCTAVIA_API_V1_ID:
                 raise RequestRefused(
-                    "Conflict", "this amphora is driven through the agent's own interface (v2)", status
+                    "Conflict", "another controller configures this amphora over the agent's API version 2", status
                 )
             yield
 
@@ -214,7 +214,7 @@ class OctaviaAmphora:
         if self._state.load_balancer_id not in (None, load_balancer_id):
             raise RequestRefused("Conflict", f"this amphora serves {self._state.load_balancer_id}", 409)
         if str(uuid.UUID(load_balancer_id)) != load_balancer_id:
-            raise RequestRefused("Invalid request", f"{load_balancer_id} is no load balancer's id")
+            raise RequestRefused("Invalid request", f"{load_balancer_id} is not the id of a load balancer")
 
     def _bundle(self, state: State) -> Bundle:
         last = self._last()

@@ -141,5 +141,5 @@ def _pinged(line: str, words: list[str], found: Translation) -> str:
     try:
         found.pings[words[1]] = ipaddress.ip_address(text.strip("[]"))
     except ValueError as error:
-        raise RequestRefused("Invalid request", f"member {words[1]} cannot be asked for an echo: {error}") from error
+        raise RequestRefused("Invalid request", f"the amphora cannot ping member {words[1]}: {error}") from error
     return f"{_ELSEWHERE.sub('', line)} addr 127.0.0.1 port {RESPONDER_PORT}"

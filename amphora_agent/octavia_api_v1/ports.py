@@ -82,8 +82,8 @@ def _shared(found: Mapping[str, Any], fixed: list[dict[str, Any]], known: Interf
     if found.get("vip_net_info"):
         net_info = _object(found["vip_net_info"])
         port = vip_port(net_info["vip"], {"mac_address": found["mac_address"], **net_info})
-        # A request for a member network may name the VIP network, but lacks the additional VIPs. So the agent keeps the
-        # known VIPs.
+        # If a request for a member network names the VIP network, it lacks the additional VIPs. So the agent keeps the
+        # VIPs that it knows.
         if known is not None and not net_info.get("additional_vips"):
             port = _joined(port, (), known.vips, known.routes)
     elif known is not None:
@@ -135,13 +135,13 @@ def _unique(routes: Iterable[Route]) -> tuple[Route, ...]:
 
 def _object(document: Any) -> dict[str, Any]:
     if not isinstance(document, dict):
-        raise TypeError("an object is needed")
+        raise TypeError("the request is not a JSON object")
     return document
 
 
 def _fixed(address: Any, subnet: Any) -> Address:
     if not isinstance(address, str):
-        raise TypeError("an address of the port's own is needed: this amphora asks no DHCP server for one")
+        raise TypeError("the port needs a fixed address, because the amphora does not use DHCP")
     length = ipaddress.ip_network(subnet, strict=False).prefixlen
     return ipaddress.ip_interface(f"{ipaddress.ip_address(address)}/{length}")
 

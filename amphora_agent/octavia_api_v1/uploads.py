@@ -25,14 +25,14 @@ _PEM = "-----BEGIN "
 def checked_name(name: str) -> str:
     """Return a valid file name. Raises RequestRefused for another name."""
     if not _NAME.fullmatch(name):
-        raise RequestRefused("Filename has wrong format", f"{name!r} is no name for a file")
+        raise RequestRefused("Filename has wrong format", f"{name!r} is not the name of a .pem file")
     return name
 
 
 def checked_content(name: str, body: bytes) -> str:
     """Return the content of an upload as text. Raises RequestRefused for long or binary content."""
     if len(body) > MAX_FILE_BYTES:
-        raise RequestRefused("Invalid request", f"{name} holds {len(body)} bytes, at most {MAX_FILE_BYTES} are taken")
+        raise RequestRefused("Invalid request", f"{name} has {len(body)} bytes, at most {MAX_FILE_BYTES} are allowed")
     try:
         text = body.decode()
     except UnicodeDecodeError:
