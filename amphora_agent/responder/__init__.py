@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The responder: a daemon that gives HAProxy the metrics for scrapers and the results of pings."""
 
-# `amphora_agent.source_checksum` computes the daemon's version from these source files. A unit test compares the list
-# with the daemon's imports.
+# `amphora_agent.source_checksum` computes the responder's version from these source files. A unit test compares the
+# list with the responder's imports.
 PACKAGES = ("responder",)
 _SUMS = ("stats/__init__.py", "stats/former_workers.py")
 _NETWORK = ("network/__init__.py", "network/icmp_echo.py")

@@ -17,8 +17,8 @@ import signal
 import socket
 import sys
 
-# Python's options -I and -S save a megabyte, but remove the package from the search path. So this line adds the package
-# again.
+# Python's options -I and -S save a megabyte, but remove the package's directory from the search path. So the next line
+# adds the directory again.
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))  # noqa: PTH100, PTH118, PTH120
 
 from amphora_agent.haproxy.runtime_socket import Socket
@@ -30,8 +30,8 @@ from amphora_agent.source_checksum import source_checksum
 
 def main() -> None:
     """Serve until SIGTERM; replace the program at SIGHUP."""
-    # The signals stay blocked until all threads run, and during the execution of a new version (execve(2)). So no
-    # signal is lost.
+    # A blocked signal stays pending until sigwait(). So no signal is lost before all threads run, or while execve(2)
+    # starts new code.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
     _, port, stats, pings, sums, *left = sys.argv
     place = stats.rpartition("/")[0]

@@ -26,10 +26,11 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OWN = "amphora:"
 QUESTION = "show info;show stat -1 7 -1;show info"
 _UNKNOWN = "NaN"
-# During a reload, HAProxy pauses all sockets of its old worker, also the statistics socket, until the new worker
-# listens.
+# Seconds to wait for an answer of HAProxy. During a reload, HAProxy's old worker pauses its statistics socket until the
+# new worker listens.
 ASK_SECONDS = 1.0
-# After a crash of HAProxy, the agent writes the counters with its next sample, which is up to six seconds later.
+# Seconds to wait for the counters of former workers. After a crash of HAProxy, the agent writes these counters with its
+# next sample, up to six seconds later.
 SUMS_SECONDS = 7.0
 _OTHERS_SECONDS = 1.0
 _POLL_SECONDS, _MAX_POLL_SECONDS, _POLL_FACTOR = 0.02, 0.5, 9
@@ -63,8 +64,8 @@ def scrape(worker: Socket, sums: str = "", others: str = "") -> Iterator[str]:
         if time.monotonic() > deadline:
             cause = "the agent has not written the counters of its former workers"
             raise HaproxyError("read HAProxy's statistics", cause)
-        # After a reload, the file with the counters describes the former worker until the agent writes the file again.
-        # So the responder polls the file. HAProxy serves no client while it answers, so the pause is longer than that.
+        # After a reload, the file of counters belongs to the former worker until the agent writes it again, so the
+        # responder polls. HAProxy serves no client while it answers, so each pause is longer than the answer took.
         time.sleep(max(_POLL_SECONDS, min(_POLL_FACTOR * asked, _MAX_POLL_SECONDS)))
 
 
