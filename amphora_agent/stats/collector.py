@@ -30,14 +30,15 @@ from amphora_agent.stats.monotonic_counters import MonotonicCounters
 from amphora_agent.stats.udp_stats import UdpStats
 
 _log = logging.getLogger(__name__)
-# The agent reads and writes more than FEW_ROWS rows of counters only every WRITE_SECONDS, because this work takes long.
+# With more than FEW_ROWS rows of counters, the agent reads and writes the counters only every WRITE_SECONDS, because
+# this work takes long.
 FEW_ROWS, WRITE_SECONDS = 100, 10.0
 # An old worker is ended this number of seconds before HAProxy's `hard-stop-after`, so that the agent can still read its
 # final counters.
 MARGIN_SECONDS = 2.0
 CUT_SECONDS = 1.0
-# HAProxy serves no client while it writes its statistics: 50 ms for 10,000 servers (2.6). So after a sample, the
-# collector pauses PAUSE_FACTOR times as long as HAProxy needed, at most MAX_PAUSE_SECONDS.
+# HAProxy serves no client while it writes its statistics, which takes HAProxy 2.6 50 ms for 10,000 servers. So after a
+# sample, the collector pauses PAUSE_FACTOR times as long as HAProxy needed, at most MAX_PAUSE_SECONDS.
 PAUSE_FACTOR, MAX_PAUSE_SECONDS = 100.0, 5.0
 
 
@@ -130,7 +131,7 @@ class Collector:
             identity = _identity(self._latest.pid) if self._latest is not None else ""
             if not identity:
                 return
-            # After a failed reload, the collector is already connected to this worker. So only the end of the drain
+            # After a failed reload, the collector is already connected to this worker, so only the end of its drain
             # changes.
             if (known := next((held for held in self._held if held.identity == identity), None)) is not None:
                 known.until = until
@@ -139,8 +140,8 @@ class Collector:
                 held = OldWorker.hold(self._paths.stats_socket, identity, until)
             except (OSError, HaproxyError) as error:
                 _log.warning(
-                    "The agent could not stay connected to HAProxy's old worker %s, so the last traffic "
-                    "counters of this worker are lost: %s",
+                    "The agent could not stay connected to HAProxy's old worker (process id:start time %s), so the "
+                    "last traffic counters of this worker are lost: %s",
                     identity,
                     error,
                 )
@@ -151,8 +152,8 @@ class Collector:
                     self._store.keep(held.name, held.fileno())
             except AgentError as error:
                 _log.warning(
-                    "The agent could not store its connection to HAProxy's old worker %s; a restart of the "
-                    "agent would lose the last counters of this worker: %s",
+                    "The agent could not store its connection to HAProxy's old worker (process id:start time %s); a "
+                    "restart of the agent would lose the last counters of this worker: %s",
                     identity,
                     error,
                 )
@@ -235,7 +236,8 @@ class Collector:
         elif sample.stopping and time.monotonic() >= held.until:
             cut = self._finish(held, 0.0, release=True)
             _log.info(
-                "The agent ended HAProxy's old worker %s, because its drain time is over, and closed %d connections",
+                "The agent ended HAProxy's old worker (process id:start time %s), because its drain time is over, and "
+                "closed %d connections",
                 held.identity,
                 cut,
             )
@@ -251,7 +253,7 @@ class Collector:
     def _read_held(self, held: OldWorker) -> haproxy_stats.Sample:
         sample = haproxy_stats.parse("".join(map(held.ask, haproxy_stats.HELD_QUESTIONS)))
         if sample is None:
-            raise HaproxyError("read the statistics of a stopping worker", "its answer has another format")
+            raise HaproxyError("read the statistics of HAProxy's old worker", "its answer has an unknown format")
         self._totals.read(held.identity, sample.counts)
         self._leaving[held.identity] = sample
         held.read_at = time.monotonic()

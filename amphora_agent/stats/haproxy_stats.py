@@ -10,8 +10,8 @@ from operator import itemgetter
 from amphora_agent.haproxy.config_parser import AGENT_PREFIX
 from amphora_agent.stats.former_workers import COUNTED
 
-# A stopping worker reports its listeners as stopped. The two `show info` show whether the worker began to stop during
-# `show stat`.
+# A stopping worker reports its listeners as stopped. The second `show info` shows whether the worker began to stop
+# before the end of `show stat`.
 QUESTION = "show info;show stat -1 7 -1;show info"
 # In HAProxy's interactive mode, each command has its own answer, so these commands are sent one by one.
 HELD_QUESTIONS = ("show info", "show stat -1 7 -1", "show info")

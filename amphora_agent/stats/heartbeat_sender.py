@@ -95,8 +95,8 @@ class HeartbeatSender(Sender):
         if self._is_complete:
             self._is_complete = False
             self._differences.forget()
-        # All datagrams of a heartbeat go to the same targets, even if the settings change meanwhile. The request for a
-        # complete report follows new settings, so the settings are read after it: new targets need that report.
+        # All datagrams of a heartbeat use one copy of the settings, even if the settings change meanwhile. New settings
+        # are stored before the request for a complete report, so a complete report always reaches the new targets.
         settings = self._settings
         difference = self._differences.find(document)
         first, sizes = self._sequence + 1, []

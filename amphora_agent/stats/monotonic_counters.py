@@ -109,6 +109,6 @@ class MonotonicCounters:
             return cls()
         except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             _log.warning(
-                "The agent cannot read the stored counters of traffic in %s: %s; counting starts at zero", file, error
+                "The agent cannot read the stored traffic counters in %s, so counting starts at zero: %s", file, error
             )
             return cls()

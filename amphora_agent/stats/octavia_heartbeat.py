@@ -94,8 +94,8 @@ class OctaviaSender(Sender):
             return {}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             _log.warning(
-                "The agent cannot read the file %s of traffic reported to Octavia: %s; the agent reports all traffic "
-                "again",
+                "The agent cannot read which traffic it has reported to Octavia (file %s), and reports all traffic "
+                "again: %s",
                 self._file,
                 error,
             )

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from typing import Any
 
-# A health manager forgets a value that is not repeated within five heartbeats.
+# The health manager forgets a value that no report repeats within five heartbeats. So at least every fourth report is
+# complete.
 COMPLETE_EVERY = 4
-# A complete report that fits into one packet of an Ethernet network saves nothing as a difference. A difference is at
-# most twice as long as the complete report, and must fit into one datagram.
+# The agent sends differences only to complete reports between these sizes. A smaller report fits into one Ethernet
+# packet anyway. A difference can be twice as long as the complete report, but must fit into one datagram.
 LEAST_BYTES, MOST_BYTES = 1400, 30_000
-# The health manager ignores the states in differences to reports with more listeners, pools and members. Many listeners
-# with one pool repeat its members, which are short after compression.
+# The health manager ignores the states in differences to reports with more listeners, pools and members. Compression
+# can make such a report small, so MOST_BYTES does not exclude each of them.
 MOST_NAMES = 5_000
 
 Document = dict[str, Any]
