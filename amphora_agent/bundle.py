@@ -30,7 +30,7 @@ Octavia plugs an amphora before it names the load balancer. No other controller 
 _MAC = re.compile(r"(?:[0-9a-f]{2}:){5}[0-9a-f]{2}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,14}")
 _MIN_MTU, _MAX_MTU = 68, 65535
-# No part of the name of a TLS file may begin with a dot, so that it cannot refer to a parent directory.
+# No part of a TLS file's name may begin with a dot, because the part ".." would refer to a parent directory.
 _FILE = re.compile(r"tls/[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}/[a-z0-9_][a-z0-9_.-]{0,99}")
 _PARTNER = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 _MAX_PORT = 65535
@@ -310,7 +310,7 @@ def _files(value: Any, read_file: Callable[[Any, str], File]) -> tuple[File, ...
     if len({file.name for file in found}) != len(found):
         raise ValueError("two files have the same name")
     if (size := sum(len(file.content or "") for file in found)) > MAX_FILES_BYTES:
-        raise ValueError(f"the files have {size} characters together, at most {MAX_FILES_BYTES} bytes are allowed")
+        raise ValueError(f"all files together have {size} characters, at most {MAX_FILES_BYTES} are allowed")
     return tuple(sorted(found, key=lambda file: file.name))
 
 

@@ -20,8 +20,8 @@ Address = ipaddress.IPv4Interface | ipaddress.IPv6Interface
 _MAC = re.compile(r"[0-9a-f]{2}(:[0-9a-f]{2}){5}")
 _LEAST_MTU, _LARGEST_MTU = 576, 65535
 _MOST = 64
-# Network types without addresses in network_data.json, because DHCP, router advertisements or both assign the
-# addresses.
+# For these network types, network_data.json has no address, because DHCP or router advertisements assign the address.
+# Each value is the DHCP mode, and whether the interface accepts router advertisements.
 _DYNAMIC = {
     "ipv4_dhcp": ("ipv4", False),
     "ipv6_dhcp": ("ipv6", True),
@@ -150,7 +150,7 @@ def _prefix(netmask: str) -> int:
     mask = ipaddress.ip_address(netmask)
     bits = f"{int(mask):0{mask.max_prefixlen}b}"
     if "01" in bits:
-        raise ValueError("netmask has holes")
+        raise ValueError(f"netmask {netmask} has a 1 after a 0")
     return bits.count("1")
 
 

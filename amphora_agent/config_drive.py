@@ -91,7 +91,7 @@ def label(header: bytes) -> tuple[str, str] | None:
     if descriptor[:6] == b"\x01CD001":
         return "iso9660", descriptor[40:72].decode("ascii", "replace").strip()
     if header[510:512] == b"\x55\xaa":
-        # FAT32 stores the type and the label at other offsets than FAT12 and FAT16, so the loop tries both pairs of
+        # The type and the label have other offsets in FAT32 than in FAT12 and FAT16, so the loop tries both pairs of
         # offsets.
         for kind, name in ((82, 71), (54, 43)):
             if header[kind : kind + 3] == b"FAT":
@@ -168,8 +168,8 @@ def read(root: int) -> DriveContent:
         if _agent_file(f"{_FOLDER}/{name}") is None:
             skipped.append(f"user_data: {name[:200]}")
         elif name in files:
-            # If both documents contain a file, the contents may differ, and the right content is unknown. So the
-            # program refuses the drive.
+            # If both documents contain the same file name, the contents may differ, and the program cannot know the
+            # right content. So the program refuses the drive.
             raise SettingsError("read the files of the config drive", f"{name} is in meta_data.json and in user_data")
         else:
             files[name] = data
@@ -377,7 +377,7 @@ def main() -> None:
             socket.sethostname(told.hostname)
         write_files(places, told)
     except (AgentError, OSError) as error:
-        # An unreadable config drive leaves the amphora without an address. A fallback network lets an operator log in
+        # Without a readable config drive, the amphora gets no address. The fallback network lets an operator log in
         # with ssh.
         if not places.network.exists():
             _write(places.network, cloud_network.FALLBACK)

@@ -38,8 +38,8 @@ class Paths:
         self.configuration = var / "haproxy.cfg"
         self.candidate = var / "haproxy.cfg.new"
         self.previous = var / "haproxy.cfg.old"
-        # A shorter file that HAProxy checks in place of a long configuration, without servers that HAProxy has accepted
-        # before.
+        # HAProxy checks this shorter file in place of a long configuration. The file omits servers that HAProxy has
+        # accepted before.
         self.abridged = run / "haproxy.cfg.abridged"
         # HAProxy's new worker reads the results of the old worker's health checks from this file.
         self.server_state = run / "server-state"
@@ -56,7 +56,7 @@ class Paths:
         self.earlier = run / "earlier"
         self.totals = var / "totals.json"
         self.epoch = var / "epoch"
-        # These settings, which a controller sent last, replace values of agent.conf.
+        # The settings that a controller sent last, which replace values of agent.conf.
         self.settings = var / "settings.json"
         # This file is in memory, because the authorization for a log target is a secret.
         self.log_settings = run / "log-settings.json"
@@ -78,7 +78,7 @@ class Paths:
         # In a virtual machine, the L4 daemon (for UDP and SCTP) can write into this directory only.
         self.checker = run / "checker"
         self.checker_socket = self.checker / "checker.sock"
-        # The virtual servers and the states of their members, which the L4 daemon reads after a restart.
+        # The L4 daemon reads the virtual servers and the states of their members from these files after a restart.
         self.virtual_servers = self.checker / "virtual-servers.json"
         self.virtual_states = self.checker / "virtual-states.json"
         # Counters of virtual servers since their creation. A reboot does not reset the counters.

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 SECONDS = 30.0
-# HAProxy must answer a command within FIRST_TIMEOUT seconds. After the first time-out, each later command has
-# LATER_TIMEOUT seconds.
+# HAProxy has FIRST_TIMEOUT seconds for each answer. After the first time-out, each later command has only LATER_TIMEOUT
+# seconds, because HAProxy probably does not answer at all.
 FIRST_TIMEOUT, LATER_TIMEOUT = 5.0, 0.3
 # Maximum number of characters of one text in the diagnostics.
 MOST = 6 << 20

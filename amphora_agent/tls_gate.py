@@ -32,14 +32,15 @@ HANDSHAKE_SECONDS = 10.0
 SILENT_SECONDS = 75.0
 # Time-out in seconds of each read and each write within a request.
 EXCHANGE_SECONDS = 30.0
-# Maximum number of connections in a TLS handshake, and of authenticated connections that wait for their next request.
+# Limit for the connections in a TLS handshake, and separately for the authenticated connections that wait for their
+# next request.
 MOST = 128
 _MOST_REASONS = 64
-# Rates in TLS handshakes per second, and bursts, of one unknown address and of all unknown addresses together. Within
-# the time-out of 10 s, unknown addresses begin at most 40 + 8 * 10 = 120 handshakes, which is less than MOST.
+# TLS handshakes per second, and bursts: of one unknown address, and of all unknown addresses together. Within the
+# time-out of 10 s, unknown addresses begin at most 40 + 8 * 10 = 120 handshakes, which is less than MOST.
 ADDRESS_RATE, ADDRESS_BURST = 1.0, 10.0
 UNKNOWN_RATE, UNKNOWN_BURST = 8.0, 40.0
-# Seconds after a controller's handshake for which its address has no limit.
+# After a controller's handshake, its address has no rate limit for this number of seconds.
 KNOWN_SECONDS = 3600.0
 _MOST_KNOWN, _MOST_UNKNOWN = 256, 1024
 # SO_LINGER with 0 s: close() resets the connection, and the kernel keeps no state of it.

@@ -89,7 +89,7 @@ class Identity:
                         "The agent cannot read its certificate files, and the former certificates stay in use: %s",
                         error,
                     )
-                # After an error, the files are not read again until one of them changes.
+                # The agent reads the files again only after a change of one of them, also if this read has failed.
                 self._marks = marks
             return self._context
 
@@ -233,8 +233,8 @@ class Identity:
             if prove() != wanted.fingerprint:
                 raise MachineError(_WANTED, "the agent's server still sends another certificate in TLS handshakes")
             if (callers := contents.get(self._callers)) is not None:
-                # If the CA of the controllers cannot be stored, the next boot would restore the old CA. So the
-                # installation fails.
+                # The installation fails if the CA of the controllers cannot be stored, because the next boot would
+                # restore the old CA.
                 self._note(callers)
         except (AgentError, OSError) as error:
             for file, old in reversed(before.items()):
