@@ -21,7 +21,7 @@ _MAC = re.compile(r"[0-9a-f]{2}(:[0-9a-f]{2}){5}")
 _LEAST_MTU, _LARGEST_MTU = 576, 65535
 _MOST = 64
 # For these network types, network_data.json has no address, because DHCP or router advertisements assign the address.
-# Each value is the DHCP mode, and whether the interface accepts router advertisements.
+# Each value has the address family for DHCP, and whether the interface accepts router advertisements.
 _DYNAMIC = {
     "ipv4_dhcp": ("ipv4", False),
     "ipv6_dhcp": ("ipv6", True),

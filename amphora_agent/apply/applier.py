@@ -199,8 +199,8 @@ class Applier:
         Returns False if another attempt is necessary.
         """
         with self._lock:
-            # Without a confirmed bundle, the agent has nothing to apply. After the agent's start, a push may also have
-            # applied the confirmed bundle already.
+            # The agent has nothing to apply without a confirmed bundle, or if a push since the agent's start has
+            # applied the bundle completely.
             if self._confirmed is None or (self._has_applied and not self._parts.swap.is_interrupted):
                 return True
             try:

@@ -94,8 +94,7 @@ class Draft:
         try:
             self._new_path.unlink()
         except FileNotFoundError:
-            # Without a file of a new record, the text file may belong to the confirmed bundle. So the agent keeps the
-            # text file.
+            # No new record was written, so `_text_path` may be the text of the confirmed bundle, which must stay.
             return
         self._text_path.unlink(missing_ok=True)
 

@@ -13,7 +13,8 @@ from amphora_agent.bundle import VrrpInstance
 from amphora_agent.services.template_files import load_template
 
 # keepalived repeats gratuitous ARP for the VIPs after this number of seconds. If both amphorae had the VIPs for a
-# moment, the repetition corrects the neighbours' entries. Without it, the correction could take eight seconds (arp(7)).
+# moment, the repetition corrects the neighbours' entries. Without the repetition, the correction could take eight
+# seconds (arp(7)).
 REFRESH_SECONDS = 1
 # Without a partner, keepalived sends its advertisements to the loopback address. With an empty "unicast_peer",
 # keepalived would use multicast and disturb load balancers with an equal router id.

@@ -76,8 +76,8 @@ class SctpChecks:
                 return
             except OSError:
                 continue
-                # An error of recvfrom() is ignored, because the socket's error queue reports it together with the
-                # member's address.
+                # An error of recvfrom() is ignored, because the socket's error queue reports this error together with
+                # the member's address.
             start = 4 * (data[0] & 0x0F) if opened.family == socket.AF_INET and data else 0
             packet = sctp_packet.parse(data[start:])
             if packet is not None:

@@ -30,8 +30,8 @@ _BUFFER = 1 << 20
 # Pattern of the mark attribute in a dump of flows. Attributes begin at multiples of four bytes, so matches at other
 # offsets are ignored.
 _MARKED = re.compile(rb"\x08\x00\x08\x00(.{4})" if sys.byteorder == "little" else rb"\x00\x08\x00\x08(.{4})", re.DOTALL)
-# Maximum number of marks whose flows are ended one by one. For each mark, the kernel searches all flows, so one dump is
-# faster for more marks.
+# Maximum number of marks for which the L4 daemon sends one request each. The kernel searches all flows for each
+# request, so one dump of all flows is faster for more marks.
 _MAX_DUMPS = 8
 # The L4 daemon sends this number of requests before it reads the answers. The answers then fit into the receive buffer.
 _BATCH = 200

@@ -82,8 +82,8 @@ def _shared(found: Mapping[str, Any], fixed: list[dict[str, Any]], known: Interf
     if found.get("vip_net_info"):
         net_info = _object(found["vip_net_info"])
         port = vip_port(net_info["vip"], {"mac_address": found["mac_address"], **net_info})
-        # If a request for a member network names the VIP network, it lacks the additional VIPs. So the agent keeps the
-        # VIPs that it knows.
+        # If a request for a member network names the VIP network, the request lacks the additional VIPs. So the agent
+        # keeps the VIPs that it knows.
         if known is not None and not net_info.get("additional_vips"):
             port = _joined(port, (), known.vips, known.routes)
     elif known is not None:

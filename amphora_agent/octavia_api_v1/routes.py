@@ -60,7 +60,7 @@ def _answer_errors(routes: Blueprint) -> None:
     def ours(error: AgentError) -> ResponseReturnValue:
         if isinstance(error, RequestRefused):
             return jsonify(error.document()), error.status
-        # Octavia's worker treats the status 422 as success, so 400 replaces it.
+        # Octavia's worker treats the status 422 as success, so the agent sends the status 400 instead.
         status = 400 if error.status == HTTPStatus.UNPROCESSABLE_ENTITY else error.status
         return jsonify({"message": f"Could not {error.wanted}", "details": error.happened}), status
 

@@ -232,8 +232,8 @@ class _Session:
         for key, _ in self._selector.select(self._expire()):
             if isinstance(key.data, Exchange):
                 if self._open.get(key.fd) is key.data:
-                    # An earlier event of the same round may have closed this connection. So the responder looks the
-                    # connection up again.
+                    # An earlier event from the same select() may have closed this connection. So the responder reads a
+                    # connection only if it is still open.
                     self._read(key.data)
             else:
                 key.data()

@@ -37,8 +37,8 @@ FEW_ROWS, WRITE_SECONDS = 100, 10.0
 # final counters.
 MARGIN_SECONDS = 2.0
 CUT_SECONDS = 1.0
-# HAProxy serves no client while it writes its statistics, which takes HAProxy 2.6 50 ms for 10,000 servers. So after a
-# sample, the collector pauses PAUSE_FACTOR times as long as HAProxy needed, at most MAX_PAUSE_SECONDS.
+# HAProxy serves no client while it writes its statistics (50 ms for 10,000 servers in HAProxy 2.6). So after a sample,
+# the collector pauses PAUSE_FACTOR times as long as HAProxy needed, at most MAX_PAUSE_SECONDS.
 PAUSE_FACTOR, MAX_PAUSE_SECONDS = 100.0, 5.0
 
 

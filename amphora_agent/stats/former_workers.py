@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-# Columns whose values are added up over all workers, because they only increase. Counters of health checks are missing,
-# because each worker counts the same checks.
+# Columns whose values are added up over all workers, because they only increase. Counters of health checks are not
+# listed, because each worker counts the same checks.
 _TRAFFIC = ("stot", "bin", "bout")
 _ERRORS = ("ereq", "dreq", "dresp", "econ", "eresp", "wretr", "wredis", "wrew", "cli_abrt", "srv_abrt")
 _SESSIONS = ("lbtot", "connect", "reuse", "conn_tot", "dcon", "dses", "req_tot", "intercepted")

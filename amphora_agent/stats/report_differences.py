@@ -14,11 +14,12 @@ from typing import Any
 # The health manager forgets a value that no report repeats within five heartbeats. So at least every fourth report is
 # complete.
 COMPLETE_EVERY = 4
-# The agent sends differences only to complete reports between these sizes. A smaller report fits into one Ethernet
-# packet anyway. A difference can be twice as long as the complete report, but must fit into one datagram.
+# The agent sends a difference only if the size in bytes of the last complete report is between these limits. A smaller
+# report fits into one Ethernet packet anyway. A difference can be twice as long as the complete report, but must fit
+# into one datagram.
 LEAST_BYTES, MOST_BYTES = 1400, 30_000
-# The health manager ignores the states in differences to reports with more listeners, pools and members. Compression
-# can make such a report small, so MOST_BYTES does not exclude each of them.
+# If the complete report has more listeners, pools and members, the health manager ignores the states in a difference.
+# Such a report can be smaller than MOST_BYTES after compression, so this limit is separate.
 MOST_NAMES = 5_000
 
 Document = dict[str, Any]

@@ -22,7 +22,8 @@ from amphora_agent.stats.haproxy_stats import WorkerLoad
 _SECONDS = 2.0
 # Seconds between two counts of file descriptors. Linux before version 6.2 needs 0.1 s to count 100,000.
 _DESCRIPTOR_SECONDS = 15.0
-# Age in seconds above which a result of the namespace's thread is not sent. The thread may be blocked.
+# Age in seconds above which the heartbeat omits a result of the thread in HAProxy's network namespace. The thread may
+# be blocked.
 _OUTDATED_SECONDS = 15.0
 _CONNTRACK = Path("/proc/sys/net/netfilter")
 _OPEN_FILES = re.compile(r"^Max open files\s+(\d+)", re.MULTILINE)
