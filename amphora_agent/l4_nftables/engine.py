@@ -57,7 +57,7 @@ class NftablesEngine:
         # last change. If the listing differs later, another program has changed the table.
         self._listed = ""
         self._generation: int | None = None
-        # Flows that the L4 daemon has yet to end: flows with these marks, and flows without a mark to these VIPs (with
+        # Flows that the L4 daemon must still end: flows with these marks, and flows without a mark to these VIPs (with
         # protocol and port).
         self._marks_to_end: set[int] = set()
         self._unmarked_places: set[ServicePlace] = set()

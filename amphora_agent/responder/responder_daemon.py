@@ -109,7 +109,7 @@ class ResponderDaemon:
             if time.monotonic() > deadline:
                 said = self._services.log(SERVICE)
                 why = said[-1] if said else f"no answer within {REPLACEMENT_SECONDS:.0f} s"
-                remedy = "Without the responder, HAProxy reports members with PING monitors as down. See its log."
+                remedy = "Without it, HAProxy reports members with PING monitors as down. See the responder's log."
                 raise ServiceError("start the responder for pings and metrics", why, remedy)
             # The responder sends no notification when it is ready, so the agent polls it.
             time.sleep(_POLL_SECONDS)
