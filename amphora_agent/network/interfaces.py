@@ -288,7 +288,7 @@ def _names(route: Any) -> dict[int, str]:
 
 
 def _describe_neighbours() -> list[dict[str, Any]]:
-    # Neighbour states of linux/neighbour.h, without NOARP (0x40), which the kernel never resolves.
+    # Neighbour states of linux/neighbour.h, without NOARP (0x40) and PERMANENT (0x80), which the kernel never resolves.
     states = {0x01: "incomplete", 0x02: "reachable", 0x04: "stale", 0x08: "delay", 0x10: "probe", 0x20: "failed"}
     with IPRoute() as route:
         names = _names(route)

@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-# Maximum seconds for one read or one write, and for all reads of one request. These limits do not apply while an
-# accepted request waits for its end.
+# Maximum seconds for one read or one write, and for all reads of one request. These limits do not apply while
+# the server processes a request and the client waits for the answer.
 EXCHANGE_SECONDS, REQUEST_SECONDS = 20.0, 60.0
 
 

@@ -144,5 +144,6 @@ class IncomingRequest:
             with suppress(ssl.SSLWantReadError):
                 self._connection.unwrap()
         else:
-            # After Connection.shutdown(), the next read without data would end the connection.
+            # Connection.shutdown() would make `recv` return without data at once, and the reader would close the
+            # connection before the client has read the answer. So the method of the base class is called.
             socket.socket.shutdown(self._connection, socket.SHUT_WR)

@@ -132,8 +132,8 @@ class GroupPass:
     def _view(self, claimed: ClaimedGroup, cloud: Cloud, begun: float) -> _View:
         group, nodes = claimed.group, claimed.nodes
         new = any(not one.applied for one in claimed.requests)
-        # A new request may name new servers, so the controller reads a new list from Nova. An expected server may not
-        # exist yet, so the controller does not ask Nova for its id.
+        # A request can announce servers that Nova does not have yet, so `known` has no expected servers. A new request
+        # may name new servers, so `fresh` demands a new list from Nova.
         known = [node.server_id for node in nodes if not requests.is_expected(node)]
         servers = cloud.servers(group, known, fresh=new)
         pool = cloud.read_pool(group, connections=new or any(map(_drains, nodes)))

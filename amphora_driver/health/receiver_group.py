@@ -29,7 +29,8 @@ _SO_ATTACH_REUSEPORT_CBPF = 51
 _LOAD_WORD, _REMAINDER, _RETURN = 0x20, 0x94, 0x16
 _INSTRUCTION = struct.Struct("=HBBI")
 _PROGRAM = struct.Struct("@HP")
-# Offset of the last four bytes of the amphora id in a datagram. These bytes of an id are random.
+# Offset of the last four bytes of the amphora id in a datagram. These bytes of an id are random, so they distribute the
+# amphorae evenly among the receivers.
 _WORD_OFFSET = 16
 _WORD = struct.Struct("!I")
 _LOOPBACK = "127.0.0.1"
