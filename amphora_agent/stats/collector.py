@@ -140,7 +140,7 @@ class Collector:
                 held = OldWorker.hold(self._paths.stats_socket, identity, until)
             except (OSError, HaproxyError) as error:
                 _log.warning(
-                    "The agent could not stay connected to HAProxy's old worker (process id:start time %s), so the "
+                    "The agent could not stay connected to HAProxy's old worker (process %s, as id:start time), so the "
                     "last traffic counters of this worker are lost: %s",
                     identity,
                     error,
@@ -152,7 +152,7 @@ class Collector:
                     self._store.keep(held.name, held.fileno())
             except AgentError as error:
                 _log.warning(
-                    "The agent could not store its connection to HAProxy's old worker (process id:start time %s); a "
+                    "The agent could not store its connection to HAProxy's old worker (process %s, as id:start time); a "
                     "restart of the agent would lose the last counters of this worker: %s",
                     identity,
                     error,
@@ -236,7 +236,7 @@ class Collector:
         elif sample.stopping and time.monotonic() >= held.until:
             cut = self._finish(held, 0.0, release=True)
             _log.info(
-                "The agent ended HAProxy's old worker (process id:start time %s), because its drain time is over, and "
+                "The agent ended HAProxy's old worker (process %s, as id:start time), because its drain time is over, and "
                 "closed %d connections",
                 held.identity,
                 cut,

@@ -43,8 +43,8 @@ _OF_A_STEP = 0.25
 # While one thread reads the CAs from the database, other threads may use a copy of up to this multiple of the maximum
 # age.
 _MEANWHILE = 3
-# If a failed read takes longer than this number of seconds, the process was paused. Then the age of the copy counts
-# from the start of the read.
+# Maximum seconds that a failed read of the CAs counts as recent use of the database. A longer read means that the
+# process was paused, so the copy in memory may be old.
 _LONGEST_READ = 40.0
 _LONGEST_HOST = 40
 

@@ -339,8 +339,9 @@ class _AmphoraState:
         )
 
     def _has_too_many_names(self) -> bool:
-        # A count of the stored ids is slow, so the count happens only if the bound exceeds the limit. More than half of
-        # the limit counts as too many, because otherwise the next count would follow soon.
+        # `_name_bound` is at least the number of stored ids. To count the ids is slow, so this function counts only when
+        # the bound exceeds the limit. The result must be at most half of the limit. Otherwise, the next count would
+        # follow soon.
         if self._name_bound <= _MAX_NAMES:
             return False
         self._name_bound = len(self._listeners) + sum(pool.count_names() for pool in self._pools.values())

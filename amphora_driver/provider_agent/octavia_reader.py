@@ -233,8 +233,8 @@ class OctaviaReader:
             except octavia_errors.DriverAgentTimeout:
                 if isinstance(recorded, Pool):
                     pool_unreadable = pool_unreadable or bool(secrets_of_object(recorded))
-                    # The configuration of the amphorae omits a pool with unreadable secrets. So the reader keeps the
-                    # recorded pool and continues with the other objects.
+                    # The reader keeps the recorded pool and continues with the other objects. This is safe, because
+                    # the configuration of the amphorae omits a pool with unreadable secrets.
                     return recorded if secrets_of_object(recorded) else None
                 if repeated and not recorded.unread:
                     return recorded

@@ -201,8 +201,8 @@ def _load_batch(connection: sa.Connection, pool_id: str, generation: int) -> Mem
     )
     rows = connection.execute(sa.select(desired_object).where(*of_batch)).all()
     removed = [one.id for one in rows if one.removed and one.generation == generation]
-    # One changed member (`sample`) shows whether Octavia has committed the batch. A member that a later request removed
-    # is also suitable, because Octavia shows removed members until Octavia receives DELETED.
+    # One member that this batch created or changed (`sample`) shows whether Octavia has committed the batch. The sample
+    # may be a member that a later request removed, because Octavia shows removed members until it receives DELETED.
     candidates = [one for one in rows if one.id not in removed]
     sample = max(candidates, key=lambda one: one.created == generation, default=None)
     if sample is None or not removed:

@@ -210,7 +210,7 @@ class BundlePush:
         words = (amphora.id, wave.recorded.generation, printable(applied.how, 20), printable(applied.reason, 500))
         LOG.info(
             "amphora %s now serves generation %d of its configuration, which the controller has "
-            "pushed (change of HAProxy: %s; reason of a reload: %s)",
+            "pushed (HAProxy changed by: %s; reason of a reload: %s)",
             *words,
         )
         metrics.count_push(applied.how)
