@@ -12,7 +12,7 @@ revision, in spite of `If-Match`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from amphora_driver.errors import Conflict, NetworkError, UnsupportedOption
 from amphora_driver.model.loadbalancer import Vip
@@ -49,7 +49,7 @@ class VipPorts:
     ) -> tuple[Vip, ...]:
         """Return the VIPs of a load balancer; allocated on one port if missing."""
         port_ids = {one.port_id for one in requests if one.port_id}
-        port = self._find(load_balancer_id, project_id)
+        port = self._find(load_balancer_id, project_id, port_ids)
         if port is None and port_ids:
             port = self._use_own_port(load_balancer_id, project_id, port_ids, wanted)
         if port is None:
@@ -98,12 +98,15 @@ class VipPorts:
             if objects.is_users_port(port):
                 self._neutron.remove_tag(port["id"], tag)
 
-    def _find(self, load_balancer_id: str, project_id: str) -> Json | None:
-        """Return the port with the VIPs: one of this provider, or one that the user provided."""
+    def _find(self, load_balancer_id: str, project_id: str, port_ids: Collection[str] = ()) -> Json | None:
+        """Return the port with the VIPs: one of this provider, or one of these ports of the user.
+
+        A user can write the device id to other ports too, so a port that the request does not name never matches.
+        """
         device_id = objects.vip_device_id(load_balancer_id)
         found = self._neutron.find("ports", device_id=device_id, project_id=project_id)
         ours = self._select_ours(found, load_balancer_id)
-        return objects.oldest(ours or [one for one in found if objects.is_users_port(one)])
+        return objects.oldest(ours or [one for one in found if one["id"] in port_ids and objects.is_users_port(one)])
 
     def _select_ours(self, found: Sequence[Json], load_balancer_id: str) -> list[Json]:
         """Return the ports that this deployment has created as the VIP port of this load balancer."""

@@ -23,6 +23,8 @@ from amphora_driver.host import namespaces
 from sandbox import demo_hosts
 
 _ACTIVE_SECONDS = 240.0
+# Beginnings of the names of security groups that stay after the last load balancer.
+_STAY = ("default", "octavia-amphora-")
 
 
 class CloudUser:
@@ -187,11 +189,16 @@ class CloudUser:
         self.until(lambda: self.objects() <= before, "no object is left")
 
     def objects(self):
-        """All servers, server groups and ports of the cloud, and what Placement has allocated."""
+        """All servers, server groups, ports and security groups of the cloud, and what Placement has allocated.
+
+        The groups that all load balancers of a deployment share stay, as does the default group of each project.
+        """
         compute, network = self.admin.compute, self.admin.network
         found = {f"server {one.name} {one.id}" for one in self.servers().values()}
         found |= {f"server group {one.name}" for one in compute.server_groups(all_projects=True)}
         found |= {f"port {one.name} {one.id}" for one in network.ports()}
+        groups = [one for one in network.security_groups() if not one.name.startswith(_STAY)]
+        found |= {f"security group {one.name} {one.id}" for one in groups}
         for one in self.admin.placement.resource_providers():
             used = self.admin.placement.get(f"/resource_providers/{one.id}/usages").json()["usages"]
             found |= {f"{amount} {kind} of {one.name}" for kind, amount in used.items() if amount}

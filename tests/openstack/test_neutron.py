@@ -323,6 +323,23 @@ class TestSrIov:
                 new_id(), tenant.project_id, VipOptions(security_group_ids=(group.id,)), [port.id]
             )
 
+    @pytest.mark.parametrize("vnic_type", ["normal", "direct"])
+    def test_the_type_of_a_users_vip_port_does_not_decide(self, backend, tenant, admin, user, vnic_type):
+        """The VIP port reserves the addresses only; the flavor decides the type of the amphora's port."""
+        mine = user.create_port(
+            network_id=tenant.network.id, fixed_ips=[{"subnet_id": tenant.v4.id}], binding_vnic_type="direct"
+        )
+        one = new_id()
+        (vip,) = take(backend, tenant, {"port_id": mine.id}, load_balancer_id=one)
+        port = backend.ensure_port(vip_port_request(tenant, one, vips=(vip.address,), vnic_type=vnic_type))
+        made = admin.get_port(port.id)
+        pairs = [pair["ip_address"] for pair in made.allowed_address_pairs]
+        assert (made.binding_vnic_type, pairs) == (vnic_type, [vip.address] if vnic_type == "normal" else [])
+        backend.delete_port(port.id)
+        backend.release_load_balancer(one)
+        (left,) = ports_on(admin, tenant)
+        assert (left.id, left.binding_vnic_type, left.device_id, left.tags) == (mine.id, "direct", "", [])
+
     def test_members_of_both_types_have_a_port_each_on_one_network(self, backend, tenant, admin):
         asked = vip_port_request(tenant, purpose=PortPurpose.MEMBER, vips=())
         ordinary = backend.ensure_port(asked)

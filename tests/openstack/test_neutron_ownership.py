@@ -138,6 +138,19 @@ class TestForgedMarks:
         after = user.get_port(port.id)
         assert (after.device_id, after.device_owner, after.tags) == ("", "", [])
 
+    def test_the_device_id_on_a_port_that_the_request_does_not_name(self, backend, tenant, user):
+        one, two = new_id(), new_id()
+        forged = {user.create_port(network_id=tenant.network.id, device_id=f"lb-{each}").id for each in (one, two)}
+        (vip,) = take(backend, tenant, load_balancer_id=one)
+        assert vip.port_id not in forged
+        mine = user.create_port(network_id=tenant.network.id, fixed_ips=[{"subnet_id": tenant.v4.id}])
+        for _ in range(2):
+            (vip,) = take(backend, tenant, {"port_id": mine.id}, load_balancer_id=two)
+            assert vip.port_id == mine.id
+        for load_balancer_id in (one, two):
+            backend.release_load_balancer(load_balancer_id)
+        assert {port.id for port in user.ports(network_id=tenant.network.id)} == {*forged, mine.id}
+
     def test_other_objects_are_in_the_project_of_the_service(
         self, make_backend, deployment, tenant, admin, user, forge, mark
     ):

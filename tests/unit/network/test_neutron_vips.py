@@ -82,3 +82,21 @@ def test_the_last_failure_of_neutron_is_reported(monkeypatch):
 def test_the_number_of_attempts_is_limited(monkeypatch, error):
     with pytest.raises(NetworkError, match=f"changed it {_ATTEMPTS} times"):
         create(monkeypatch, [error] * _ATTEMPTS, [None] * _ATTEMPTS)
+
+
+class Found:
+    """Neutron with these ports in each list."""
+
+    def __init__(self, *ports):
+        self._ports = ports
+
+    def find(self, *_words, **_filters):
+        return list(self._ports)
+
+
+@pytest.mark.parametrize(("named", "used"), [((), None), (("other",), None), (("mine",), "mine")])
+def test_a_port_of_the_user_is_used_only_if_the_request_names_it(named, used):
+    port = {"id": "mine", "description": "", "device_id": "lb-one", "device_owner": "", "created_at": "2026"}
+    ports = VipPorts(Found(port), None, Groups(), deployment_id="one")
+    found = ports._find("one", "project", named)
+    assert (found and found["id"]) == used
