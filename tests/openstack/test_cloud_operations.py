@@ -201,10 +201,21 @@ class TestSingle:
         assert cloud_user.answers(balancer.vip_address) == BOTH
         assert cloud_user.balancers.get_load_balancer(balancer.id).provisioning_status == "ACTIVE"
 
-    def test_a_resize_moves_the_amphora_to_another_zone(self, cloud_user, balancer, provider_stack):
+    @pytest.fixture
+    def larger(self, cloud_user):
+        """The id of a flavor of Nova with twice the memory."""
+        compute = cloud_user.admin.compute
+        made = compute.create_flavor(name="larger", ram=128, vcpus=1, disk=1)
+        yield made.id
+        compute.delete_flavor(made)
+
+    def test_a_resize_changes_the_size_and_the_zone(self, cloud_user, balancer, provider_stack, larger):
         [former] = cloud_user.servers().values()
         [zone] = set(ZONES.values()) - {former.availability_zone}
-        self.resize(provider_stack, cloud_user, balancer, zones=[zone], zone={"compute_zone": zone})
+        flavor = {"compute_flavor": larger}
+        self.resize(provider_stack, cloud_user, balancer, zones=[zone], zone={"compute_zone": zone}, flavor=flavor)
+        [server] = cloud_user.servers().values()
+        assert (former.flavor.ram, server.flavor.ram) == (64, 128)
 
     def test_a_resize_makes_a_pair_in_two_zones(self, cloud_user, balancer, provider_stack):
         zones = sorted(ZONES.values())

@@ -8,6 +8,7 @@ import pytest
 import sqlalchemy as sa
 from control import LB, LISTENER, TREE, FakeCloud, controlled
 
+from amphora_driver.compute.boot_rate import BootRate
 from amphora_driver.compute.interface import Machine, MachineState
 from amphora_driver.database.tables import URGENT, amphora, job
 from amphora_driver.database.tables_fleet import failover, failover_event
@@ -283,6 +284,18 @@ def test_one_of_two_replacements_cannot_be_booted(pair):
     settle(pair)
     assert len(pair.observed()) == 2
     assert [row.outcome for row in rows(pair)] == ["done", "done"]
+
+
+def test_a_failover_does_not_wait_for_the_boot_rate(tmp_path):
+    limit = BootRate(1 / 3600, 1)
+    with controlled(tmp_path, single(), boot_rate=limit) as control:
+        ready(control)
+        assert limit.reserve("an amphora of another load balancer", time.monotonic()) > 3000
+        (old,) = control.observed()
+        fail_amphora(control, old)
+        assert control.work() == 1
+        assert old not in control.observed()
+        assert line(control)[-1] == "ended"
 
 
 # --- the end of a job keeps later requests ----------------------------------------------------------------------------
