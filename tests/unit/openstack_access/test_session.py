@@ -2,10 +2,13 @@
 """Requests to a service of OpenStack: how failures of the connection become errors of this provider."""
 
 import json
+import ssl
 import threading
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
+from dataplane.pki import Authority
 from keystoneauth1 import exceptions
 
 from amphora_driver import config
@@ -107,7 +110,8 @@ class Services(BaseHTTPRequestHandler):
 
     def do_GET(self):
         if self.path.startswith("/v3"):
-            address = f"http://{self.headers['Host']}/v3/"
+            scheme = "https" if isinstance(self.connection, ssl.SSLSocket) else "http"
+            address = f"{scheme}://{self.headers['Host']}/v3/"
             self._answer(
                 200, {"version": {"id": "v3.14", "status": "stable", "links": [{"rel": "self", "href": address}]}}
             )
@@ -126,27 +130,59 @@ class Services(BaseHTTPRequestHandler):
         """Not used."""
 
 
-@pytest.fixture
-def services():
-    """The address of both services."""
+@contextmanager
+def serving(context=None):
+    """Start both services, with TLS if a context is given; return their address."""
     with HTTPServer(("127.0.0.1", 0), Services) as server:
+        if context is not None:
+            server.socket = context.wrap_socket(server.socket, server_side=True)
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+        try:
+            yield f"{'http' if context is None else 'https'}://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@contextmanager
+def connected(folder, address, path="", **more):
+    """Configure the account of these services; return the service Neutron."""
+    options = {
+        "auth_type": "password", "auth_url": f"{address}/v3", "username": "user", "password": "p", "project_name": "p",
+        "user_domain_id": "default", "project_domain_id": "default", "network_endpoint_override": f"{address}{path}",
+        **more,
+    }  # fmt: skip
+    file = folder / "test.conf"
+    file.write_text("[amp_openstack]\n" + "".join(f"{name} = {value}\n" for name, value in options.items()))
+    made = Service(config.load([str(file)]), "network", "neutron", 1.0)
+    try:
+        yield made
+    finally:
+        if made._adapter is not None:
+            made._adapter.session.session.close()
 
 
 @pytest.mark.parametrize("path", ["", "/", "/v2.0", "/v2.0/"])
-def test_the_address_of_neutron_is_complete_if_neutron_does_not_answer_at_first(tmp_path, services, path):
-    options = {
-        "auth_type": "password", "auth_url": f"{services}/v3", "username": "user", "password": "p", "project_name": "p",
-        "user_domain_id": "default", "project_domain_id": "default", "network_endpoint_override": f"{services}{path}",
-    }  # fmt: skip
-    file = tmp_path / "test.conf"
-    file.write_text("[amp_openstack]\n" + "".join(f"{name} = {value}\n" for name, value in options.items()))
-    adapter = Service(config.load([str(file)]), "network", "neutron", 1.0)._connected()
-    try:
-        assert adapter.endpoint_override == f"{services}/v2.0"
-    finally:
-        adapter.session.session.close()
+def test_the_address_of_neutron_is_complete_if_neutron_does_not_answer_at_first(tmp_path, path):
+    with serving() as address, connected(tmp_path, address, path) as made:
+        assert made._connected().endpoint_override == f"{address}/v2.0"
+
+
+@pytest.mark.parametrize(
+    ("trusted", "error", "text"),
+    [("the cloud's", ApiError, "Service Unavailable"), ("another", NetworkError, "certificate verify failed")],
+)
+def test_the_configured_authority_verifies_the_services(tmp_path, trusted, error, text):
+    """With the right authority the request reaches Neutron, which answers 503."""
+    authorities = {name: Authority(name) for name in ("the cloud's", "another")}
+    (tmp_path / "server.pem").write_text(authorities["the cloud's"].issue("cloud", "127.0.0.1").pem)
+    (tmp_path / "ca.pem").write_text(authorities[trusted].pem)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "server.pem")
+    with (
+        serving(context) as address,
+        connected(tmp_path, address, cafile=tmp_path / "ca.pem") as made,
+        pytest.raises(error, match=text),
+    ):
+        made.request("GET", "/ports")
