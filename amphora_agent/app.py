@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The application: creates all parts of the agent and connects them.
 
-Invariant: each worker process creates the parts after its fork, so that processes share no thread or socket.
+Invariant: the agent is one process with one application, so that each part exists once.
 """
 
 from __future__ import annotations

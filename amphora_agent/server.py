@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process of the agent: gunicorn behind mutual TLS.
+"""The process of the agent: a worker of gunicorn behind mutual TLS.
 
-Invariant: an HTTP request needs TLS 1.3 and a certificate of the controllers' CA. The worker ends with the master, so
-that no process answers after a kill of the agent.
+Invariants:
+* An HTTP request needs TLS 1.3 and a certificate of the controllers' CA.
+* The agent is one process, without gunicorn's master, which would need 13 MiB. The service manager restarts the agent,
+  and a timer of the kernel ends an agent that hangs.
 """
 
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import gc
 import logging
 import os
@@ -15,7 +18,9 @@ import signal
 import sys
 from typing import Any
 
-from gunicorn.app.base import BaseApplication
+from gunicorn import sock
+from gunicorn.config import Config
+from gunicorn.workers.gthread import ThreadWorker
 
 from amphora_agent import config
 from amphora_agent.config import Settings
@@ -26,17 +31,52 @@ from amphora_agent.services.sd_notify import NOTHING_INHERITED, Inherited
 
 THREADS = 16
 KEEPALIVE_SECONDS = 75
-_PR_SET_PDEATHSIG = 1
+# After SIGTERM, open requests have this number of seconds to finish.
+GRACEFUL_SECONDS = 5
+# The kernel ends the agent if it does not serve within this number of seconds after its start. The limit is long, because
+# the processor of an amphora may be slow or busy.
+START_SECONDS = 120.0
+# The main loop runs at least once per second. The kernel ends the agent after this number of seconds without a pass.
+HANG_SECONDS = 30.0
+# After an error has ended the main loop, the process has this number of seconds to log the error and exit.
+EXIT_SECONDS = 1.0
 _M_ARENA_MAX = -8
-# Seconds between switches of Python's threads. With the default of 5 ms, a thread that reads many counters would delay
-# configuration changes.
+# Python's threads take turns after this number of seconds. With the default of 5 ms, a thread that reads many counters
+# would delay configuration changes.
 SWITCH_SECONDS = 0.0005
 
 
-class Server(BaseApplication):
-    """gunicorn with the agent's settings only, none from files or the environment.
+class Worker(ThreadWorker):
+    """A worker of gunicorn without a master.
 
-    The worker uses the notification socket and descriptors of systemd (`inherited`).
+    SIGALRM ends the process, also if a thread never releases the interpreter's lock.
+    """
+
+    def init_process(self) -> None:
+        # The parent may have ignored or blocked SIGALRM, and this process inherits both.
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
+        # On SIGALRM, the log gets the stack of each thread. Then the signal's default action ends the process.
+        faulthandler.register(signal.SIGALRM, chain=True)
+        signal.setitimer(signal.ITIMER_REAL, START_SECONDS)
+        super().init_process()
+
+    def notify(self) -> None:
+        """Restart the timer. gunicorn's main loop calls this method in each pass."""
+        signal.setitimer(signal.ITIMER_REAL, HANG_SECONDS)
+
+    def run(self) -> None:
+        try:
+            super().run()
+        finally:
+            # After an error, the interpreter would first wait for all threads with an open request.
+            signal.setitimer(signal.ITIMER_REAL, EXIT_SECONDS)
+
+
+class Server:
+    """The application for gunicorn, with the agent's settings only, none from files or the environment.
+
+    The agent uses the notification socket and descriptors of systemd (`inherited`).
     """
 
     def __init__(self, settings: Settings, paths: Paths, inherited: Inherited = NOTHING_INHERITED) -> None:
@@ -44,74 +84,64 @@ class Server(BaseApplication):
         self._paths = paths
         self._inherited = inherited
         self._identity: Any = None
-        super().__init__()
 
-    def load_config(self) -> None:
-        options = {
+    def run(self) -> None:
+        """Serve until SIGTERM; does not return."""
+        serve(self, self._options())
+
+    def _options(self) -> Any:
+        options = Config()
+        values = {
             "bind": self._settings.bind,
-            "workers": 1,
-            "worker_class": "gthread",
             "threads": THREADS,
             "keepalive": KEEPALIVE_SECONDS,
             "worker_tmp_dir": str(self._paths.run),
-            "graceful_timeout": 5,
+            "graceful_timeout": GRACEFUL_SECONDS,
             "loglevel": "debug" if self._settings.log_level == logging.DEBUG else "warning",
-            "control_socket_disable": True,
-            "post_fork": _exit_with_master,
             "post_worker_init": self._install_tls_gate,
         }
-        if self._inherited.address is not None:
-            options["child_exit"] = _exit_with_worker
-        for name, value in options.items():
-            if name in self.cfg.settings:
-                # Older versions of gunicorn lack some of the options, so only known options are set.
-                self.cfg.set(name, value)
+        for name, value in values.items():
+            options.set(name, value)
+        return options
 
-    def load(self) -> Any:
-        # Only the worker imports the application. After an import in gunicorn's master, reference counting would copy
-        # nearly all shared memory pages.
+    def wsgi(self) -> Any:
+        """Create the application; called by gunicorn's worker."""
         sys.setswitchinterval(SWITCH_SECONDS)
-        # Imports create no garbage, so a disabled garbage collector saves time.
+        # Imports create many objects and no garbage. Searches for garbage among these objects would cost time.
         gc.disable()
-        from amphora_agent import app  # noqa: PLC0415
+        from amphora_agent import app  # noqa: PLC0415 (the socket listens before this import)
         from amphora_agent.tls_identity import Identity  # noqa: PLC0415
 
         self._identity = Identity(self._paths, self._settings.amphora_id)
         self._identity.context()
         made = app.create(self._settings, self._paths, self._identity, self._inherited)
+        # The objects of the imports are never garbage, so later collections skip them.
         gc.freeze()
         gc.enable()
         return made
 
     def _install_tls_gate(self, worker: Any) -> None:
         """Replace gunicorn's listening sockets by the TLS gate, which has the same methods."""
-        from amphora_agent.tls_gate import TlsGate  # noqa: PLC0415 (only the worker needs this module)
+        from amphora_agent.tls_gate import TlsGate  # noqa: PLC0415
 
         worker.sockets = [TlsGate(listener, self._identity) for listener in worker.sockets]
         sd_notify.notify_ready(self._inherited)
 
 
-def _exit_with_master(_arbiter: Any, _worker: Any) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-
-
-def _exit_with_worker(_arbiter: Any, _worker: Any) -> None:
-    """End the master: systemd passes stored descriptors to a new process, not to a new worker."""
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _reduce_memory() -> None:
-    """Use one heap for all threads, so that freed memory is reused (mallopt(3)); share the master's pages."""
-    ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
-    # The garbage collector does not write to frozen objects, so gunicorn's master and worker share their memory pages.
-    gc.collect()
-    gc.freeze()
+def serve(application: Any, options: Any) -> None:
+    """Serve an application with gunicorn's options until SIGTERM; does not return."""
+    log = options.logger_class(options)
+    sockets = sock.create_sockets(options, log)
+    Worker(1, os.getppid(), sockets, application, HANG_SECONDS, options, log).init_process()
+    # Requests that are open after the grace period end here. At sys.exit(), the interpreter would wait for their threads.
+    os._exit(0)
 
 
 def main() -> None:
     """Run the agent."""
     inherited = sd_notify.take_inherited(os.environ, os.getpid())
-    _reduce_memory()
+    # All threads share one heap, so that each thread reuses the memory that others have freed (mallopt(3)).
+    ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     paths = Paths()
     try:
@@ -120,7 +150,7 @@ def main() -> None:
         sys.exit(str(error))
     logging.getLogger().setLevel(settings.log_level)
     paths.run.mkdir(parents=True, exist_ok=True, mode=0o700)
-    # The responder and the L4 daemon run as other users and must enter this directory.
+    # The responder and the L4 daemon run as other users, and open files in this directory.
     paths.run.chmod(0o711)
     paths.var.mkdir(parents=True, exist_ok=True, mode=0o700)
     paths.empty.mkdir(exist_ok=True, mode=0o755)

@@ -48,10 +48,25 @@ _RESET = struct.pack("ii", 1, 0)
 
 
 class Connection(ssl.SSLSocket):
-    """A connection with a time-out in blocking mode."""
+    """A connection with a time-out in blocking mode. After `shutdown`, no call waits for the client.
+
+    gunicorn's main loop shuts down a connection, and then waits up to two seconds for the end of the client's data.
+    Meanwhile it serves no other client, and some unresponsive clients would stop it for longer than
+    `amphora_agent.server.HANG_SECONDS`.
+    """
+
+    _is_shut_down = False
 
     def setblocking(self, flag: bool, /) -> None:
         self.settimeout(EXCHANGE_SECONDS if flag else 0.0)
+
+    def settimeout(self, value: float | None, /) -> None:
+        super().settimeout(0.0 if self._is_shut_down else value)
+
+    def shutdown(self, how: int, /) -> None:
+        super().shutdown(how)
+        self._is_shut_down = True
+        self.settimeout(0.0)
 
 
 @dataclass

@@ -51,7 +51,7 @@ class Processes:
                 "argv": [sys.executable, "-m", "amphora_driver.health.service"],
             },
             {
-                "name": "amphora-agent", "expect": 2,
+                "name": "amphora-agent", "expect": 1,
                 "argv": ["unshare", "--mount", "/bin/sh", "-c", _agent_script(self.folder / "agent")],
             },
         ]  # fmt: skip

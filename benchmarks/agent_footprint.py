@@ -115,9 +115,9 @@ def _memory(amphora: Amphora) -> dict[str, tuple[int, int, int]]:
         words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
         kind = next((word for word in ("haproxy", "keepalived") if Path(words[0]).name == word), "")
         if not kind:
-            kind = "responder" if any("responder" in word for word in words) else "gunicorn"
+            kind = "responder" if any("responder" in word for word in words) else "agent"
         parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[1])
-        if kind != "responder":
+        if kind not in ("responder", "agent"):
             kind += " worker" if names.get(parent, "").startswith(kind) else " master"
         names[pid] = kind
     return {name: _sizes(pid) for pid, name in names.items()}

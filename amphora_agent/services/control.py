@@ -39,7 +39,7 @@ class ServicePolicy:
     def document(self) -> dict[str, Any]:
         """Return the policy as JSON values for the supervisor."""
         paths = {"health": self.health and str(self.health), "leftovers": [str(path) for path in self.leftovers]}
-        return {**asdict(self), **paths}
+        return {**asdict(self), **paths, "probe": None if self.probe is None else self.probe._asdict()}
 
 
 DEFAULT_POLICY = ServicePolicy()

@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from urllib.parse import quote, unquote
 
 from amphora_agent.errors import ServiceError
@@ -17,28 +16,19 @@ FIRST_DESCRIPTOR = 3
 # prefix.
 _PREFIX = "kept-"
 _LONGEST_NAME = 255
-_MOST_KEPT, _LARGEST_LIST = 64, 65536
 ANSWER_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
 class Inherited:
-    """The notification socket and the stored descriptors that systemd passed to this process.
+    """What systemd passed to this process.
 
-    ``address`` is systemd's notification socket; None without systemd. The queue of the socket ``holder`` has the
-    descriptors, so that no process has them open: an open descriptor would keep the peer of a connection alive.
+    ``address`` is systemd's notification socket; None without systemd. ``descriptors`` are the stored descriptors by
+    name. The service manager of the agent closes them.
     """
 
     address: str | None = None
-    holder: socket.socket | None = None
-
-    def receive(self) -> dict[str, int]:
-        """Return the descriptors by name; the second call returns nothing."""
-        if self.holder is None:
-            return {}
-        with self.holder:
-            names, descriptors, *_ = socket.recv_fds(self.holder, _LARGEST_LIST, _MOST_KEPT, socket.MSG_CMSG_CLOEXEC)
-        return dict(zip(json.loads(names), descriptors, strict=True))
+    descriptors: Mapping[str, int] = field(default_factory=dict)
 
 
 NOTHING_INHERITED = Inherited()
@@ -52,19 +42,14 @@ def take_inherited(environment: MutableMapping[str, str], process: int) -> Inher
         return Inherited(address)
     numbers = range(FIRST_DESCRIPTOR, FIRST_DESCRIPTOR + int(words[1] or 0))
     found = zip(words[2].split(":"), numbers, strict=False)
-    holder = _in_queue({unquote(name[len(_PREFIX) :]): number for name, number in found if name.startswith(_PREFIX)})
+    kept = {unquote(name[len(_PREFIX) :]): number for name, number in found if name.startswith(_PREFIX)}
     for number in numbers:
-        os.close(number)
-    return Inherited(address, holder)
-
-
-def _in_queue(descriptors: Mapping[str, int]) -> socket.socket | None:
-    if not descriptors:
-        return None
-    writer, holder = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with writer:
-        socket.send_fds(writer, [json.dumps(list(descriptors)).encode()], list(descriptors.values()))
-    return holder
+        if number in kept.values():
+            # A child process with an open copy would keep the connection open.
+            os.set_inheritable(number, False)
+        else:
+            os.close(number)
+    return Inherited(address, kept)
 
 
 def _encoded(name: str) -> str:

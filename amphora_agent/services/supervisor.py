@@ -2,8 +2,8 @@
 """The first process of an amphora in namespaces: it starts, restarts and stops the daemons.
 
 Invariant: all processes of the amphora descend from this process and end with it. The exit of a daemon ends no other
-daemon, and the supervisor restarts each wanted daemon. The module imports only the standard library, because each
-amphora of the machine pays for each megabyte; a virtual machine has systemd instead.
+daemon, and the supervisor restarts each wanted daemon. The module imports few modules of the standard library only,
+because each amphora in namespaces has its own supervisor. A virtual machine has systemd instead.
 """
 
 from __future__ import annotations
@@ -21,21 +21,27 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from amphora_agent.paths import Paths
 from amphora_agent.services.health_file import HealthFile, Probe
 from amphora_agent.services.output_lines import is_admin, to_datagram
+
+# Type checkers regard TYPE_CHECKING as true. At run time, the name skips the import of `typing`, which needs memory.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 CLONE_NEWNET = 0x40000000
 MS_BIND = 4096
 SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 1
 AGENT = "amphora-agent"
 HEALTHY_SECONDS = 5.0
-LONGEST_BACKOFF = 5.0
+FIRST_BACKOFF, LONGEST_BACKOFF = 0.1, 5.0
+# The back-off of the agent has a lower limit, because the amphora cannot be changed without the agent. An agent that
+# exits during each start, for example for lack of memory, uses a fifth of a processor.
+LONGEST_AGENT_BACKOFF = 2.0
 STOP_SECONDS = 5.0
 ANSWER_SECONDS = 2.0
 SHUTDOWN_SECONDS = 3.0
@@ -45,33 +51,42 @@ REQUEST_BYTES = 65536
 MOST_KEPT = 64
 
 
-@dataclass
 class Service:
     """One daemon: its wanted state and its observed state. Times are in seconds of the monotonic clock."""
 
-    name: str
-    argv: list[str]
-    inner: bool
-    restart: bool
-    restart_delay: float = 0.0
-    leftovers: list[str] = field(default_factory=list)
-    policy: dict[str, Any] = field(default_factory=dict)
-    health: HealthFile | None = None
-    wanted: bool = True
-    missed: bool = False
-    pid: int | None = None
-    starts: int = 0
-    started: float = 0.0
-    quick_deaths: int = 0
-    due: float | None = None
-    kill_at: float | None = None
-    last_exit: int | None = None
-    log: deque[str] = field(default_factory=lambda: deque(maxlen=LOG_LINES))
-    waiting: list[socket.socket] = field(default_factory=list)
+    def __init__(self, name: str, argv: list[str], *, inner: bool, restart: bool) -> None:
+        self.name = name
+        self.argv = argv
+        self.inner = inner
+        self.restart = restart
+        self.restart_delay = 0.0
+        self.leftovers: list[str] = []
+        self.policy: dict[str, Any] = {}
+        self.health: HealthFile | None = None
+        self.wanted = True
+        self.missed = False
+        self.pid: int | None = None
+        self.starts = 0
+        self.started = 0.0
+        self.quick_deaths = 0
+        self.due: float | None = None
+        self.kill_at: float | None = None
+        self.last_exit: int | None = None
+        self.log: deque[str] = deque(maxlen=LOG_LINES)
+        self.waiting: list[socket.socket] = []
 
     def status(self) -> dict[str, Any]:
         names = ("argv", "inner", "restart", "wanted", "pid", "starts", "last_exit")
         return {name: getattr(self, name) for name in names}
+
+
+def restart_backoff(name: str, quick_deaths: int) -> float:
+    """Return the seconds until a daemon is restarted that has exited early this number of times in succession."""
+    if quick_deaths == 0:
+        return 0.0
+    longest = LONGEST_AGENT_BACKOFF if name == AGENT else LONGEST_BACKOFF
+    # The exponent is bounded: after a thousand exits, the power would exceed the range of a float.
+    return min(longest, FIRST_BACKOFF * 2 ** min(quick_deaths - 1, 16))
 
 
 class Machine:
@@ -252,8 +267,7 @@ class Supervisor:
             return
         lived = time.monotonic() - service.started
         service.quick_deaths = 0 if lived > HEALTHY_SECONDS else service.quick_deaths + 1
-        backoff = min(LONGEST_BACKOFF, 0.05 * 2**service.quick_deaths) if service.quick_deaths else 0.0
-        backoff = max(backoff, service.restart_delay)
+        backoff = max(restart_backoff(service.name, service.quick_deaths), service.restart_delay)
         service.due = time.monotonic() + backoff
         last = service.log[-1] if service.log else ""
         self._log(
@@ -285,7 +299,7 @@ class Supervisor:
         except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
             answer = {"ok": False, "error": f"{type(error).__name__}: {error}"}
         while self._arrived:
-            # The supervisor closes the file descriptors of the request that the handler has not taken.
+            # The handler has not taken this file descriptor of the request.
             os.close(self._arrived.pop())
         if answer is not None:
             self._answer(connection, answer)
@@ -372,7 +386,7 @@ class Supervisor:
         """Store the descriptor that came with the request."""
         name = str(request["name"])
         if not self._arrived or name in self._kept or len(self._kept) >= MOST_KEPT:
-            return {"ok": False, "error": f"the name is in use, or all {MOST_KEPT} places are"}
+            return {"ok": False, "error": f"its name is in use, or {MOST_KEPT} descriptors are stored already"}
         self._kept[name] = self._arrived.pop()
         return {"ok": True}
 

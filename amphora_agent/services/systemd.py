@@ -45,7 +45,7 @@ class Systemd:
     def __init__(self, paths: Paths, inherited: Inherited) -> None:
         self._paths = paths
         self._address = inherited.address
-        self._kept = inherited.receive()
+        self._kept = dict(inherited.descriptors)
         # A change of a unit has several steps, between which no other thread may change the unit.
         self._lock = threading.Lock()
 

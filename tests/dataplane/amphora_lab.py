@@ -300,6 +300,9 @@ class Amphora:
     def status(self, service: str):
         return self.supervisor(op="status", name=service)["services"].get(service)
 
+    def agent_pid(self) -> int:
+        return self.outside_pid(self.status("amphora-agent")["pid"])
+
     def outside_pid(self, inside: int) -> int:
         """Return the host PID of a process from its PID inside."""
         for process in descendants(self.init()):

@@ -21,9 +21,9 @@ from amphora_agent.network.namespace import Namespace
 
 
 def agents(amphora) -> list[int]:
-    """The agent's processes: gunicorn's master and its worker."""
-    master = amphora.outside_pid(amphora.status("amphora-agent")["pid"])
-    return [master, *descendants(master)]
+    """The agent's processes."""
+    agent = amphora.agent_pid()
+    return [agent, *descendants(agent)]
 
 
 def end_agent(amphora, number=signal.SIGKILL) -> None:

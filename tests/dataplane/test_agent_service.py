@@ -179,11 +179,10 @@ def member_rows(amphora):
 
 
 def test_killed_agent_leaves_no_process(amphora):
-    master = amphora.outside_pid(amphora.status("amphora-agent")["pid"])
-    both = [master, *amphora_lab.children(master)]
-    assert len(both) == 2
+    agent = amphora.agent_pid()
+    every = [agent, *amphora_lab.descendants(agent)]
     amphora.supervisor(op="stop", name="amphora-agent", signal=9)
-    eventually(lambda: not any(map(amphora_lab.alive, both)), "both processes of the agent have ended")
+    eventually(lambda: not any(map(amphora_lab.alive, every)), "all processes of the agent have ended")
 
 
 def test_pinged_members_and_metrics_do_not_need_the_agent(amphora, network):
@@ -228,6 +227,24 @@ def copied(tmp_path, monkeypatch):
     monkeypatch.setattr(amphora_lab, "ROOT", place)
     monkeypatch.chdir(place)  # `python -m` searches this directory first
     return place / "amphora_agent"
+
+
+def test_the_processes_of_the_agent_need_little_memory(network, authority, tmp_path):
+    """Proportional set size; an interpreter of a distribution needs some megabytes more or less."""
+    network.plug()
+    amphora = Amphora(network, tmp_path, authority, forked=False)
+    try:
+        amphora.start()
+        eventually(amphora.answers, "the agent answers", 30)
+        assert amphora.push(1, text(listener(["m1"])))[0] == 200
+        every = [amphora.init(), *amphora_lab.descendants(amphora.init())]
+        ours = [pid for pid in every if b"amphora_agent" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        assert len(ours) == 3, "supervisor, agent and responder"
+        sizes = [Path(f"/proc/{pid}/smaps_rollup").read_text().partition("\nPss:")[2].split()[0] for pid in ours]
+        assert sum(map(int, sizes)) < 55 * 1024
+    finally:
+        amphora.power_off()
+        network.unplug()
 
 
 def test_a_new_version_replaces_the_responder_without_a_failed_check(copied, network, authority, tmp_path):

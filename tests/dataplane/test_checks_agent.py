@@ -10,7 +10,7 @@ import signal
 import time
 
 import pytest
-from amphora_lab import Amphora, alive, children, eventually, ip
+from amphora_lab import Amphora, alive, eventually, ip
 from datagrams import PORT, Clients, UdpMember, member, name_of, virtual_server
 from faults import apart
 
@@ -142,8 +142,7 @@ def test_counters_survive_restarts_of_each_process(machine):
     counted(3)
     eventually(lambda: machine.checker() not in (None, before), "another checker runs")
     assert machine.checker() != before
-    (worker,) = children(machine.outside_pid(machine.status("amphora-agent")["pid"]))
-    os.kill(worker, signal.SIGKILL)
+    os.kill(machine.agent_pid(), signal.SIGKILL)
     machine.ask(4)
     total += 4
     eventually(machine.answers, "the agent answers")
@@ -171,8 +170,7 @@ def test_checks_continue_after_the_agent_is_killed(machine):
     ids = {name: name_of("member", name) for name in PLACES}
     machine.heard(lambda said: words(said) == dict.fromkeys(ids.values(), "UP"), "both members are up")
     pid = machine.checker()
-    (worker,) = children(machine.outside_pid(machine.status("amphora-agent")["pid"]))
-    os.kill(worker, signal.SIGKILL)
+    os.kill(machine.agent_pid(), signal.SIGKILL)
     machine.members.pop("c1").close()
     machine.heard(lambda said: words(said) == {ids["c1"]: "DOWN", ids["c2"]: "UP"}, "one member is down")
     assert machine.checker() == pid

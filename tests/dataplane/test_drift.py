@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from amphora_lab import FIXED, MAC, VIP, VIP6, Amphora, Client, alive, children, eventually, get
+from amphora_lab import FIXED, MAC, VIP, VIP6, Amphora, Client, alive, eventually, get
 from configuration_text import LISTENER, MEMBER_IDS, POOL, listener, text
 
 pytestmark = pytest.mark.root
@@ -56,9 +56,9 @@ class Audited(Amphora):
         eventually(lambda: self.drift()["checks"] >= before + more, "the agent audits")
 
     def kill_agent(self) -> None:
-        (worker,) = children(self.outside_pid(self.status("amphora-agent")["pid"]))
-        os.kill(worker, signal.SIGKILL)
-        eventually(lambda: not alive(worker), "the agent's worker has ended")
+        agent = self.agent_pid()
+        os.kill(agent, signal.SIGKILL)
+        eventually(lambda: not alive(agent), "the agent has ended")
         eventually(self.answers, "the agent answers")
 
     def edit(self, name: str, before: str, after: str, *, rename: bool = False) -> None:
@@ -184,9 +184,8 @@ def test_a_manual_reload_with_another_file_is_detected_after_the_file_is_restore
     audited.looks()
     file = audited.var / "haproxy.cfg"
     right = file.read_text()
-    stopped = audited.outside_pid(audited.status("amphora-agent")["pid"])
-    (worker,) = children(stopped)
-    os.kill(worker, signal.SIGSTOP)
+    agent = audited.agent_pid()
+    os.kill(agent, signal.SIGSTOP)
     try:
         file.write_text(right.replace("timeout client 10s", "timeout client 3s"))
         served_by = info_pid(audited)
@@ -194,7 +193,7 @@ def test_a_manual_reload_with_another_file_is_detected_after_the_file_is_restore
         eventually(lambda: info_pid(audited) not in (None, served_by), "HAProxy has read the other file")
         file.write_text(right)
     finally:
-        os.kill(worker, signal.SIGCONT)
+        os.kill(agent, signal.SIGCONT)
     audited.mends("haproxy.cfg", before)
 
 
@@ -220,13 +219,11 @@ def test_a_restarted_agent_serves_the_confirmed_text_after_a_repair(audited):
 def test_changes_without_an_agent_are_detected(audited):
     """No other file has the confirmed text: the amphora reports no generation, and needs a push."""
     generation = audited.call("GET", "/v2/bundle")[1]["generation"]
-    master = audited.outside_pid(audited.status("amphora-agent")["pid"])
-    (worker,) = children(master)
-    os.kill(master, signal.SIGSTOP)
-    os.kill(worker, signal.SIGKILL)
+    agent = audited.agent_pid()
+    os.kill(agent, signal.SIGSTOP)
     audited.edit("haproxy.cfg", "timeout client 10s", "timeout client 4s")
-    os.kill(master, signal.SIGCONT)
-    eventually(lambda: not alive(worker), "the agent's worker has ended")
+    os.kill(agent, signal.SIGKILL)
+    eventually(lambda: not alive(agent), "the agent has ended")
     eventually(audited.answers, "the agent answers")
     assert audited.call("GET", "/v2/bundle")[1]["generation"] is None
     assert audited.push(generation, TEXT, allowed=ALLOWED)[0] == 200

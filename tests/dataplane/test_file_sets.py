@@ -18,7 +18,7 @@ from threading import Thread
 
 import pki
 import pytest
-from amphora_lab import VIP, Amphora, Client, alive, children, descendants, eventually
+from amphora_lab import VIP, Amphora, Client, alive, descendants, eventually
 from configuration_text import LISTENER, MEMBER_IDS, MEMBERS, POOL, listener, text
 
 pytestmark = pytest.mark.root
@@ -171,9 +171,9 @@ def shown(amphora) -> bytes | None:
 
 
 def kill_agent(amphora) -> None:
-    (worker,) = children(amphora.outside_pid(amphora.status("amphora-agent")["pid"]))
-    os.kill(worker, signal.SIGKILL)
-    eventually(lambda: not alive(worker), "the agent has ended")
+    agent = amphora.agent_pid()
+    os.kill(agent, signal.SIGKILL)
+    eventually(lambda: not alive(agent), "the agent has ended")
     eventually(amphora.answers, "the agent answers")
 
 

@@ -8,7 +8,7 @@ import signal
 import time
 
 import pytest
-from amphora_lab import VIP, Client, alive, children, descendants, eventually, get
+from amphora_lab import VIP, Client, alive, descendants, eventually, get
 from configuration_text import LISTENER, SECOND, listener, text
 
 pytestmark = pytest.mark.root
@@ -31,13 +31,10 @@ def test_a_killed_haproxy_is_restarted(amphora):
     assert (status, answer["how"]) == (200, "runtime")
 
 
-@pytest.mark.parametrize("victim", ["master", "worker"])
-def test_a_killed_agent_is_restarted_without_a_change_of_haproxy(amphora, victim):
+def test_a_killed_agent_is_restarted_without_a_change_of_haproxy(amphora):
     amphora.push(7, text(listener(["m1"])))
     haproxy = amphora.status("haproxy")["pid"]
-    master = amphora.outside_pid(amphora.status("amphora-agent")["pid"])
-    (worker,) = children(master)
-    killed = master if victim == "master" else worker
+    killed = amphora.agent_pid()
     with Client(amphora.network) as client:
         os.kill(killed, signal.SIGKILL)
         eventually(lambda: not alive(killed), "the killed process is dead")
@@ -109,9 +106,9 @@ def test_totals_equal_the_number_of_requests_over_reloads_and_restarts(amphora, 
         return found["total_connections"] if found else 0
 
     eventually(lambda: total() == requests, f"{requests} requests are reported")
-    (worker,) = children(amphora.outside_pid(amphora.status("amphora-agent")["pid"]))
-    os.kill(worker, signal.SIGKILL)
-    eventually(lambda: not alive(worker), "the agent's worker is dead")
+    agent = amphora.agent_pid()
+    os.kill(agent, signal.SIGKILL)
+    eventually(lambda: not alive(agent), "the agent is dead")
     eventually(lambda: total() == requests, "the counters survive the agent")
     os.kill(amphora.outside_pid(amphora.status("haproxy")["pid"]), signal.SIGKILL)
     # The worker outlives its master for some milliseconds; its last requests cannot be counted.

@@ -8,7 +8,7 @@ import os
 import signal
 
 import pytest
-from amphora_lab import VIP, VIP6, alive, children, eventually, ip
+from amphora_lab import VIP, VIP6, alive, eventually, ip
 from configuration_text import listener, text
 from datagrams import PORT, Clients, Stream, UdpMember, member, members_of, persistence, virtual_server
 from faults import arm, held_at, push_quietly
@@ -65,9 +65,9 @@ def test_killed_agent_interrupts_no_request(audited):
     flows = audited.clients.flows(6)
     assert members_of(flows) == dict.fromkeys(PLACES, 2)
     with Stream(flows) as stream:
-        (worker,) = children(audited.outside_pid(audited.status("amphora-agent")["pid"]))
-        os.kill(worker, signal.SIGKILL)
-        eventually(lambda: not alive(worker), "the agent's worker is dead")
+        agent = audited.agent_pid()
+        os.kill(agent, signal.SIGKILL)
+        eventually(lambda: not alive(agent), "the agent is dead")
         eventually(audited.answers, "the agent answers")
         push(audited, [virtual_server(*(member(name, PLACES[name]) for name in PLACES), connection_limit=1000)])
     assert stream.asked > 20

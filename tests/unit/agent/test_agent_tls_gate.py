@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits of TLS handshakes by address."""
+"""Limits of TLS handshakes by address, and connections of unresponsive clients."""
 
 from __future__ import annotations
 
 import random
+import socket
+import ssl
+import time
+
+from gunicorn import util
 
 from amphora_agent import tls_gate
-from amphora_agent.tls_gate import Budget
+from amphora_agent.tls_gate import Budget, Connection
 
 
 def admitted(budget: Budget, address: str, times: int, now: float) -> int:
@@ -54,3 +59,19 @@ def test_the_number_of_remembered_addresses_is_bounded():
         budget.add_controller(f"controller {number}", 0.0)
     assert len(budget._unknown) <= tls_gate._MOST_UNKNOWN
     assert len(budget._known) <= tls_gate._MOST_KNOWN
+
+
+def test_the_end_of_a_connection_does_not_wait_for_the_client():
+    """gunicorn closes connections in its main loop; the client neither closes the connection nor sends data."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.sslsocket_class = Connection
+    ours, client = socket.socketpair()
+    with client:
+        connection = context.wrap_socket(ours, server_side=True, do_handshake_on_connect=False)
+        connection.setblocking(True)
+        assert connection.gettimeout() == tls_gate.EXCHANGE_SECONDS
+        client.sendall(b"not read")
+        begin = time.monotonic()
+        util.close_graceful(connection, timeout=60)
+        assert time.monotonic() - begin < 30
+        assert connection.fileno() == -1
