@@ -33,8 +33,8 @@ THREADS = 16
 KEEPALIVE_SECONDS = 75
 # After SIGTERM, open requests have this number of seconds to finish.
 GRACEFUL_SECONDS = 5
-# The kernel ends the agent if it does not serve within this number of seconds after its start. The limit is long, because
-# the processor of an amphora may be slow or busy.
+# The kernel ends an agent that does not serve within this number of seconds after its start. The limit is long,
+# because the processor of an amphora may be slow or busy.
 START_SECONDS = 120.0
 # The main loop runs at least once per second. The kernel ends the agent after this number of seconds without a pass.
 HANG_SECONDS = 30.0
@@ -133,7 +133,7 @@ def serve(application: Any, options: Any) -> None:
     log = options.logger_class(options)
     sockets = sock.create_sockets(options, log)
     Worker(1, os.getppid(), sockets, application, HANG_SECONDS, options, log).init_process()
-    # Requests that are open after the grace period end here. At sys.exit(), the interpreter would wait for their threads.
+    # Requests that are still open after the grace period end here. The interpreter would wait for their threads.
     os._exit(0)
 
 
