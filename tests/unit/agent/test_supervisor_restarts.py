@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pauses of the supervisor between restarts of a daemon that exits."""
+"""The supervisor: pauses between restarts of a daemon that exits, and its imports."""
 
 from __future__ import annotations
 
@@ -103,3 +103,14 @@ def test_an_agent_that_is_killed_after_a_healthy_time_is_restarted_at_once(folde
         line = process.stderr.readline()
         assert "daemon amphora-agent exited with -9" in line
         assert "restarts it in 0.0 s" in line
+
+
+def test_the_supervisor_does_not_import_large_modules():
+    """Each amphora in namespaces has a supervisor; each of these modules needs up to a megabyte."""
+    program = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import amphora_agent.services.supervisor; "
+        "print(*{'dataclasses', 'inspect', 'logging', 'subprocess', 'threading', 'typing'} & set(sys.modules))"
+    )
+    # Without -S, the packages of the test environment may import such modules.
+    command = [sys.executable, "-S", "-c", program, str(Path(__file__).parents[3])]
+    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout.split() == []
