@@ -65,6 +65,10 @@ class Worker(ThreadWorker):
         """Restart the timer. gunicorn's main loop calls this method in each pass."""
         signal.setitimer(signal.ITIMER_REAL, HANG_SECONDS)
 
+    def handle_quit(self, _number: int, _frame: Any) -> None:
+        """Stop at once, on SIGINT and SIGQUIT. gunicorn's handler may wait for a lock that its main loop has."""
+        os._exit(0)
+
     def run(self) -> None:
         try:
             super().run()
