@@ -81,7 +81,7 @@ class Service:
 
 
 def restart_backoff(name: str, quick_deaths: int) -> float:
-    """Return the seconds until a daemon is restarted that has exited early this number of times in succession."""
+    """Return the seconds before the restart of a daemon, after this number of early exits in succession."""
     if quick_deaths == 0:
         return 0.0
     longest = LONGEST_AGENT_BACKOFF if name == AGENT else LONGEST_BACKOFF

@@ -138,26 +138,20 @@ def test_a_killed_agent_restarts_alone(machine, place):
 
 def test_an_agent_that_hangs_is_restarted(machine):
     """The timer of the agent sends SIGALRM, here sent by the test."""
-    agent = machine.pid("agent")
-    os.kill(agent, signal.SIGALRM)
-    eventually(lambda: not alive(agent), "the agent ends")
+    os.kill(agent := machine.pid("agent"), signal.SIGALRM)
+    eventually(lambda: machine.pid("agent") not in (None, agent), "another agent starts")
     eventually(machine.answers, "the new agent answers", 120.0)
-    assert machine.pid("agent") != agent
     assert "most recent call first" in machine.run("journalctl", "--unit", AGENT, "--output=cat")
 
 
 def test_an_agent_that_always_exits_is_restarted_with_pauses(machine):
     """systemd never gives up, and never restarts an agent without a pause."""
-    words = machine.run("systemctl", "show", AGENT, "--property=NRestarts,RestartUSec,StartLimitIntervalUSec")
-    shown = dict(line.split("=", 1) for line in words.splitlines())
-    assert (shown["RestartUSec"], shown["StartLimitIntervalUSec"]) == ("2s", "0")
-    before, begin = int(shown["NRestarts"]), time.monotonic()
+    assert "StartLimitIntervalUSec=0" in machine.run("systemctl", "show", AGENT)
+    begin = time.monotonic()
     for _ in range(3):
-        agent = eventually(lambda: machine.pid("agent"), "an agent starts")
-        os.kill(agent, signal.SIGKILL)
+        os.kill(agent := machine.pid("agent"), signal.SIGKILL)
         eventually(lambda agent=agent: machine.pid("agent") not in (None, agent), "another agent starts")
     assert time.monotonic() - begin > 3 * 2
-    assert int(machine.run("systemctl", "show", AGENT, "--property=NRestarts", "--value")) == before + 3
     eventually(machine.answers, "the new agent answers", 120.0)
 
 
