@@ -86,7 +86,7 @@ def restart_backoff(name: str, quick_deaths: int) -> float:
         return 0.0
     longest = LONGEST_AGENT_BACKOFF if name == AGENT else LONGEST_BACKOFF
     # The exponent is bounded: after a thousand exits, the power would exceed the range of a float.
-    return min(longest, FIRST_BACKOFF * 2 ** min(quick_deaths - 1, 16))
+    return min(longest, FIRST_BACKOFF * 2.0 ** min(quick_deaths - 1, 16))
 
 
 class Machine:
