@@ -43,7 +43,8 @@ _MOST_POOLS, _CONNECTIONS = 256, 2
 _MOST_TIMEOUT_FACTOR = 5
 # Maximum size in bytes of a normal response, maximum size of diagnostics or a configuration, and size of one read.
 _MOST_ANSWER, _MOST_DIAGNOSTICS, _CHUNK = 4 << 20, 32 << 20, 1 << 16
-# For invalid UTF-8, msgspec raises ValueError instead of DecodeError; for deep nesting, it raises RecursionError.
+# Errors of msgspec for an unusable document. For invalid UTF-8, msgspec raises ValueError, and for deep nesting
+# RecursionError.
 _DECODE_ERRORS = (msgspec.DecodeError, ValueError, RecursionError)
 # A booting agent answers 503. The pause before the next request grows between these limits, in seconds.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.2
@@ -68,7 +69,7 @@ class _ErrorWords(msgspec.Struct):
     remedy: str = ""
 
 
-# Maximum number of characters of an agent's error text and of an object id. A compromised agent may send longer ones.
+# Maximum number of characters of an agent's error text and of an object id. A compromised agent may send longer texts.
 _MOST_WORDS, _MOST_ID = 2000, 80
 
 
@@ -340,8 +341,8 @@ class AgentClient:
         return content
 
     def _pool(self, amphora_id: str, address: str) -> urllib3.HTTPSConnectionPool:
-        # `context()` may wait for the database. During such a wait, the client must not hold the lock of the connection
-        # pools.
+        # `context()` may wait for the database. So the client calls it before it takes the lock. Otherwise, requests to
+        # all other agents would wait too.
         context = self._identity.context()
         with self._lock:
             if context is not self._context:

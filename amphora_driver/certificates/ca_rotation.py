@@ -104,7 +104,7 @@ def renewal_reason(one: AmphoraCertificate, desired: DesiredTrust, lifetime: Cer
 def trust_differs(text: str | None, desired: DesiredTrust) -> bool:
     """Return whether the trust list of an amphora differs from the desired one."""
     if text is None:
-        # The column is empty in a row that was written before the column existed. Such an amphora trusts the CAs of the
+        # The column `trusts` is NULL in rows that are older than this column. Such an amphora trusts the CAs of the
         # configured files.
         return not desired.trusts.startswith("files-")
     named, _, signer = text.partition("/")

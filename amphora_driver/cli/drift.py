@@ -69,7 +69,7 @@ class DiffLoadBalancer(Command):
         recorded = self.app.read(lambda connection: load_record(connection, chosen, catalogue))
         if recorded is None:
             happened = "it is being created or deleted"
-            raise Conflict(f"compare load balancer {chosen}", happened, "Wait until that is done.")
+            raise Conflict(f"compare load balancer {chosen}", happened, "Repeat the command after that.")
         wanted = {one: json.loads(body) for one, body in build_bundles(recorded, self.app.conf, vault).items()}
         agents = _agents(self.app, vault)
         status = 0

@@ -17,7 +17,7 @@ from typing import Any, TextIO, cast
 
 from cliff.columns import FormattableColumn
 
-# Maximum number of characters of an outcome in a table. The JSON format has the whole text.
+# Maximum number of characters of the outcome of a request in a table. The JSON format has the whole text.
 _MAX_OUTCOME = 100
 _MINUTE, _HOUR, _DAYS = 60.0, 3600.0, 2 * 86400.0
 # The output stream does not escape newlines and tabs, which separate the lines and columns of a table.

@@ -20,7 +20,7 @@ _SECTOR = _PROGRAM.ljust(510, b"\0") + b"\x55\xaa"
 # Exit status of QEMU after the boot sector has counted: the device isa-debug-exit returns twice the written value plus
 # one.
 _COUNTED = 2 * 0x10 + 1
-# Time-out in seconds of the test. QEMU with its BIOS starts in one second, and the loop of `_PROGRAM`
+# Time-out in seconds of the test for KVM. QEMU with its BIOS starts in one second, and the loop of the boot sector
 # takes 0.1 s with KVM.
 _SECONDS = 5.0
 _HELP_SECONDS = 30.0

@@ -380,8 +380,8 @@ def _require(options: cfg.ConfigOpts, deployment_id: str | None) -> None:
     if not options.image_owner:
         raise ConfigurationError(
             _USE,
-            "[amp_compute_nova] image_owner is not set, so any project could provide the image of amphorae by sharing "
-            "one that has the tag (CVE-2019-3895)",
+            "[amp_compute_nova] image_owner is not set, so amphorae could boot an image that another project shares "
+            "with the same tag (CVE-2019-3895)",
             "Set it to the id of the project that owns the images: openstack image show IMAGE -c owner.",
         )
     if not options.management_networks:

@@ -52,10 +52,10 @@ class ControllerLiveness:
             )
             return
         if draining and not self.draining.is_set():
-            LOG.warning("controller %s drains on request: it starts no new job", self._name)
+            LOG.info("controller %s drains on request and starts no new jobs", self._name)
             self.draining.set()
         elif self.draining.is_set() and not draining:
-            LOG.warning("controller %s resumes: it starts jobs again", self._name)
+            LOG.info("the drain of controller %s ended on request, so the controller starts jobs again", self._name)
             self.draining.clear()
 
     def unregister(self) -> None:

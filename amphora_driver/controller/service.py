@@ -60,8 +60,7 @@ _STOP_GRACE = 3.0
 _CHECK_JOBS_EVERY = 0.25
 # Seconds between two searches for dead controllers on the same host.
 _REAP_EVERY = 1.0
-# Multiple of the longest retry back-off. A job with a due time further in the future shows that the database clock was
-# set back.
+# A job that is due later than this multiple of the longest retry back-off shows that the database clock was set back.
 _PAUSE_FACTOR = 2
 # Due times that are less than this number of seconds ahead are never corrected.
 _LEAST_PAUSE = 30.0

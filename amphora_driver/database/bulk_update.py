@@ -21,7 +21,8 @@ from typing import Any
 import msgspec
 import sqlalchemy as sa
 
-# MySQL and MariaDB limit the length of a statement (`max_allowed_packet`, 16 MiB). A row needs about 300 bytes.
+# Maximum number of rows in one statement. MySQL and MariaDB limit a statement to 16 MiB (`max_allowed_packet`), and a
+# row needs about 300 bytes.
 _CHUNK = 5000
 # The first versions with JSON_TABLE.
 _MARIADB_VERSION, _MYSQL_VERSION = (10, 6), (8, 0, 4)
@@ -108,7 +109,8 @@ class BulkUpdate:
         return self._mysql(*_collation(connection, connection.engine, self._table.name, self._keys[0]))
 
     def _make_mysql(self, character_set: str, collation: str) -> sa.TextClause:
-        # The column of the table has an index for its own collation only, so the statement converts the new keys.
+        # The primary key is indexed only in the collation of its columns. So the statement converts the new keys to
+        # this collation.
         matches = " AND ".join(
             f"o.{name} = CONVERT(n.{name} USING {character_set}) COLLATE {collation}" for name in self._keys
         )

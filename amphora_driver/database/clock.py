@@ -39,8 +39,8 @@ class server_time(GenericFunction[float]):  # noqa: N801 - SQL statements use th
 @compiles(server_time, "mysql")
 @compiles(server_time, "mariadb")
 def _mysql(_element: server_time, _compiler: SQLCompiler, **_: Any) -> str:
-    # The driver sets the time zone UTC for each connection. In a local time zone, UNIX_TIMESTAMP(NOW()) is ambiguous in
-    # the hour that daylight saving time repeats.
+    # Each connection uses the time zone UTC. In a local time zone, UNIX_TIMESTAMP(NOW()) would be ambiguous in the hour
+    # that daylight saving time repeats.
     return "(UNIX_TIMESTAMP(NOW(6)) + 0e0)"
 
 

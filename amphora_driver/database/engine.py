@@ -294,8 +294,8 @@ class Database:
         if url.get_backend_name() != "sqlite":
             options: dict[str, Any] = {"isolation_level": "READ COMMITTED", "pool_recycle": 3600}
             limits, postgresql = _connect_arguments(url, self._answer_timeout), url.get_backend_name() == "postgresql"
-            # By default, the pool sends a ROLLBACK for each returned connection, mostly without need. For MariaDB,
-            # `_reset_mariadb` sends a ROLLBACK only if a transaction is open.
+            # By default, the pool sends a ROLLBACK for each returned connection, even if no transaction is open. For
+            # MariaDB, `_reset_mariadb` replaces this default: it sends a ROLLBACK only if a transaction is open.
             options["pool_reset_on_return"] = "rollback" if postgresql else None
             engine = sa.create_engine(url, **options, **_POOL_OPTIONS, connect_args=limits)
             idle_ping.attach(engine)
@@ -326,7 +326,9 @@ def parse_url(text: str, option: str = schema_check.DRIVER.option) -> sa.URL:
     except (ArgumentError, ValueError):
         raise ConfigurationError(attempt, "SQLAlchemy does not understand its URL", remedy) from None
     except ImportError as error:
-        raise ConfigurationError(attempt, f"its driver is not installed ({error})", remedy) from error
+        raise ConfigurationError(
+            attempt, f"the Python package of its database is not installed ({error})", remedy
+        ) from error
     if "@" in (url.host or ""):
         # If a password contains @, SQLAlchemy reads the text after the first @ as the host name. Error messages would
         # then show that part of the password.

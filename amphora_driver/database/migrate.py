@@ -85,7 +85,8 @@ def upgrade(url: str, schema: Schema = DRIVER, *, contract: bool = False) -> Upg
                 if attempt == _ATTEMPTS:
                     raise StoreError(_ATTEMPT, text, "Remove the cause and run the upgrade again.") from error
                 LOG.info("attempt %d of the database upgrade failed, so the upgrade starts again: %s", attempt, text)
-                # Upgrades on two nodes of a Galera cluster may collide. Random pauses prevent a second collision.
+                # Upgrades on two nodes of a Galera cluster may collide. Pauses of random length make a second collision
+                # unlikely.
                 time.sleep(random.uniform(0.5, 1.0) * 0.2 * 2**attempt)  # noqa: S311 - jitter, no secret
         raise AssertionError("unreachable")
     finally:

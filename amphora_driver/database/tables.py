@@ -113,8 +113,8 @@ request = sa.Table(
 )
 
 # One row for each secret of an object, encrypted by the vault. `purpose` is certificate, ca, crl or tickets; `ref` is
-# the reference in Octavia's API. If `sealed` is NULL, `reason` is why: Octavia did not deliver the secret, or HAProxy
-# cannot use the secret.
+# the reference in Octavia's API. `sealed` is NULL if Octavia did not deliver the secret or HAProxy cannot use it;
+# `reason` then has the cause.
 secret = sa.Table(
     "secret",
     metadata,

@@ -13,9 +13,9 @@ from amphora_driver.database.tables import Body, Id, Sealed, Serial, metadata
 
 __all__ = ["metadata"]
 
-# One row for each replacement of `amphora_id`; NULL means all amphorae of the load balancer. `served_at` is the time
-# when all amphorae serve users again, and `ended_at` is the end of the work. `outcome` is done, gone (load balancer
-# deleted), superseded or recovered.
+# One row for each fail-over of the amphora `amphora_id`, or of all amphorae of the load balancer if `amphora_id` is
+# NULL. `served_at` is the time when all amphorae serve users again, and `ended_at` is the end of the work. `outcome` is
+# done, gone (load balancer deleted), superseded or recovered.
 failover = sa.Table(
     "failover",
     metadata,

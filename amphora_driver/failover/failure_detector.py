@@ -126,8 +126,8 @@ class FailureDetector:
                     )
                 self._suspend("the database is not available")
             except Exception:
-                # An error must not end this thread. No controller would replace silent amphorae, and no component would
-                # report that.
+                # An error must not end this thread. Otherwise, no controller would replace silent amphorae, and no
+                # component would report the failure.
                 LOG.exception("the failure detector failed unexpectedly and tries again in %g s", _ERROR_BACKOFF)
                 self._suspend("failure detection failed")
                 pause = _ERROR_BACKOFF
@@ -299,7 +299,7 @@ class FailureDetector:
         else:
             self._window.expire_all()
             self._trial = None
-            LOG.warning(
+            LOG.info(
                 "the circuit breaker for fail-overs closed, so automatic fail-overs may begin again: %s",
                 self._breaker.reason,
             )
@@ -335,7 +335,7 @@ class FailureDetector:
         }
         in_progress = {one.load_balancer_id for one in snapshot.unserved}
         if self._trial is not None and self._trial[0] not in in_progress and self._observed_long_enough(now):
-            LOG.warning(
+            LOG.info(
                 "the trial fail-over of load balancer %s succeeded, so the circuit breaker permits the next fail-over",
                 self._trial[0],
             )

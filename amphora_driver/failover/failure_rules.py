@@ -41,8 +41,9 @@ _DEAF = 0.4
 _LEAST_DEAF = 1.5
 # Seconds for which the result of a probe stays valid, or twice the probe time-out if that is longer.
 _FRESH = 8.0
-# Longest delay in seconds between the receipt of a heartbeat and its read by the failure detector, without the flush
-# interval of the health manager: the write in bulk, and half a second between two reads.
+# Longest delay in seconds between the receipt of a heartbeat and its read by the failure detector. The delay consists
+# of the interval of writes and half a second between two reads. The callers add the flush interval of the health
+# manager.
 _SEEN_LATE = LIVENESS_WRITE_INTERVAL + 0.5
 # Longest normal time between two heartbeats, as a multiple of the heartbeat interval.
 _JITTER = 1.25

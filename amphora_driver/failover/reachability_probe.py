@@ -165,5 +165,7 @@ def _is_reachable(host: str, port: int, timeout: float) -> bool:
 def _parse_witness(text: str) -> tuple[str, int]:
     host, _, port = text.strip().rpartition(":")
     if not host or not port.isdigit():
-        raise ConfigurationError("use [amp_failover] witnesses", f"{text} is not host:port", "Write [2001:db8::1]:22.")
+        raise ConfigurationError(
+            "use [amp_failover] witnesses", f"{text} is not HOST:PORT", "Example: [2001:db8::1]:22."
+        )
     return host.strip("[]"), int(port)

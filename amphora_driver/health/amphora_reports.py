@@ -30,8 +30,8 @@ _MAX_NAMES = 50_000
 _MAX_BASE_NAMES = 5_000
 # The health manager keeps the counters of at most this number of listeners of one amphora between two writes.
 _MAX_COUNTED = 5_000
-# A heartbeat after a longer silence counts as changed, because another process may have recorded the silence. The limit
-# is 1.5 of the five heartbeat intervals after which values expire.
+# Longest silence before a heartbeat, as a fraction of the expiry time (0.3 of five heartbeat intervals). After a longer
+# silence, the heartbeat counts as changed, because another process may have recorded the silence.
 _SILENCE_OF_EXPIRY = 0.3
 # The database columns for epoch and sequence have 64 bits with a sign.
 _MAX_INTEGER = 2**63 - 1

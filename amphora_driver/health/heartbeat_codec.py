@@ -117,7 +117,9 @@ def verify_datagram(view: memoryview, key: AmphoraKey) -> VerifiedDatagram:
     """Verify a datagram with a header and the key of its amphora. Raise HeartbeatRefused on a mismatch."""
     signed = view[:-_SIGNATURE_SIZE]
     if not key.is_signed(signed, view[-_SIGNATURE_SIZE:]):
-        raise HeartbeatRefused(_OPERATION, f"the signature is not amphora {key.amphora_id}'s", reason="signature")
+        raise HeartbeatRefused(
+            _OPERATION, f"the signature does not match the key of amphora {key.amphora_id}", reason="signature"
+        )
     epoch, sequence = _ORDER.unpack_from(view, _ORDER_OFFSET)
     return VerifiedDatagram(key.amphora_id, epoch, sequence, signed[_HEADER_SIZE:])
 

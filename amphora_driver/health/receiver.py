@@ -123,7 +123,9 @@ class OverloadMonitor:
                 100 * used,
             )
         elif self.omitted is Omitted.NOTHING and before:
-            LOG.warning("the health manager processes complete heartbeats again, because its receive buffer is empty")
+            LOG.info(
+                "the health manager processes complete heartbeats again, because its receive buffer is almost empty"
+            )
         return self.omitted
 
 
@@ -201,7 +203,8 @@ class Receiver:
                 self._receive_until_stopped(selector, wakeups)
         finally:
             self._keys.stop()
-            # The wait has a limit, because this thread hangs if the database does not answer a read of keys.
+            # The wait has a limit, because the thread `lookups` hangs while the database does not answer its read of
+            # keys.
             lookups.join(timeout=1.0)
             self.close()
 

@@ -120,8 +120,8 @@ class ReceiverGroup:
 
     def __init__(self, bind: Bind, address: str, port: int, number: int) -> None:
         if port:
-            # The kernel would add the sockets to those of an earlier service, and distribute datagrams to processes of
-            # both. This socket, which shares no port, raises an error until that service has ended.
+            # While an earlier service runs, the kernel would distribute datagrams to the processes of both services. So
+            # this trial socket, which does not share its port, raises an error until the earlier service has ended.
             bind(address, port, shared=False).close()
         self._receiving: list[socket.socket] = []
         for _ in range(number):

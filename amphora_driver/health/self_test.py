@@ -77,10 +77,12 @@ class ReceiverSelfTest:
         if working is not self._working:
             self._working = working
             if working:
-                LOG.warning("the self-test of the health manager succeeds again")
+                LOG.info("the self-test of the health manager succeeds again")
             else:
                 lost = "a receiver on this host did not receive its probe"
                 reason = lost if flushed else "no recent flush to the database succeeded"
                 LOG.warning(
-                    "the self-test of the health manager failed, and runs again at the next interval: %s", reason
+                    "the self-test of the health manager failed, and runs again at the next interval; while all health "
+                    "managers fail their self-tests, no automatic fail-over begins: %s",
+                    reason,
                 )

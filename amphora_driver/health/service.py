@@ -300,7 +300,7 @@ class FlushErrors:
     def end(self) -> None:
         """Log that a flush succeeded after failures."""
         if self._number:
-            LOG.warning(
+            LOG.info(
                 "the health manager writes the reports of amphorae to the database again, after %d failures",
                 self._number,
             )

@@ -265,8 +265,7 @@ class StatusWriter:
             return True
         recorded = state.recorded
         if not state.live:
-            # At the writer's last read of the load balancer, all reported values had expired. So the new report
-            # requires another read.
+            # At the last read of the rows, all reported values had expired. So the new report requires another read.
             return True
         if len(recorded.amphorae) > 1 and self._reports.live_ids(recorded.amphorae, now) != state.live:
             return True
@@ -413,7 +412,7 @@ class StatusWriter:
         """Log once that an amphora is silent, because no status shows its silence while the partner serves."""
         now_silent = frozenset(each for each in silent if self._reports.last_report(each) is not None)
         for amphora_id in sorted(now_silent - state.silent):
-            silence = "amphora %s of load balancer %s is silent: only its partner amphora sends heartbeats"
+            silence = "amphora %s of load balancer %s is silent, so only its partner amphora determines the statuses"
             LOG.warning(silence, amphora_id, load_balancer_id)
         state.silent = now_silent
 
@@ -493,7 +492,8 @@ def _last_heartbeat(amphora_id: str, last: LastReport) -> LastHeartbeat:
         generation=last.generation,
         epoch=epoch,
         sequence=sequence,
-        # During overload, a heartbeat is recorded without its values. An older value must not get the time of this one.
+        # During overload, only the time of a heartbeat is recorded. The value `holds_vip` of an older heartbeat must
+        # not be recorded with this time.
         holds_vip=last.holds_vip if last.read_at == last.monotonic else None,
         agent_version=last.agent_version,
     )

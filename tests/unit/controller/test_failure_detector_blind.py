@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The failure detector with failures outside the amphorae: blindness, clock jumps, short outages, mass failures."""
 
+import logging
+
 import pytest
 import sqlalchemy as sa
 from detector_lab import small
@@ -263,6 +265,7 @@ def test_an_operator_closes_the_breaker_during_an_interruption(lab):
 
 
 def test_a_trial_survives_a_short_outage(lab, caplog):
+    caplog.set_level(logging.INFO)
     lab.go(5).silence(*(f"a{index}" for index in range(6))).go(115)
     first = lab.replaced()
     assert (len(first), lab.breaker().state) == (1, "trial")

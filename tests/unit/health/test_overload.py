@@ -2,6 +2,7 @@
 """Too many heartbeats: a real socket with a full buffer, and a real database."""
 
 import json
+import logging
 import socket
 import threading
 import time
@@ -117,6 +118,7 @@ def fill(fleet, status):
 
 
 def test_with_a_full_buffer_only_times_are_read_until_it_is_empty(fleet, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
     monkeypatch.setattr("amphora_driver.health.amphora_budgets.DATAGRAM_BURST", 10_000.0)
     fleet.send(1)
     fleet.receive(FLEET)

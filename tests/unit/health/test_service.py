@@ -4,6 +4,7 @@
 import hashlib
 import hmac
 import json
+import logging
 import socket
 import struct
 import threading
@@ -152,6 +153,7 @@ def test_a_failed_flush_is_retried_without_another_heartbeat(conf, database, err
 
 
 def test_an_error_of_each_flush_has_one_traceback_in_the_log(conf, caplog, monkeypatch):
+    caplog.set_level(logging.INFO)
     monkeypatch.setattr(service, "_IDLE_FLUSH_INTERVAL", 0.01)
     left = [10]
 
@@ -174,6 +176,7 @@ def test_an_error_of_each_flush_has_one_traceback_in_the_log(conf, caplog, monke
 
 
 def test_an_outage_of_the_database_is_logged_once_per_interval(caplog):
+    caplog.set_level(logging.INFO)
     now = [0.0]
     errors = service.FlushErrors(lambda: now[0])
     for second in range(150):
