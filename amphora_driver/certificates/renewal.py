@@ -123,7 +123,8 @@ class CertificateRenewer:
         if amphora.certificate_issued_at is not None and exists():
             by = by if by == amphora.certificate_authority else None
             trusts = ca_rotation.common_trust(amphora.trusts, trusts)
-        # This record must not reset the job's crash count, because the boot of this amphora may crash every controller.
+        # The boot of this amphora may crash every controller. So this write is no progress, which would reset the job's
+        # crash count.
         self._record(amphora.id, by, trusts, issued.expires_at, is_progress=False)
         return credentials, issued
 

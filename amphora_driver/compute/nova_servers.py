@@ -23,8 +23,8 @@ from amphora_driver.secret import Secret
 Json = dict[str, Any]
 _AMPHORA = "amphora:"
 _NAMED = re.compile(r".*-([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})")
-# Names of the server metadata that the driver sets. Programs in the amphora can read the metadata, so the metadata
-# contain no secrets.
+# Names of the metadata that the backend sets for a server. Programs in the amphora can read the metadata, so the
+# metadata contain no secrets.
 DEPLOYMENT_KEY, AMPHORA_KEY, BOOTED_FOR_KEY = "amphora_deployment", "amphora_id", "amphora_booted_for"
 IMAGE_KEY, ADDRESS_KEY = "amphora_image", "amphora_management_address"
 _RUNNING = {"ACTIVE", "HARD_REBOOT", "MIGRATING", "PASSWORD", "REBOOT", "RESIZE", "REVERT_RESIZE", "VERIFY_RESIZE"}

@@ -25,7 +25,7 @@ OPTIONS: dict[str, dict[cfg.Opt, str]] = {
             "PEM file with the certificate of the CA that signs the amphorae's certificates."
         ),
         cfg.StrOpt("ca_private_key", default="/etc/amphora-driver/amphora_ca.key"): (
-            "PEM file with the private key of that CA."
+            "PEM file with the private key of the CA in ca_certificate."
         ),
         cfg.StrOpt("client_ca", default="/etc/amphora-driver/controller_ca.pem"): (
             "PEM file with the certificate of the CA that signs the controllers' certificates. Agents accept only "

@@ -25,7 +25,7 @@ OPTIONS: dict[str, dict[cfg.Opt, str]] = {
         cfg.ListOpt("witnesses", default=[]): (
             "TCP services on the management network that are always reachable, as host:port, separated by commas. If "
             "none of them is reachable, the controller assumes a network fault and replaces no amphora. The default is "
-            "none: a few silent amphorae without any heard one are then replaced later."
+            "none: while no amphora sends heartbeats, fail-overs then begin later."
         ),
         cfg.FloatOpt("breaker_percent", default=20.0, min=0.0, max=100.0): (
             "The circuit breaker opens if more than this percentage of all amphorae fall silent within breaker_window. "
@@ -56,7 +56,9 @@ OPTIONS: dict[str, dict[cfg.Opt, str]] = {
             "Back-off in seconds between two automatic fail-overs of the same load balancer; each further fail-over "
             "doubles it. 0 or more."
         ),
-        cfg.FloatOpt("backoff_max", default=3600.0, min=0.0): "Upper limit of this back-off, in seconds. 0 or more.",
+        cfg.FloatOpt("backoff_max", default=3600.0, min=0.0): (
+            "Longest back-off in seconds between two automatic fail-overs of the same load balancer. 0 or more."
+        ),
         cfg.FloatOpt("keep_history", default=7_776_000.0, min=0.0): (
             "Seconds for which records of past fail-overs are kept. The default is 90 days. 0 or more."
         ),

@@ -46,7 +46,8 @@ OPTIONS: dict[str, dict[cfg.Opt, str]] = {
             "Whether HAProxy logs each TCP connection or HTTP request. The default false writes no such log."
         ),
         cfg.StrOpt("log_format"): (
-            "Format of these log lines, in HAProxy's log-format language. Default: the format of Octavia's flow logs."
+            "Format of the log lines of connection_logging, in HAProxy's log-format language. Default: the format of "
+            "Octavia's flow logs."
         ),
     },
     "amp_tls": {

@@ -29,7 +29,8 @@ OPTIONS: dict[str, dict[cfg.Opt, str]] = {
             "a change back after the provider driver accepted it. 0 or more."
         ),
         cfg.FloatOpt("audit_interval", default=5.0, min=0.0): (
-            "Shortest time in seconds between two such comparisons, for all load balancers together. 0 or more."
+            "Shortest time in seconds between two comparisons with Octavia's database (audit_after), for all load "
+            "balancers together. 0 or more."
         ),
     }
 }

@@ -36,7 +36,7 @@ def attach(engine: sa.Engine) -> None:
                 raise
             alive = False
         if not alive:
-            # After this error, SQLAlchemy opens a new connection and also replaces all older ones of the pool.
+            # After this error, SQLAlchemy opens a new connection and also replaces all older connections of the pool.
             raise InvalidatePoolError
 
     event.listen(engine, "connect", used)

@@ -225,7 +225,7 @@ def _upgrade_lock(engine: sa.Engine, schema: Schema) -> Iterator[None]:
     if name not in ("mysql", "mariadb", "postgresql"):
         yield
         return
-    # The lock is held on a connection of its own, so that commits of migrations do not release it.
+    # A separate connection holds the lock, so that commits of the migrations do not release it.
     with engine.connect() as connection:
         if name == "postgresql":
             connection.execute(sa.select(sa.func.pg_advisory_lock(schema.lock_number)))

@@ -303,7 +303,7 @@ local_port = sa.Table(
     # An amphora id, "lb-<load balancer id>" for VIPs, or the name of a host of the sandbox.
     sa.Column("owner", sa.String(64), nullable=False),
     sa.Column("mac", sa.String(17), nullable=False, unique=True),
-    # False for a port that a user created. The driver never deletes such a port.
+    # False for a port that a user created. The network backend never deletes such a port.
     sa.Column("ours", sa.Boolean, nullable=False, default=True),
     sa.UniqueConstraint("owner", "network_id", name="uq_local_port_owner_network"),
 )

@@ -133,7 +133,7 @@ class AmphoraFindings:
         due, recorded = self._database.write(write)
         for amphora_id in recorded:
             LOG.warning(
-                "the agent of amphora %s reports configuration drift, which the health manager records: %s",
+                "the agent of amphora %s reports configuration drift that it found and tried to repair: %s",
                 amphora_id,
                 plain(notices[amphora_id].sentence),
             )

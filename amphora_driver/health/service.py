@@ -54,7 +54,8 @@ _MAX_FLUSH_AGE = 15.0
 # Receivers of a group divide the load balancers among themselves. Each receiver reads the division from the database at
 # this interval in seconds.
 _DISTRIBUTION_INTERVAL = 5.0
-# A receiver of a group is not working if the self-test of another one is older than this multiple of the interval.
+# If the last self-test of one receiver of a group is older than this multiple of the interval, all receivers of the
+# group fail their self-tests.
 _GROUP_TEST_AGE = 1.75
 
 

@@ -86,8 +86,8 @@ class BatchWriter:
         self._database = database
         # Refused writes, by load balancer id for statuses and statistics, and by amphora id for heartbeats.
         self.refused: Counter[str] = Counter()
-        # The tables have rows of these amphorae and statistics. The sets are emptied from time to time, because an
-        # operator may restore an older database.
+        # Amphorae, and keys of statistics, that have rows in the tables. The sets are emptied from time to time,
+        # because an operator may restore an older database without these rows.
         self._recorded: set[str] = set()
         self._recorded_rows: set[statistics.Key] = set()
         self._refused_at: dict[str, float] = {}
