@@ -128,7 +128,8 @@ class ReceiverGroup:
             self._receiving.append(bind(address, port, shared=True))
             port = self._receiving[0].getsockname()[1]
         self.port = port
-        # For port 0, the kernel may choose the same port for two sockets that share their ports.
+        # With shared ports, the kernel could choose one port for two of these sockets. So these sockets do not share
+        # their ports.
         self._forwarded = [bind(_LOOPBACK, 0, shared=False) for _ in range(number)]
         self._tested = mmap.mmap(-1, number * _TIME.size)
         try:
