@@ -228,8 +228,8 @@ class HealthManager:
         self._unknown.mark_recorded(due, now)
         if omitted:
             LOG.warning(
-                "the health manager does not record %d unknown amphora ids from heartbeats: the table of unknown "
-                "amphorae is full, or contains too many ids from the same IP address",
+                "`amphoractl unknown-amphora list` omits %d unknown amphora ids from heartbeats, because the table of "
+                "unknown amphorae is full, or contains too many ids from the same IP address",
                 omitted,
             )
 
@@ -327,7 +327,8 @@ class HealthManagerService(cotyledon.Service):
         # Cotyledon ends the process when `terminate` returns. So `terminate` waits for the last write.
         if not self._manager.wait(_STOP_TIMEOUT):
             LOG.warning(
-                "the health manager exits before writing all reports, because the last write takes longer than %d s",
+                "the health manager exits before writing all reports, because the last write takes longer than %d s; "
+                "later heartbeats contain the lost values again",
                 _STOP_TIMEOUT,
             )
 
