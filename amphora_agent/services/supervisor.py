@@ -40,8 +40,8 @@ AGENT = "amphora-agent"
 HEALTHY_SECONDS = 5.0
 FIRST_BACKOFF, LONGEST_BACKOFF = 0.1, 5.0
 # The back-off of the agent has a lower limit, because the amphora cannot be changed without the agent. An agent that
-# exits during each start, for example for lack of memory, uses a fifth of a processor.
-LONGEST_AGENT_BACKOFF = 2.0
+# exits during each start, for example for lack of memory, uses less than half of a processor.
+LONGEST_AGENT_BACKOFF = 1.0
 STOP_SECONDS = 5.0
 ANSWER_SECONDS = 2.0
 SHUTDOWN_SECONDS = 3.0

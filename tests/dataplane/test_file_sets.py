@@ -58,8 +58,11 @@ def run_directory(amphora) -> Path:
 def sets(amphora) -> list[dict[str, str]]:
     """Return the sets of files in the amphora's memory: each file's content by its name."""
     root = run_directory(amphora) / "files"
-    found = sorted(root.iterdir()) if root.exists() else []
-    return [{str(f.relative_to(d)): f.read_text() for f in d.rglob("*") if f.is_file()} for d in found]
+    while True:
+        found = sorted(root.iterdir()) if root.exists() else []
+        # The agent may delete a set while this function reads it.
+        with suppress(FileNotFoundError):
+            return [{str(f.relative_to(d)): f.read_text() for f in d.rglob("*") if f.is_file()} for d in found]
 
 
 def test_a_listener_is_served_with_its_files_and_a_certificate_is_replaced(amphora, tenant):

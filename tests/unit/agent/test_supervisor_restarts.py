@@ -42,9 +42,9 @@ running.run()
         (AGENT, 0, 0.0),
         (AGENT, 1, 0.1),
         (AGENT, 2, 0.2),
-        (AGENT, 5, 1.6),
-        (AGENT, 6, 2.0),
-        (AGENT, 1_000_000, 2.0),
+        (AGENT, 4, 0.8),
+        (AGENT, 6, 1.0),
+        (AGENT, 1_000_000, 1.0),
     ],
 )
 def test_the_back_off_grows_to_a_limit(name, quick_deaths, seconds):
