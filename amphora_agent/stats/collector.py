@@ -152,8 +152,8 @@ class Collector:
                     self._store.keep(held.name, held.fileno())
             except AgentError as error:
                 _log.warning(
-                    "The agent could not store its connection to HAProxy's old worker (process %s, as id:start time); a "
-                    "restart of the agent would lose the last counters of this worker: %s",
+                    "The agent could not store its connection to HAProxy's old worker (process %s, as id:start time); "
+                    "a restart of the agent would lose the last counters of this worker: %s",
                     identity,
                     error,
                 )
@@ -236,8 +236,8 @@ class Collector:
         elif sample.stopping and time.monotonic() >= held.until:
             cut = self._finish(held, 0.0, release=True)
             _log.info(
-                "The agent ended HAProxy's old worker (process %s, as id:start time), because its drain time is over, and "
-                "closed %d connections",
+                "The agent ended HAProxy's old worker (process %s, as id:start time), because its drain time is over, "
+                "and closed %d connections",
                 held.identity,
                 cut,
             )

@@ -339,7 +339,7 @@ class _AmphoraState:
         )
 
     def _has_too_many_names(self) -> bool:
-        # `_name_bound` is at least the number of stored ids. To count the ids is slow, so this function counts only when
+        # `_name_bound` is at least the number of stored ids. To count the ids is slow, so this function counts only if
         # the bound exceeds the limit. The result must be at most half of the limit. Otherwise, the next count would
         # follow soon.
         if self._name_bound <= _MAX_NAMES:
