@@ -97,7 +97,7 @@ def _selected(kind: kinds.Kind, number: int, chosen: argparse.Namespace) -> list
 
 
 def _compared(place: Place, amphora: Amphora, members: list[int], chosen: argparse.Namespace) -> list[dict[str, Any]]:
-    found, plain = [], Plain(place)
+    found, plain = [], Plain(place, beside=amphora)
     changed = [one for one in members if one in _CHANGED] or members
     for number in members:
         for kind in kinds.KINDS.values():

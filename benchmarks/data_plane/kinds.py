@@ -55,7 +55,6 @@ def tree(kind: Kind, members: int) -> LoadBalancer:
     port = UDP_MEMBER_PORT if kind.udp else MEMBER_PORT
     peers = [_Peer(f"member {number}", member_address(number), port) for number in range(members + 1)]
     more = {"default_tls_container_ref": CERTIFICATE} if kind.tls else {}
-    # The plain configuration has the same limits: those that HAProxy needs to start without a warning.
     front = listener(kind.port, protocol=kind.listener, **more)
     return load_balancer(front, pool("pool", *map(member, peers), protocol=kind.pool), additional_vips=())
 

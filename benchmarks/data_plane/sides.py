@@ -16,6 +16,7 @@ import re
 import subprocess
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -117,6 +118,10 @@ class Amphora:
     def ask(self, question: str) -> str:
         return self._amphora.ask_haproxy(question)
 
+    def limit(self) -> int:
+        """Return the limit of connections that the agent gives HAProxy. It depends on the limit of open files."""
+        return int(re.findall(r"^Maxconn: (\d+)$", self.ask("show info"), re.MULTILINE)[0])
+
     def others_seconds(self) -> float:
         """Return the processor time of the amphora without HAProxy: agent, supervisor, checks of configurations."""
         found = [pid for pid in self._place.amphora_pids() if pid not in self.haproxy]
@@ -149,14 +154,26 @@ def _of_udp(member: udp.VirtualMember) -> dict[str, list[tuple[bytes, bytes]]]:
 
 
 class Plain:
-    """A plain HAProxy, or for UDP a plain table of nftables, which has no changes."""
+    """A plain HAProxy, or for UDP a plain table of nftables, which has no changes.
+
+    Beside an amphora, the plain HAProxy has the same limit of connections, from which HAProxy derives how many idle
+    connections to members it keeps.
+    """
 
     name = "plain"
 
-    def __init__(self, place: Place, address: str = PLAIN, changes: Changes | None = None, name: str = "plain") -> None:
+    def __init__(
+        self,
+        place: Place,
+        address: str = PLAIN,
+        changes: Changes | None = None,
+        name: str = "plain",
+        beside: Amphora | None = None,
+    ) -> None:
         self.name, self.address = name, address
         self._place = place
         self._changes = changes
+        self._beside = beside
         self._running: PlainHaproxy | None = None
         self._steps: Iterator[str] = iter(())
         self._changing = ""
@@ -171,8 +188,10 @@ class Plain:
             with self._forwarding(kind, members):
                 yield
             return
-        folder = str(self._place.folder)
-        text = kinds.plain(kind, members, address=self.address, folder=folder, name=self.name, changes=self._changes)
+        folder, changes = str(self._place.folder), self._changes or Changes()
+        if self._beside is not None:
+            changes = replace(changes, maxconn=self._beside.limit())
+        text = kinds.plain(kind, members, address=self.address, folder=folder, name=self.name, changes=changes)
         with self._place.haproxy("plain", self.name, text) as running:
             self._running, self.haproxy = running, [running.process.pid]
             self._steps = itertools.cycle(STEPS)
