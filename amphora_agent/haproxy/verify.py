@@ -15,6 +15,7 @@ from amphora_agent.haproxy import runtime_state
 from amphora_agent.haproxy.config_parser import Configuration
 from amphora_agent.haproxy.runtime_socket import Socket
 from amphora_agent.haproxy.runtime_state import Loaded, ServerState
+from amphora_agent.haproxy.server_numbers import ServerNumbers
 from amphora_agent.haproxy.tls_store import TlsStore
 
 
@@ -25,6 +26,8 @@ class Verifier:
         self._worker = worker
         # State that HAProxy's worker reported at the last successful verification; None after a failed verification.
         self._loaded: Loaded | None = None
+        # HAProxy's numbers of servers, by backend.
+        self._numbers: dict[str, ServerNumbers] = {}
 
     def invalidate(self) -> None:
         """Forget the last answer, because another worker will serve."""
@@ -41,6 +44,7 @@ class Verifier:
         """
         before, self._loaded = self._loaded, None
         if touched is None or before is None:
+            self._numbers = {}
             found, different = self._verify_all(wanted)
         else:
             found, different = self._verify_changed(wanted, touched, before)
@@ -69,12 +73,24 @@ class Verifier:
         members: dict[str, int] = {}
         servers: dict[tuple[str, str], ServerState] = {}
         for backend in sorted({backend for backend, _ in touched}):
-            answer = self._worker.ask(f"{runtime_state.SERVERS} {backend}")
             names = {name for each, name in touched if each == backend}
-            members[backend], found = runtime_state.select_servers(answer, backend, names)
+            members[backend], found = self._changed_servers(backend, names, wanted)
             servers |= found
         found_state = runtime_state.PartialState(
             runtime_state.listener_limits(proxies), runtime_state.backend_names(proxies), members, servers
         )
         loaded = Loaded(found_state.listeners, {**before.members, **members})
         return loaded, runtime_state.find_partial_difference(wanted, touched, found_state)
+
+    def _changed_servers(
+        self, backend: str, names: set[str], wanted: Configuration
+    ) -> tuple[int, dict[tuple[str, str], ServerState]]:
+        """Return the number of servers of a backend, and the states of the named ones."""
+        numbers = self._numbers.pop(backend, None)
+        if numbers is not None and (states := numbers.read(self._worker, names, wanted.servers)) is not None:
+            self._numbers[backend] = numbers
+            return len(numbers), states
+        answer = self._worker.ask(f"{runtime_state.SERVERS} {backend}")
+        if (numbers := ServerNumbers.parse(answer, backend)) is not None:
+            self._numbers[backend] = numbers
+        return runtime_state.select_servers(answer, backend, names)

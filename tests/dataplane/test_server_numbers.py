@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""States of few servers of a large backend, read by their numbers from each HAProxy version."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from every_haproxy import RuntimeSocket, on_every_haproxy
+from wanted import id_of, listener, load_balancer, member, pool
+
+from amphora_agent.haproxy.config_parser import parse
+from amphora_agent.haproxy.runtime_state import SERVERS, parse_servers
+from amphora_agent.haproxy.server_numbers import LARGE, ServerNumbers
+
+pytestmark = [pytest.mark.root, on_every_haproxy]
+BACKEND = f"{id_of('pool', 'pool')}:{id_of('listener', 80)}"
+
+
+@dataclass(frozen=True)
+class Place:
+    """The address of a member that does not run."""
+
+    name: str
+    address: str
+    port: int = 80
+
+
+def place(number: int) -> Place:
+    address = f"2001:db8:1::{number + 1:x}" if number % 2 else f"198.51.{number // 250}.{1 + number % 250}"
+    return Place(f"m{number}", address)
+
+
+class Asked(RuntimeSocket):
+    """The runtime socket, with its questions."""
+
+    def __init__(self, amphora) -> None:
+        self.questions: list[str] = []
+        self.ask = lambda question: self.questions.append(question) or amphora.ask_haproxy(question)
+
+
+class Pool:
+    """A pool of an amphora that the tests change at run time."""
+
+    def __init__(self, served) -> None:
+        self._served = served
+        self.socket = Asked(served.amphora)
+        self.text = ""
+
+    def push(self, numbers, how: str = "runtime", timeout: int = 60_000, **changed) -> None:
+        """Push members by number; `changed` has further values of a member by its name."""
+        members = [member(place(n), **changed.get(place(n).name, {})) for n in numbers]
+        pushed = self._served.push(load_balancer(listener(80, timeout_client_data=timeout), pool("pool", *members)))
+        assert pushed.how == how, pushed.reason
+        self.text = pushed.rendered.text
+
+    def order(self, name: str, state: str) -> None:
+        """Change the administrative state of a server as an operator."""
+        self._served.amphora.ask_haproxy(f"set server {BACKEND}/{id_of('member', name)} state {state}")
+
+    def list(self) -> str:
+        return self._served.amphora.ask_haproxy(f"{SERVERS} {BACKEND}")
+
+    def read(self, numbers: ServerNumbers, *names: str):
+        """Return the states of servers by number; assert that they equal those of the list."""
+        ids = {id_of("member", name) for name in names}
+        found = numbers.read(self.socket, ids, parse(self.text).servers)
+        if found is not None:
+            assert found == {key: state for key, state in parse_servers(self.list()).items() if key[1] in ids}
+        return found
+
+
+@pytest.fixture
+def large(served) -> Pool:
+    made = Pool(served)
+    served.push(load_balancer())
+    made.push(range(LARGE), "start")
+    return made
+
+
+def test_the_states_equal_those_of_the_list(large):
+    numbers = ServerNumbers.parse(large.list(), BACKEND)
+    large.push(range(LARGE), m3={"weight": 7}, m4={"weight": 9})
+    assert len(large.read(numbers, "m3", "m4")) == 2
+    # Two removed servers leave the numbers of two added ones.
+    large.push([*range(1, 400), *range(401, LARGE)])
+    assert large.read(numbers, "m0", "m400") == {}
+    assert len(numbers) == LARGE - 2
+    large.push([*range(1, 400), *range(401, LARGE + 2)])
+    assert len(large.read(numbers, f"m{LARGE}", f"m{LARGE + 1}")) == 2
+    assert len(numbers) == LARGE
+    # The numbers of added servers are known afterwards.
+    large.push([*range(1, 400), *range(401, LARGE + 2)], **{f"m{LARGE}": {"weight": 5}})
+    assert next(iter(large.read(numbers, f"m{LARGE}").values())).weight == 5
+    assert not [question for question in large.socket.questions if question.startswith(SERVERS)]
+
+
+@pytest.mark.parametrize("changed", [{"admin_state_up": False}, {"weight": 0}], ids=["disabled", "weight 0"])
+def test_a_state_that_statistics_do_not_express_is_not_returned(large, changed):
+    numbers = ServerNumbers.parse(large.list(), BACKEND)
+    large.push(range(LARGE), m3=changed)
+    assert large.read(numbers, "m3") is None
+
+
+def test_an_administrative_state_is_not_hidden(large):
+    numbers = ServerNumbers.parse(large.list(), BACKEND)
+    for state in ("drain", "maint"):
+        large.order("m3", state)
+        assert large.read(numbers, "m3") is None
+    large.order("m3", "ready")
+    assert len(large.read(numbers, "m3")) == 1
+
+
+def test_numbers_of_another_worker_are_not_used(large):
+    """The next worker numbers the servers by their places in the file."""
+    numbers = ServerNumbers.parse(large.list(), BACKEND)
+    large.push(range(100, LARGE))
+    large.push(range(100, LARGE + 100), "reload", timeout=60_001)
+    large.push(range(100, LARGE + 100), timeout=60_001, m200={"weight": 7})
+    assert large.read(numbers, "m200") is None
+    assert len(large.read(ServerNumbers.parse(large.list(), BACKEND), "m200")) == 1
+
+
+def test_a_small_backend_has_no_numbers(served):
+    served.push(load_balancer())
+    made = Pool(served)
+    made.push(range(3), "start")
+    assert ServerNumbers.parse(made.list(), BACKEND) is None
