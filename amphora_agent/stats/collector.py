@@ -8,7 +8,6 @@ survives the exit of the agent. The readings of a worker are settled only when i
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import socket
@@ -319,7 +318,7 @@ class Collector:
             soon = rows <= FEW_ROWS or settlements != self._totals.settlements
             if not soon and time.monotonic() - at < WRITE_SECONDS:
                 return
-            text = json.dumps(self._totals.document(), separators=(",", ":"))
+            text = self._totals.text()
             if text != before:
                 write_atomically(self._paths.totals, text)
             self._written = text, time.monotonic(), self._totals.settlements

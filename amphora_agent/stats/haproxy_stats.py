@@ -15,6 +15,7 @@ from amphora_agent.stats.former_workers import COUNTED
 QUESTION = "show info;show stat -1 7 -1;show info"
 # In HAProxy's interactive mode, each command has its own answer, so these commands are sent one by one.
 HELD_QUESTIONS = ("show info", "show stat -1 7 -1", "show info")
+_INFO = re.compile(r"^([A-Z][A-Za-z_ ]*): (\d+)$", re.MULTILINE)
 # Counters of one row of HAProxy's statistics, in the order of `COUNTED`.
 Counts = tuple[int, ...]
 NONE: Counts = (0,) * len(COUNTED)
@@ -83,8 +84,10 @@ def key(proxy: str, name: str = "FRONTEND") -> str:
 
 def parse(answer: str, before: Sample | None = None) -> Sample | None:
     """Parse the answer to `QUESTION`; None for another format. Rows as in ``before`` are not parsed again."""
-    info = dict(re.findall(r"^([A-Z][A-Za-z_ ]*): (\d+)$", answer, re.MULTILINE))
     head, separator, table = answer.partition("# pxname,")
+    # A search through 10,000 rows would delay the other threads of the agent.
+    end = table.find("\nName: ")
+    info = dict(_INFO.findall(head) + (_INFO.findall(table, end) if end >= 0 else []))
     if not separator or "Pid" not in info or not head:
         return None
     lines = table.split("\n")

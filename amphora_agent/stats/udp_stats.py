@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Mapping
@@ -90,7 +89,7 @@ class UdpStats:
             if not self._totals.running:
                 # An amphora that never had a UDP or SCTP listener needs no file of counters.
                 return
-            text = json.dumps(self._totals.document(), separators=(",", ":"))
+            text = self._totals.text()
             if text != self._written:
                 write_atomically(self._file, text)
                 self._written = text
