@@ -25,7 +25,7 @@ def write(results: Results, docs: Path) -> None:
         "",
     ]
     if "machine" in results:
-        lines += [*_machine(results["machine"]), ""]
+        lines += [*_machine(results["machine"], results.get("compared", ())), ""]
     for changing, title in ((False, "Without changes"), (True, "With ten member changes in a second")):
         if found := [one for one in results.get("compared", []) if one["changing"] is changing]:
             lines += [f"## {title}", "", *_compared(found, changing=changing)]
@@ -37,9 +37,10 @@ def write(results: Results, docs: Path) -> None:
     (docs / "dataplane-figures.md").write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
 
 
-def _machine(found: dict[str, Any]) -> list[str]:
+def _machine(found: dict[str, Any], compared: Sequence[dict[str, Any]]) -> list[str]:
     where = f"the balancer has {found['balancing']}, client and members have {found['loading']}"
-    slices = f"Each slice lasts {found['seconds']:g} s, and each row has {found['pairs']} pairs of slices."
+    pairs = " or ".join(map(str, sorted({len(one["first"]) for one in compared} or {found["pairs"]})))
+    slices = f"Each slice lasts {found['seconds']:g} s, and each row has {pairs} pairs of slices."
     return [
         f"HAProxy {found['haproxy']}, Linux {found['kernel']}, {found['processors']} processors: {where}.",
         f"{slices} Load average before the run: {found['load']:.1f}.",

@@ -9,9 +9,11 @@ import pytest
 from every_haproxy import RuntimeSocket, on_every_haproxy
 from wanted import id_of, listener, load_balancer, member, pool
 
+from amphora_agent.errors import HaproxyError
 from amphora_agent.haproxy.config_parser import parse
 from amphora_agent.haproxy.runtime_state import SERVERS, parse_servers
 from amphora_agent.haproxy.server_numbers import LARGE, ServerNumbers
+from amphora_agent.haproxy.verify import Verifier
 
 pytestmark = [pytest.mark.root, on_every_haproxy]
 BACKEND = f"{id_of('pool', 'pool')}:{id_of('listener', 80)}"
@@ -92,7 +94,29 @@ def test_the_states_equal_those_of_the_list(large):
     # The numbers of added servers are known afterwards.
     large.push([*range(1, 400), *range(401, LARGE + 2)], **{f"m{LARGE}": {"weight": 5}})
     assert next(iter(large.read(numbers, f"m{LARGE}").values())).weight == 5
-    assert not [question for question in large.socket.questions if question.startswith(SERVERS)]
+
+
+def test_the_agent_reads_the_list_once(large):
+    verifier = Verifier(large.socket)
+    verifier.verify(parse(large.text))
+
+    def lists(numbers, *names: str, **changed) -> int:
+        """Push members, verify the named ones, and return how many lists of states the agent has read."""
+        large.push(numbers, **changed)
+        large.socket.questions.clear()
+        wanted = parse(large.text)
+        loaded = verifier.verify(wanted, touched=[(BACKEND, id_of("member", name)) for name in names])
+        assert loaded.members[BACKEND] == wanted.size
+        return sum(question.startswith(SERVERS) for question in large.socket.questions)
+
+    assert lists(range(LARGE + 1), f"m{LARGE}") == 1
+    assert lists(range(LARGE + 1), "m3", m3={"weight": 7}) == 0
+    assert lists(range(1, LARGE + 1), "m0", "m3") == 0
+    assert lists(range(1, LARGE + 1), "m3", m3={"admin_state_up": False}) == 1
+    assert lists(range(LARGE + 1), "m0", "m3") == 0
+    large.order("m3", "drain")
+    with pytest.raises(HaproxyError, match="gets no new requests"):
+        lists(range(LARGE + 1), "m3", "m4", m4={"weight": 7})
 
 
 @pytest.mark.parametrize("changed", [{"admin_state_up": False}, {"weight": 0}], ids=["disabled", "weight 0"])

@@ -39,7 +39,7 @@ def first(totals, row=ROW):
 
 
 def again(totals):
-    return MonotonicCounters.restored(json.loads(json.dumps(totals.document())))
+    return MonotonicCounters.restored(json.loads(totals.text()))
 
 
 def test_totals_are_summed_over_workers():
@@ -81,6 +81,15 @@ def test_rows_of_former_listeners_expire():
     assert len(totals.document()["settled"]) <= MOST_ABSENT + 1
     assert first(totals, f"p,{MOST_ABSENT + 400}") == 1
     assert first(totals, "p,3") == 0
+
+
+@pytest.mark.parametrize("rows", [0, 1, 500, 1234])
+def test_the_text_is_the_document_as_json(rows):
+    totals = MonotonicCounters()
+    totals.read("1:7", {f'"{number}': counted(number)[ROW] for number in range(rows)})
+    totals.settle_others(())
+    totals.read("2:7", {f"p,{number}": counted(number)[ROW] for number in range(rows)})
+    assert totals.text() == json.dumps(totals.document(), separators=(",", ":"))
 
 
 def test_columns_are_matched_by_name():
