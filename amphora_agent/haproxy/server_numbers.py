@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the states of few servers of a large backend by their numbers.
 
-HAProxy finds a server's state only by number; the list of 10,000 states takes HAProxy 9 to 18 ms, and one state 0.2 ms. The agent takes
-the numbers from one such list, and predicts the number of an added server: the lowest unused number.
+HAProxy finds a server's state only by number. The list of 10,000 states takes HAProxy 9 to 18 ms, and one state 0.2 ms.
+The agent takes the numbers from one such list, and predicts the number of an added server: the lowest unused number.
 
 Invariant: a row counts only with the expected name and a state that `show stat` expresses completely. Otherwise there
 is no result, and the agent reads the list.
