@@ -5,7 +5,8 @@
 
 The hypervisor starts it as the first process of its own process, mount and network namespaces. FOLDER/root has the
 files of the config drive. PROGRAMS is the directory of `amphora-agent`, `amphora-interface` and `haproxy-vrrp-check`
-of the package `octavia`. The image of Octavia has systemd; here `incumbent_units.py` interprets the units.
+of the package `octavia`. The image of Octavia has systemd; here `incumbent_units.py` interprets the units. UDP needs
+IPVS in the kernel; here `incumbent_udp.py` forwards datagrams in place of keepalived.
 """
 
 from __future__ import annotations
@@ -30,14 +31,25 @@ _LOG = Path("/run/rsyslog/octavia/log")
 _DATA = Path("/var/lib/octavia")
 # Further options of the agent: without systemd, its log is the console.
 _OPTIONS = "[DEFAULT]\nuse_syslog = False\nuse_stderr = True\n"
-# The agent and its units call these programs. The rules of the masquerade script matter for UDP only.
+_PYTHON = f"{sys.executable} -I -S"
+_UDP = f"{_PYTHON} {HERE / 'incumbent_udp.py'}"
+# The agent and its units call these programs.
 _SCRIPTS = {
-    "systemctl": f'#!/bin/sh\nexec {sys.executable} -I -S {HERE / "incumbent_guest.py"} --systemctl "$@"\n',
+    "systemctl": f'#!/bin/sh\nexec {_PYTHON} {HERE / "incumbent_guest.py"} --systemctl "$@"\n',
+    # The masquerade of IPVS. `incumbent_udp.py` sends from the address of the amphora.
     "lvs-masquerade.sh": "#!/bin/sh\nexit 0\n",
+    # The heartbeats of UDP listeners contain the state of IPVS.
+    "ipvsadm": f'#!/bin/sh\ncase "$*" in *--stats*) exec {_UDP} counters;; esac\nexec {_UDP} list\n',
+    "cat": f'#!/bin/sh\n[ "$*" = /proc/net/ip_vs ] || exec /bin/cat "$@"\nexec {_UDP} table\n',
     # The settings of this machine are not those of a guest. HAProxy of a pair binds VIPs that its partner may have.
     "sysctl": '#!/bin/sh\n[ "$1" = --system ] || exec /sbin/sysctl "$@"\n'
     "exec /sbin/sysctl -w net.ipv4.ip_nonlocal_bind=1 net.ipv6.ip_nonlocal_bind=1\n",
 }
+_KEEPALIVED, _REAL_KEEPALIVED = Path("/usr/sbin/keepalived"), Path("/run/private/keepalived")
+# Only the unit of a UDP listener has an option for the checker's process id. All other units run keepalived itself.
+_KEEPALIVED_SCRIPT = (
+    f'#!/bin/sh\ncase " $* " in *" -c "*) exec {_UDP} serve "$@";; esac\nexec {_REAL_KEEPALIVED} "$@"\n'
+)
 
 
 def build(folder):
@@ -65,6 +77,11 @@ def build(folder):
         path = Path("/usr/local/bin", name)
         path.write_text(text)
         path.chmod(0o755)
+    shutil.copy(_KEEPALIVED, _REAL_KEEPALIVED)
+    script = _REAL_KEEPALIVED.with_suffix(".sh")
+    script.write_text(_KEEPALIVED_SCRIPT)
+    script.chmod(0o755)
+    _mount("--bind", script, _KEEPALIVED)
 
 
 def serve():

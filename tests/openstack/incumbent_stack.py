@@ -35,6 +35,8 @@ _KEY = "a key of the operator"
 _POLLING = HERE.parent / "dataplane/polling_client.py"
 # Below the second after which a client repeats a lost SYN, so that each loss counts.
 _REQUEST_SECONDS = 0.9
+# Clients can have the MAC address of a former amphora for a minute.
+_ANSWER_SECONDS = 90.0
 
 
 class IncumbentStack:
@@ -47,6 +49,8 @@ class IncumbentStack:
     def __init__(self, stack):
         self.stack, self.cloud = stack, stack.cloud
         self.octavia = sa.create_engine(stack.cloud.databases["octavia"])
+        # Each read begins a transaction, and must see the latest commits of the controller.
+        self._provider = sa.create_engine(stack.database_url, isolation_level="READ COMMITTED")
         self._configuration = stack.folder / "incumbent.conf"
 
     def start(self):
@@ -83,6 +87,7 @@ class IncumbentStack:
         for name in PROGRAMS:
             self.cloud.kill(name)
         self.octavia.dispose()
+        self._provider.dispose()
 
     def _serve(self, name):
         program = Path(sys.executable).parent / name
@@ -158,6 +163,14 @@ class IncumbentStack:
         found = json.loads(self.adopt("plan", *words, "-f", "json"))
         return [(one["Step"], one["Action"]) for one in found]
 
+    def steps(self):
+        """The steps of all adoptions by load balancer, and whether some of those that wait are paused."""
+        with self._provider.connect() as connection:
+            found = connection.execute(sa.select(adoption.c.load_balancer_id, adoption.c.step, adoption.c.paused)).all()
+        return {one.load_balancer_id: one.step for one in found}, any(
+            one.paused and one.step == "waiting" for one in found
+        )
+
     def step(self, balancer_id):
         """The step and the reason of an adoption."""
         columns = (adoption.c.step, adoption.c.reason)
@@ -166,41 +179,69 @@ class IncumbentStack:
 
 
 class Requests:
-    """Requests on new connections every `interval` seconds, while the block runs.
+    """Requests every `interval` seconds, while the block runs (`polling_client.py`).
+
+    Args:
+        cloud: the cloud.
+        address: a VIP.
+        port: the port of the listener.
+        host: the client.
+        mode: empty for HTTP, else a mode of the program.
+        interval: seconds.
 
     Attributes:
-        found: start (s), duration (s) and result of each request, from the first one with the answer 200 on. A new pair
-            of Octavia takes its VIPs seconds after it is ACTIVE, because keepalived first checks HAProxy twice.
+        found: start (s), duration (s) and result of each request, from the first answer on. A new pair of Octavia takes
+            its VIPs seconds after it is ACTIVE, because keepalived first checks HAProxy twice.
     """
 
-    def __init__(self, cloud, address, port=80, host="client", *, tls=False, interval=0.01):
+    def __init__(self, cloud, address, port=80, host="client", *, mode="", interval=0.01):
         place = namespaces.path(cloud.namespace(host))
-        words = [sys.executable, _POLLING, address, port, interval, _REQUEST_SECONDS, *(["tls"] if tls else [])]
+        words = [sys.executable, _POLLING, address, port, interval, _REQUEST_SECONDS, *([mode] if mode else [])]
         self._argv = ["nsenter", f"--net={place}", "--", *map(str, words)]
+        self._answer = "echo" if mode in ("datagram", "flow") else "200"
+        self.mode = mode
         self.found = []
 
     @contextmanager
     def running(self):
         """Send requests while the block runs."""
-        process = subprocess.Popen(self._argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        try:
-            assert select.select([process.stdout], [], [], 60)[0], "no answer"
-            assert process.stdout.readline() == "ready\n"
+        with self._answered() as process:
             yield self
-        finally:
             said, _ = process.communicate(timeout=60)
         found = json.loads(said)
-        served = [began for began, _, result in found if result == "200"]
-        assert served, "no answer 200"
+        served = [began for began, _, result in found if result == self._answer]
         self.found = [one for one in found if one[0] >= served[0]]
+
+    def await_answer(self):
+        """Wait until a further client on the host gets an answer."""
+        with self._answered():
+            pass
+
+    @contextmanager
+    def _answered(self):
+        """Run the program; the block begins after the first answer."""
+        process = subprocess.Popen(self._argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        try:
+            assert select.select([process.stdout], [], [], _ANSWER_SECONDS)[0], f"no answer: {self._argv}"
+            assert process.stdout.readline() == "ready\n"
+            yield process
+        finally:
+            if process.returncode is None:
+                process.kill()
+                process.communicate()
 
     @property
     def outage(self):
         """The longest time between two successful requests (their starts), in seconds."""
-        moments = [began for began, _, result in self.found if result == "200"]
+        moments = [began for began, _, result in self.found if result == self._answer]
         return max(after - before for before, after in itertools.pairwise(moments))
 
     @property
     def failed(self):
-        """The number of requests in `found` without the answer 200."""
-        return sum(result != "200" for _, _, result in self.found)
+        """The number of requests in `found` without an answer of a member."""
+        return sum(result != self._answer for _, _, result in self.found)
+
+    @property
+    def is_served(self):
+        """Whether the last request has been answered."""
+        return self.found[-1][2] == self._answer

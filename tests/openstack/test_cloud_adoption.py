@@ -2,17 +2,20 @@
 """Adoptions of load balancers that Octavia's own worker has created, in a complete OpenStack.
 
 The former amphorae run the agent of the package `octavia`, with HAProxy and keepalived of this machine. Octavia's
-health manager and housekeeping run during the adoptions. A client sends a request every 10 ms.
+health manager and housekeeping run during the adoptions. A client sends a request every 10 ms. For UDP, the former
+amphorae have a stand-in for IPVS (`incumbent_udp.py`).
 """
 
 import os
 import random
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
-from adoption_kinds import NAMES, Kinds
+from adoption_kinds import Kind, Kinds
+from adoption_waves import Wave
 from incumbent_stack import HEARTBEAT_TIMEOUT, IncumbentStack, Requests
 
 # In the second part of a run, one process starts one cloud for all tests (tests/README.md).
@@ -26,8 +29,13 @@ BACK_LIMIT = 30.0
 STEPS = ["lock", "prepare", "cut", "take", "commit", "report", "keep", "remove"]
 SECONDS = 480.0
 SEED = int(os.environ.get("AMPHORA_SEED", "24"))
-# Load balancers of the test with kills.
-NUMBER = int(os.environ.get("AMPHORA_ADOPTIONS", "20"))
+# Load balancers of the test with kills, in all and at a time: clients and amphorae share the processors.
+NUMBER, TOGETHER = int(os.environ.get("AMPHORA_ADOPTIONS", "20")), 4
+# Each of this number of load balancers gets a request for a revert.
+REVERTED = 3
+# Seconds without an answer in the test with kills. After a kill, the next controller begins when the lease of 20 s has
+# expired. A controller that is killed just before the announcement leaves the old MAC address to the clients for 60 s.
+KILLED_LIMIT = 100.0
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +89,12 @@ class Former:
             return step if step in steps else None
 
         return self.user.until(ask, f"adoption of {self.id} in step {steps}", SECONDS)
+
+    def rename_listener(self):
+        """Change a listener, which the present provider serves."""
+        [listener] = self.user.balancers.get_load_balancer(self.id).listeners
+        self.user.balancers.update_listener(listener["id"], name="renamed")
+        self.user.settled(self.id)
 
     def change(self):
         """Add a listener, which the present provider serves; return the load balancer."""
@@ -173,8 +187,28 @@ def kinds(cloud_user):
     made.remove()
 
 
-def create_kinds(user, incumbent, topology, wanted, interval=0.01):
-    """Let Octavia's worker create load balancers of these kinds; return them with requests that can run."""
+class Watched(NamedTuple):
+    """A load balancer of a kind, with its clients."""
+
+    kind: Kind
+    former: Former
+    clients: tuple[Requests, ...]
+
+    def outages(self, end):
+        """Return lines of the table of outages; append them to the file that AMPHORA_OUTAGES names."""
+        lines = [
+            f"| {self.kind.name} {one.mode} | {end} | {one.outage:.2f} | {one.failed} of {len(one.found)} |"
+            for one in self.clients
+        ]
+        path = os.environ.get("AMPHORA_OUTAGES")
+        if path:
+            with Path(path).open("a") as file:
+                file.writelines(f"{line}\n" for line in lines)
+        return lines
+
+
+def create_kinds(user, incumbent, topology, wanted):
+    """Let Octavia's worker create load balancers of these kinds."""
     made = [
         user.request(kind.name, provider="amphora", flavor_id=topology(kind.topology, "amphora"), **kind.more)
         for kind in wanted
@@ -182,38 +216,82 @@ def create_kinds(user, incumbent, topology, wanted, interval=0.01):
     found = []
     for kind, one in zip(wanted, made, strict=True):
         former = Former(user, incumbent, user.settled(one.id, seconds=SECONDS))
-        requests = Requests(user.cloud, former.vip, kind.port, kind.host, tls=kind.tls, interval=interval)
-        found.append((kind, former, requests))
+        clients = (Requests(user.cloud, former.vip, kind.port, kind.host, mode=mode) for mode in kind.modes)
+        found.append(Watched(kind, former, tuple(clients)))
     return found
 
 
-def report(found):
-    """Return lines of the table of outages; append them to the file that AMPHORA_OUTAGES names."""
-    lines = [f"| {kind.name} | {requests.outage:.2f} | {requests.failed} |" for kind, _, requests in found]
-    path = os.environ.get("AMPHORA_OUTAGES")
-    if path:
-        with Path(path).open("a") as file:
-            file.writelines(f"{line}\n" for line in lines)
-    return lines
+@contextmanager
+def polled(watched):
+    """Send the requests of all clients; at the end, each of them has an answer."""
+    with ExitStack() as running:
+        for one in watched:
+            for client in one.clients:
+                running.enter_context(client.running())
+        yield
+        for one in watched:
+            for client in one.clients:
+                client.await_answer()
+    assert [one.kind.name for one in watched if not all(client.is_served for client in one.clients)] == []
+
+
+def delete_all(user, watched):
+    """Delete load balancers side by side."""
+    ids = {one.former.id for one in watched}
+    for one in ids:
+        user.balancers.delete_load_balancer(one, cascade=True)
+    user.until(lambda: not ids & {one.id for one in user.balancers.load_balancers()}, f"{ids} are deleted", SECONDS)
 
 
 @ALL
-@pytest.mark.parametrize("name", NAMES[:6])
+@pytest.mark.parametrize("name", ["pair", "tls", "own_port", "vips", "tcp", "monitored", "udp"])
 def test_each_kind_is_adopted(cloud_user, incumbent, topology, kinds, record_property, name):
     found = create_kinds(cloud_user, incumbent, topology, [getattr(kinds, name)()])
-    [(kind, former, requests)] = found
-    with requests.running():
-        incumbent.adopt(former.id, "--remove-after", "5")
-        former.await_step("done")
+    [one] = found
+    with polled(found):
+        incumbent.adopt(one.former.id, "--remove-after", "5")
+        one.former.await_step("done")
+        cloud_user.settled(one.former.id)
+    record_property("outages", one.outages("adopted"))
+    assert one.former.provider() == "haproxy"
+    assert one.former.is_removed()
+    assert_no_failover(incumbent, one.former)
+    delete_all(cloud_user, found)
+    for client in one.clients:
+        assert 0 < client.outage <= LIMIT
+        assert client.failed * 0.01 <= LIMIT
+
+
+@ALL
+@pytest.mark.parametrize("name", ["pair", "udp", "udp_pair"])
+def test_each_kind_is_reverted(cloud_user, incumbent, topology, kinds, record_property, name):
+    found = create_kinds(cloud_user, incumbent, topology, [getattr(kinds, name)()])
+    [one] = found
+    former = one.former
+    with polled(found):
+        incumbent.adopt(former.id)
+        former.await_step("keep")
         cloud_user.settled(former.id)
-    record_property("outage", report(found)[0])
+    record_property("outages of the adoption", one.outages("adopted"))
     assert former.provider() == "haproxy"
-    assert former.is_removed()
+    outages = [client.outage for client in one.clients]
+    with polled(found):
+        incumbent.adopt("revert", former.id)
+        former.await_step("reverted")
+        cloud_user.settled(former.id)
+    record_property("outages of the revert", one.outages("reverted"))
+    assert former.provider() == "amphora"
+    assert incumbent.rows(former.id) == former.rows
+    # An amphora whose heartbeats do not count would be stale after this time.
+    time.sleep(HEARTBEAT_TIMEOUT + 5)
     assert_no_failover(incumbent, former)
-    assert requests.found[-1][2] == "200"
-    cloud_user.delete(cloud_user.balancers.get_load_balancer(former.id))
-    assert 0 < requests.outage <= LIMIT, kind.name
-    assert requests.failed * 0.01 <= LIMIT, kind.name
+    # Octavia's worker changes it again.
+    former.rename_listener()
+    for client in one.clients:
+        client.await_answer()
+    delete_all(cloud_user, found)
+    assert all(0 < outage <= LIMIT for outage in outages)
+    assert all(0 < client.outage <= BACK_LIMIT for client in one.clients)
 
 
 @ALL
@@ -222,37 +300,37 @@ def test_adoptions_and_reverts_survive_killed_controllers(
 ):
     """At the end, each load balancer is with one provider, and serves."""
     dice = random.Random(SEED)
-    # The clients share the processors with all amphorae.
-    found = create_kinds(cloud_user, incumbent, topology, kinds.many(NUMBER), interval=0.2)
-    back = [former for _, former, _ in found[::4]]
-    with ExitStack() as running:
-        for _, _, requests in found:
-            running.enter_context(requests.running())
-        incumbent.adopt(*(former.id for _, former, _ in found), "--remove-after", "60", "--max-in-progress", "2")
-        asked, ends = set(), time.monotonic() + SECONDS * 4
-        while not all(incumbent.step(former.id)[0] in ("done", "reverted") for _, former, _ in found):
-            assert time.monotonic() < ends, [incumbent.step(former.id) for _, former, _ in found]
-            time.sleep(dice.uniform(1, 8))
-            for former in back:
-                step, _ = incumbent.step(former.id)
-                if former.id not in asked and step in ("prepare", "cut", "take", "keep"):
-                    incumbent.adopt("revert", former.id)
-                    asked.add(former.id)
-            provider_stack.restart("amphora-controller")
-            # A failure pauses the load balancers that wait.
-            incumbent.adopt("resume")
-        for _, former, _ in found:
-            cloud_user.settled(former.id)
-    for line in report(found):
-        record_property("outage", line)
-    assert any(incumbent.step(former.id)[0] == "done" for _, former, _ in found)
-    for kind, former, requests in found:
-        expected = "amphora" if incumbent.step(former.id)[0] == "reverted" else "haproxy"
-        assert former.provider() == expected
-        assert requests.found[-1][2] == "200", kind.name
-        assert_no_failover(incumbent, former)
-        if expected == "haproxy":
-            assert former.is_removed(), kind.name
-        else:
-            assert incumbent.rows(former.id) == former.rows
-        cloud_user.delete(cloud_user.balancers.get_load_balancer(former.id))
+    wanted, ends, kills, outages = kinds.many(NUMBER), [], [], {}
+    for first in range(0, NUMBER, TOGETHER):
+        found = create_kinds(cloud_user, incumbent, topology, wanted[first : first + TOGETHER])
+        ids = [one.former.id for one in found]
+        wave = Wave(incumbent, dice, ids, [one for place, one in enumerate(ids, first) if place % REVERTED == 0])
+        with polled(found):
+            wave.run(SECONDS * 2)
+            for one in found:
+                cloud_user.settled(one.former.id)
+        for one in found:
+            end = assert_ended(incumbent, one.former)
+            ends.append(end)
+            for line in one.outages(f"{end}, killed in {', '.join(wave.killed_in(one.former.id)) or 'no step'}"):
+                record_property("outage", line)
+                outages[line] = max(client.outage for client in one.clients)
+        kills += wave.kills
+        delete_all(cloud_user, found)
+    record_property("kills", len(kills))
+    assert kills
+    assert [line for line, outage in outages.items() if outage > KILLED_LIMIT] == []
+    assert ends.count("adopted") >= NUMBER // 2
+
+
+def assert_ended(incumbent, former):
+    """The load balancer is with the provider of its last step, and all objects of the other one are removed."""
+    step, reason = incumbent.step(former.id)
+    assert_no_failover(incumbent, former)
+    if step == "done":
+        assert former.provider() == "haproxy"
+        assert former.is_removed()
+        return "adopted"
+    assert (step, former.provider()) == ("reverted", "amphora"), reason
+    assert incumbent.rows(former.id) == former.rows
+    return "reverted"
