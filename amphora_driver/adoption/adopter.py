@@ -6,8 +6,8 @@ the row again. Each step can be repeated from its beginning, and the next step i
 Until `COMMIT`, a failure, a time-out or a request of the operator leads to `RESTORE`: the former amphorae serve again.
 From `COMMIT` on, only a request of the operator does.
 
-Before `CUT` and in `COMMIT`, the load balancer must be as it was at its lock. Octavia's own worker may otherwise still
-change it: octavia-lib sets a status without a condition.
+Before `CUT` and in `COMMIT`, the adopter compares the load balancer with its state before the lock. octavia-lib locks
+without a condition, so Octavia's own worker may still perform a change that it began earlier.
 """
 
 from __future__ import annotations
@@ -51,15 +51,16 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 DUTY = "adoption"
-# Seconds between two rounds, the lease of the duty, and the limit of one step. The calls of a step have time-outs, so a
-# step ends before the lease expires. The exception is a process that is suspended within a step: its last call may come
-# late. It records no step then, and the transactions on Octavia's tables check what they change.
+# Seconds between two rounds, of the lease of the duty, and of the limit of one step. The calls of a step have time-outs,
+# so a step ends before the lease expires. Only a process that is suspended within a step can send a call later. It then
+# cannot record the step, and a transaction on Octavia's tables checks what it changes.
 _EVERY, _DUTY_SECONDS, _STEP_SECONDS = 0.5, 20.0, 10.0
-# A heartbeat in progress may still write statuses of the load balancer in Octavia. The report follows after this number
-# of seconds.
+# After `COMMIT`, Octavia's health manager may still process a heartbeat of a former amphora, and write statuses. The
+# adopter waits this number of seconds before it reports statuses to Octavia, so that its report is the last.
 _SETTLE_SECONDS = 2.0
 _VIP_QUERY_SECONDS = 3.0
-# Octavia's health manager ends the work for a heartbeat within this number of seconds, also on a busy host.
+# Octavia's health manager processes a heartbeat within this number of seconds, also on a busy host. `REJOIN` waits for
+# the end of heartbeats that arrived before the insertion of the amphorae.
 _HEARTBEAT_SECONDS = 10.0
 # Seconds between a failed attempt of a step and the next attempt. The number doubles up to the limit, except in steps
 # in which the load balancer may be without service.
@@ -68,10 +69,10 @@ _WITHOUT_SERVICE = (Step.CUT, Step.TAKE, Step.RESTORE, Step.RETURN)
 # Seconds until the next attempt for a row that this controller cannot process, for example a damaged one. Each attempt
 # writes a stack trace to the log.
 _DEFECT_SECONDS = 60.0
-# Seconds between two looks at an adopted load balancer whose former amphorae stay.
+# Seconds between two checks of an adopted load balancer whose former amphorae still exist.
 _KEEP_SECONDS = 10.0
-# If the load balancer was changed at the moment of its lock, nothing shows whether Octavia's worker still works on it.
-# After this number of seconds without an unfinished object, the lock counts as the one of the adoption.
+# The status PENDING_UPDATE does not show whether the adopter or a request to Octavia has set it. After this number of
+# seconds without an unfinished object, the adopter releases the lock as its own.
 _UNLOCK_SECONDS = 120.0
 _STARTED = (Step.LOCK, Step.PREPARE, Step.CUT, Step.TAKE, Step.COMMIT, Step.REPORT)
 _BACK = (Step.RELOCK, Step.REJOIN, Step.RESTORE, Step.RETURN, Step.DISCARD)
@@ -107,8 +108,8 @@ class Adopter:
         self._not_before: dict[str, float] = {}
         # The step that failed last of each load balancer, and the seconds until its next attempt.
         self._back_off: dict[str, tuple[Step, float]] = {}
-        # The keys are load balancer ids with the times of their steps. The values are the monotonic times of the
-        # inserted amphorae. Another controller may have performed other steps in between.
+        # The keys are load balancer ids with the times of their steps `REJOIN`, because an adoption can reach this step
+        # again. The values are the monotonic times at which this process first saw the inserted amphorae.
         self._inserted_at: dict[tuple[str, float], float] = {}
         self._handlers: dict[Step, Callable[[Adoption, OctaviaState], Move | Wait]] = {
             Step.LOCK: self._lock,
@@ -143,7 +144,7 @@ class Adopter:
             LOG.warning(text, ", ".join(missing))
         self._lacks_sockets = bool(missing)
         if not opened or missing:
-            # A controller on another host may have the sockets.
+            # Another controller, on a host with the sockets, can then acquire the duty at once.
             self.release()
             return
         self._holds_duty = acquire_duty(self._database, DUTY, self._owner, _DUTY_SECONDS)
@@ -164,7 +165,8 @@ class Adopter:
         except AmphoraDriverError as error:
             LOG.warning(_FAILED, found.step.value, of, self._put_off(found), error)
         except Exception as error:
-            # `_attempt` handles the errors of a step. The other ones concern one row, for example a damaged one.
+            # `_attempt` handles the errors of a step. Other errors concern the row of one adoption, for example a
+            # damaged row.
             self._not_before[of] = time.monotonic() + _DEFECT_SECONDS
             reason = _describe_defect(error)
             LOG.exception(_FAILED, found.step.value, of, _DEFECT_SECONDS, reason)
@@ -217,14 +219,15 @@ class Adopter:
         except AmphoraDriverError as error:
             result = self._handle_failure(found, error, final=error.final)
         except Exception as error:
-            # Without the way back, the load balancer would stay locked, and after `CUT` without service.
+            # An unexpected error leads to the way back. Otherwise the load balancer would stay locked, and after `CUT`
+            # no amphora would serve.
             text = "an unexpected error occurred in step %s of the adoption of load balancer %s"
             LOG.exception(text, found.step.value, found.load_balancer_id)
             failure = AmphoraDriverError(f"perform step {found.step.value}", _describe_defect(error))
             result = self._handle_failure(found, failure, final=True)
         failpoints.reach_step(f"Adopt-{found.step.value}", failpoints.Moment.DONE)
         if isinstance(result, Wait):
-            # On the way back, the reason says why the adoption ended.
+            # On the way back, the row keeps the reason for which the adoption ended.
             if result.reason != found.reason and (result.reason or found.step not in _BACK):
                 self._database.write(lambda c: records.set_reason(c, found, result.reason))
             return None
@@ -255,7 +258,7 @@ class Adopter:
         return Wait(reason=str(error))
 
     def _record(self, found: Adoption, result: Move) -> Adoption | None:
-        # From `RESTORE` on, the former amphorae have the VIPs.
+        # From `RESTORE` on, the former amphorae serve, so the new amphorae must not have the VIPs.
         held = {"vips_held": True} if result.step is Step.RESTORE else {}
 
         def write(connection: sa.Connection) -> Adoption | None:
@@ -376,7 +379,7 @@ class Adopter:
 
     def _relock(self, found: Adoption, before: OctaviaState) -> Move | Wait:
         of = found.load_balancer_id
-        # The status is read after the progress, so no report in flight can replace the lock.
+        # The adopter reads the status after the progress. If no report is pending, no report can then replace the lock.
         progress = self._progress(found)
         now = self._octavia.read(of)
         if now is None:
@@ -386,7 +389,7 @@ class Adopter:
             return Wait(reason="the lock may be the one of a request that octavia-api has not delivered yet")
         if now.fingerprint != before.fingerprint:
             if found.reporting and not busy and now.status == LOCKED:
-                # No report follows, so the lock is the one of an earlier attempt of this step.
+                # No report will change the status, and an earlier attempt of this step has set the lock.
                 survey.set_status(self._context.library(), of, before.status)
             back = Step.KEEP if found.reporting else Step.REPORT
             return Move(step=back, reason=f"no revert: {_CHANGED}", values={"revert": False})
@@ -406,10 +409,11 @@ class Adopter:
         try:
             self._octavia.insert_amphorae(before, provider)
         except Conflict as error:
-            # `RELOCK` waits while such rows exist.
+            # `RELOCK` does not continue while Octavia's tables have amphorae of the load balancer.
             self._octavia.remove_inserted(before, provider)
             return Move(step=Step.RELOCK, reason=str(error))
-        # The time counts from the first insertion that this process has seen, and not from the beginning of the step.
+        # The wait begins when this process first sees the inserted amphorae. The beginning of the step is too early,
+        # because the first insertion may have failed.
         others = {one: at for one, at in self._inserted_at.items() if one[0] != key[0]}
         inserted_at = self._inserted_at.get(key, time.monotonic())
         self._inserted_at = {**others, key: inserted_at}
@@ -428,10 +432,10 @@ class Adopter:
 
     def _restore(self, found: Adoption, before: OctaviaState) -> Move | Wait:
         of = found.load_balancer_id
-        everyone = self._database.read(lambda c: amphorae.load_amphorae(c, of))
-        if everyone:
+        new = self._database.read(lambda c: amphorae.load_amphorae(c, of))
+        if new:
             tree = self._database.read(lambda c: desired_objects.load_tree(c, of))
-            self._context.cloud.enable_new_ports(vip_ports(tree, everyone), enabled=False)
+            self._context.cloud.enable_new_ports(vip_ports(tree, new), enabled=False)
         self._context.cloud.enable_old_ports(before, enabled=True)
         if found.committed_at is not None:
             return Move(step=Step.RETURN)
@@ -452,7 +456,8 @@ class Adopter:
             survey.set_status(self._context.library(), of, before.status)
         if not self._progress(found).recorded:
             return Move(step=Step.REVERTED)
-        # The announcement locks the load balancer for Octavia's worker, and a repeated step would release this lock.
+        # The announcement follows the record of the step. It makes Octavia lock the load balancer for its worker, and a
+        # repetition of this step would release that lock.
         return Move(
             step=Step.DISCARD,
             values={"reporting": False},
@@ -478,14 +483,14 @@ class Adopter:
 
     def _vips_taken(self, load_balancer_id: str) -> bool:
         """Return whether an amphora has the VIPs; a single amphora has them with its configuration."""
-        everyone = self._database.read(lambda c: amphorae.load_amphorae(c, load_balancer_id))
+        new = self._database.read(lambda c: amphorae.load_amphorae(c, load_balancer_id))
         deadline, said = Deadline(_VIP_QUERY_SECONDS, "query the VIPs"), []
-        for one in everyone:
+        for one in new:
             try:
                 said.append(self._context.agents.info(one.id, str(one.management_address), deadline=deadline).holds_vip)
             except AgentError as error:
                 LOG.warning("the controller could not ask amphora %s for the VIPs: %s", one.id, error)
-        return any(said) or (len(said) == len(everyone) and all(one is None for one in said))
+        return any(said) or (len(said) == len(new) and all(one is None for one in said))
 
     def _seconds_in_step(self, found: Adoption) -> float:
         return self._database.now() - found.step_at

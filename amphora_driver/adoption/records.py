@@ -32,10 +32,10 @@ _MAX_REASON = 1000
 # The database keeps the row of an ended adoption for 30 days, so that an operator can read the result.
 _KEPT_SECONDS = 30 * 86400.0
 _SEE = "See: amphoractl loadbalancer adopt list."
-# The migration that creates the table `adoption`. A controller that does not know it would give the new amphorae the
-# VIPs at once.
+# The migration that creates the table `adoption`. A controller of a version without this table would give the new
+# amphorae the VIPs at once.
 _REVISION = "0006"
-# A process writes a heartbeat every 2 seconds.
+# A controller without a heartbeat for this number of seconds does not run. It writes a heartbeat every 2 seconds.
 _ALIVE_SECONDS = 7.0
 
 
@@ -147,7 +147,7 @@ def request_adoptions(
         connection.execute(adoption.delete().where(mine, adoption.c.ended_at.is_not(None)))
         if connection.execute(sa.select(adoption.c.step).where(mine)).first() is not None:
             raise Conflict(attempt, "its adoption is in progress", _SEE)
-        # The order of the requests is the order of the times, so each row of one request has a later time.
+        # Adoptions start in the order of `asked_at`, so each load balancer of a request gets a later time.
         values = {"asked_at": now + number * 1e-3, "step_at": now, "asked_by": asked_by, "remove_after": remove_after}
         common = {"vips_held": True, "reporting": False, "paused": False, "revert": False}
         row = {"load_balancer_id": one, "step": Step.WAITING.value, "max_in_progress": max_in_progress}
@@ -300,7 +300,7 @@ def forget(connection: sa.Connection, load_balancer_id: str) -> None:
 
 
 def _advance(connection: sa.Connection, load_balancer_id: str, op: str = Op.APPLY) -> None:
-    """Increment the generation; Octavia has no transaction for it. The job is due before all others."""
+    """Increment the generation without a request of Octavia, and let the job be due before all others."""
     due: Iterable[tuple[Any, Any]] = {job.c.dirty: True, job.c.due_at: URGENT, job.c.attempts: 0, job.c.op: op}.items()
     mine = job.update().where(job.c.load_balancer_id == load_balancer_id)
     connection.execute(mine.ordered_values(*generations.advance_to(job.c.generation + 1), *due))
