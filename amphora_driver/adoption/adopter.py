@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 DUTY = "adoption"
-# Seconds between two rounds, of the lease of the duty, and of the limit of one step. The calls of a step have time-outs,
+# Seconds between two rounds, of the lease of the duty, and of the limit of a step. The calls of a step have time-outs,
 # so a step ends before the lease expires. Only a process that is suspended within a step can send a call later. It then
 # cannot record the step, and a transaction on Octavia's tables checks what it changes.
 _EVERY, _DUTY_SECONDS, _STEP_SECONDS = 0.5, 20.0, 10.0
