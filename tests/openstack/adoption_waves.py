@@ -11,7 +11,7 @@ FORWARD = ["lock", "prepare", "cut", "take", "commit", "report", "keep"]
 _POLL_SECONDS = 0.01
 # The probability of a kill after a load balancer has reached a step, and the maximum delay of the kill. The steps `cut`
 # and `take` last less than a second.
-_KILL_SHARE, _KILL_SECONDS = 0.08, 0.3
+_KILL_SHARE, _KILL_SECONDS = 0.12, 0.3
 
 
 class Wave:
