@@ -111,6 +111,8 @@ class Adopter:
         # The keys are load balancer ids with the times of their steps `REJOIN`, because an adoption can reach this step
         # again. The values are the monotonic times at which this process first saw the inserted amphorae.
         self._inserted_at: dict[tuple[str, float], float] = {}
+        # The load balancers whose announcement this process has requested, with the times of their steps `DISCARD`.
+        self._announced: dict[str, float] = {}
         self._handlers: dict[Step, Callable[[Adoption, OctaviaState], Move | Wait]] = {
             Step.LOCK: self._lock,
             Step.PREPARE: self._prepare,
@@ -281,9 +283,6 @@ class Adopter:
             LOG.info(text, found.load_balancer_id, found.step.value, result.step.value, reason)
             if result.change is not None:
                 self._context.on_due()
-            if result.then is not None:
-                with apply_deadline(Deadline(_STEP_SECONDS, "announce the VIPs")):
-                    result.then()
         return moved
 
     def _lock(self, found: Adoption, before: OctaviaState) -> Move | Wait:
@@ -456,20 +455,20 @@ class Adopter:
             survey.set_status(self._context.library(), of, before.status)
         if not self._progress(found).recorded:
             return Move(step=Step.REVERTED)
-        # The announcement follows the record of the step. It makes Octavia lock the load balancer for its worker, and a
-        # repetition of this step would release that lock.
-        return Move(
-            step=Step.DISCARD,
-            values={"reporting": False},
-            change=lambda c: records.discard(c, of),
-            then=lambda: self._context.cloud.announce(before),
-        )
+        return Move(step=Step.DISCARD, values={"reporting": False}, change=lambda c: records.discard(c, of))
 
-    def _discard(self, found: Adoption, _before: OctaviaState) -> Move | Wait:
+    def _discard(self, found: Adoption, before: OctaviaState) -> Move | Wait:
+        of = found.load_balancer_id
+        if self._announced.get(of) != found.step_at:
+            # The announcement makes Octavia lock the load balancer for its worker. A repetition of the previous step
+            # would release that lock. After a crash, another controller repeats the announcement.
+            self._context.cloud.announce(before)
+            self._announced[of] = found.step_at
         progress = self._progress(found)
         if progress.recorded and (progress.amphorae or not progress.served):
             return Wait(reason=progress.error)
-        return Move(step=Step.REVERTED, change=lambda c: records.forget(c, found.load_balancer_id))
+        self._announced.pop(of, None)
+        return Move(step=Step.REVERTED, change=lambda c: records.forget(c, of))
 
     def _problem(self, found: Adoption, before: OctaviaState) -> str:
         """Return why the load balancer is not locked as before; empty if it is."""

@@ -14,16 +14,12 @@ Change = Callable[[sa.Connection], object]
 
 
 class Move(msgspec.Struct, frozen=True, kw_only=True):
-    """The next step with its reason, the columns to set, and a change in the same transaction.
-
-    `then` follows when the step is recorded. The end of the process in between loses it, so it must not be needed.
-    """
+    """The next step with its reason, the columns to set, and a change in the same transaction."""
 
     step: Step
     reason: str | None = None
     values: dict[str, object] = {}
     change: Change | None = None
-    then: Callable[[], None] | None = None
 
 
 class Wait(msgspec.Struct, frozen=True, kw_only=True):

@@ -24,7 +24,7 @@ def processor_time():
         yield
 
 
-@pytest.mark.parametrize("point", [None, "Adopt-return-done"])
+@pytest.mark.parametrize("point", [None, "Adopt-return-done", "Adopt-return-marked", "Adopt-discard-before"])
 def test_the_announcement_follows_the_recorded_return(lab, monkeypatch, point):
     """Octavia's API locks the load balancer for the announcement. The adoption must not release this lock."""
     steps = []
