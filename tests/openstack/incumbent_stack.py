@@ -243,5 +243,5 @@ class Requests:
 
     @property
     def is_served(self):
-        """Whether the last request has been answered."""
-        return self.found[-1][2] == self._answer
+        """Whether one of the last requests has been answered. On a busy machine, one may run into its time limit."""
+        return any(result == self._answer for _, _, result in self.found[-50:])
