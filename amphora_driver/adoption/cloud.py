@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The former amphorae in the cloud: their ports, machines and groups.
 
-Invariant: this is the only module that changes objects of another provider. It acts on the ids in Octavia's tables, and
-only if the object has the name that Octavia's provider gives it. Each call can be repeated.
+Invariant: no other module changes objects of another provider in Nova or Neutron. This one acts on the ids in Octavia's
+tables, and only if the object has the name that Octavia's provider gives it. Each call can be repeated.
 """
 
 from __future__ import annotations
@@ -37,10 +37,7 @@ class OldCloud(Protocol):
         """Enable or disable ports of this provider."""
 
     def announce(self, state: OctaviaState) -> None:
-        """Let the former amphorae announce the VIPs, after the way back.
-
-        Neither a failure nor a lost call is an error.
-        """
+        """Let the former amphorae announce the VIPs, after the way back. A failure is not an error."""
 
     def remove(self, state: OctaviaState) -> bool:
         """Remove the former amphorae with their ports and groups; return False while something is left."""
