@@ -35,7 +35,7 @@ NUMBER, TOGETHER = int(os.environ.get("AMPHORA_ADOPTIONS", "20")), 4
 REVERTED = 3
 # Seconds without an answer in the test with kills: a new controller on the same host starts within seconds, and then
 # continues.
-KILLED_LIMIT = 60.0
+KILLED_LIMIT = 30.0
 
 
 @pytest.fixture(scope="module")
