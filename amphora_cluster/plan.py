@@ -229,7 +229,7 @@ def _overdue(group: Group, node: Node, own: tuple[Member, ...], at: Moment) -> N
     return _moved(node, NodeState.FAILED, reason.strip(), at)
 
 
-# These functions handle servers that must serve.
+# The following functions handle servers that should serve. The functions above handle servers that leave the group.
 
 
 def _wanted(group: Group, pool: Pool, server: ServerMembers, node: Node | None, at: Moment) -> _Outcome:

@@ -40,8 +40,8 @@ MIN_SERVERS = 50
 _GLOBAL_KEYWORDS = frozenset({"guid", "track"})
 # Directives that name servers. The checked text must contain all servers of a backend with such a directive.
 _REFERRING = frozenset({"use-server", "force-persist", "ignore-persist", "server-template"})
-# Prefix of sample fetches that read the state of any server (HAProxy manual, 7.3.2), so the checked text must contain
-# all servers.
+# Prefix of sample fetches that read the state of any server (HAProxy manual, 7.3.2). If a configuration uses such a
+# fetch, the text that HAProxy checks must contain all servers.
 _STATE_FETCH = "srv_"
 
 

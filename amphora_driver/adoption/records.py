@@ -47,11 +47,11 @@ class Step(str, Enum):
     LOCK = "lock"
     # The new amphorae boot and get the configuration without the VIPs.
     PREPARE = "prepare"
-    # The ports of the former amphorae are disabled.
+    # The controller disables the ports of the former amphorae.
     CUT = "cut"
     # The new amphorae take and announce the VIPs.
     TAKE = "take"
-    # Octavia's tables name the new provider.
+    # The controller enters the new provider in Octavia's tables.
     COMMIT = "commit"
     # The load balancer becomes ACTIVE in Octavia.
     REPORT = "report"
@@ -62,13 +62,13 @@ class Step(str, Enum):
 
     # The load balancer becomes PENDING_UPDATE again, before the way back from `KEEP`.
     RELOCK = "relock"
-    # Octavia's tables have the former amphorae again, without their machines.
+    # The controller enters the former amphorae in Octavia's tables again, without their machines.
     REJOIN = "rejoin"
-    # The ports of the new amphorae are disabled, and those of the former amphorae enabled.
+    # The controller disables the ports of the new amphorae and enables those of the former amphorae.
     RESTORE = "restore"
-    # Octavia's tables name the former provider.
+    # The controller enters the former provider in Octavia's tables again.
     RETURN = "return"
-    # The new amphorae and all rows of the load balancer are removed.
+    # The controller removes the new amphorae and this provider's rows of the load balancer.
     DISCARD = "discard"
 
     DONE = "done"

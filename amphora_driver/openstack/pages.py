@@ -16,8 +16,8 @@ from amphora_driver.openstack.errors import ApiError
 T = TypeVar("T")
 # Maximum number of times that the driver starts to read a list again from the first page.
 MOST_RESTARTS = 3
-# Maximum number of times that the driver reads earlier pages of a list without markers again, because deletions have
-# moved the objects.
+# In a list without markers, a deletion moves later objects to earlier pages, so the driver reads the earlier pages
+# again. It does so at most this number of times.
 MOST_STEPS_BACK = 100
 # Error messages about a missing marker. Nova: "marker [ID] not found". Octavia: "Supplied pagination marker 'ID' is not
 # valid".

@@ -213,7 +213,7 @@ def test_a_stopped_process_with_the_lock_blocks_no_other_process(attempts, caplo
     assert wait(attempts, caller()) == 0, "the count of the copy is lost"
     fail(attempts, caller(), 1)
     assert wait(attempts, caller()) == 1
-    assert [one.levelname for one in caplog.records if "kept the lock" in one.getMessage()] == ["WARNING"]
+    assert [one.levelname for one in caplog.records if "holds the lock" in one.getMessage()] == ["WARNING"]
 
 
 def test_counters_wait_for_a_stopped_process(caplog):

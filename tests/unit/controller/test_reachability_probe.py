@@ -208,7 +208,7 @@ def test_unreachable_witnesses_stop_detection(asked):
 
 @pytest.mark.parametrize("text", ["host", ":22", "host:ssh", ""])
 def test_a_witness_is_written_as_host_and_port(text):
-    with pytest.raises(ConfigurationError, match="host:port"):
+    with pytest.raises(ConfigurationError, match="HOST:PORT"):
         ReachabilityProbe(Agents(), 2.0, [text])
 
 
