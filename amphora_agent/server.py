@@ -59,7 +59,11 @@ class Worker(ThreadWorker):
         # On SIGALRM, the log gets the stack of each thread. Then the signal's default action ends the process.
         faulthandler.register(signal.SIGALRM, chain=True)
         signal.setitimer(signal.ITIMER_REAL, START_SECONDS)
-        super().init_process()
+        try:
+            super().init_process()
+        finally:
+            # After an error, the interpreter would first wait for all threads with an open request.
+            signal.setitimer(signal.ITIMER_REAL, EXIT_SECONDS)
 
     def notify(self) -> None:
         """Restart the timer. gunicorn's main loop calls this method in each pass."""
@@ -68,13 +72,6 @@ class Worker(ThreadWorker):
     def handle_quit(self, _number: int, _frame: Any) -> None:
         """Stop at once, on SIGINT and SIGQUIT. gunicorn's handler may wait for a lock that its main loop has."""
         os._exit(0)
-
-    def run(self) -> None:
-        try:
-            super().run()
-        finally:
-            # After an error, the interpreter would first wait for all threads with an open request.
-            signal.setitimer(signal.ITIMER_REAL, EXIT_SECONDS)
 
 
 class Server:

@@ -52,7 +52,7 @@ class Connection(ssl.SSLSocket):
 
     gunicorn's main loop shuts down a connection, and then waits up to two seconds for the end of the client's data.
     Meanwhile it serves no other client, and some unresponsive clients would stop it for longer than
-    `amphora_agent.server.HANG_SECONDS`.
+    `amphora_agent.server.HANG_SECONDS`. A client that still sends data after the answer gets a reset.
     """
 
     _is_shut_down = False

@@ -6,6 +6,8 @@ The agent takes the numbers from one such list, and predicts the number of an ad
 
 Invariant: a row counts only with the expected name and a state that `show stat` expresses completely. Otherwise there
 is no result, and the agent reads the list.
+
+The number of servers is the agent's own count. Only the drift check finds servers that another program has added.
 """
 
 from __future__ import annotations
@@ -89,13 +91,15 @@ def _is_ordinary(server: Server) -> bool:
 
 def _rows(answer: str) -> Iterator[dict[str, str]]:
     for table in answer.split(_TABLE)[1:]:
-        yield from csv.DictReader((_TABLE + table).splitlines())
+        # If the worker ends during its answer, columns are missing.
+        yield from csv.DictReader((_TABLE + table).splitlines(), restval="")
 
 
 def _state(row: Mapping[str, str]) -> ServerState | None:
     host, _, port = row.get("addr", "").rpartition(":")
     weight = row.get("uweight", "")
-    if row.get("status") not in _ORDINARY or not (port.isdecimal() and weight.isdecimal()):
+    numbers = (row.get("sid", ""), port, weight)
+    if row.get("status") not in _ORDINARY or not all(number.isdecimal() for number in numbers):
         return None
     return ServerState(
         up=True,

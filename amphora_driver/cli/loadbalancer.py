@@ -74,8 +74,8 @@ class ListLoadBalancers(PagedLister):
             marker = parsed_args.marker
             after = queries.find_load_balancer_id(connection, marker) if marker else None
             if words:
-                # Few load balancers have the requested status. So the command selects them first, and then reads the
-                # amphorae and names of these load balancers only.
+                # Usually few load balancers have the requested status. So the command selects them first, and then
+                # reads the amphorae and names of these load balancers only.
                 own_ids = (one.work.load_balancer_id for one in queries.list_statuses(connection) if has_status(one))
                 ids = [one for one in own_ids if after is None or one > after]
                 found = queries.iter_chosen(connection, ids, *conditions)

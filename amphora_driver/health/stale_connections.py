@@ -45,13 +45,14 @@ class StaleConnections:
     def find_rows(self, connection: sa.Connection, now: float, heard: Container[str]) -> list[Row]:
         """Return corrected rows without connections, of amphorae silent in this scan and the previous one.
 
-        The amphorae in `heard` have unexpired heartbeats here. `now` is the time of the database clock in seconds. Call
-        `record_scan` after the write of the rows.
+        The amphorae in `heard` have unexpired heartbeats here. `now` is in seconds since 1970. Call `record_scan` after
+        the write of the rows.
         """
-        # The database selects the amphorae without a recent heartbeat. A fleet has tens of thousands of other rows,
-        # and their transfer would stop the writes of heartbeats for seconds.
-        last_seen = sa.func.coalesce(amphora_heartbeat.c.seen_at, 0.0)
-        query = _ROWS_WITH_CONNECTIONS.where(last_seen < now - self._expiry)
+        # The database omits the amphorae with a recent heartbeat. A fleet has tens of thousands of their rows, whose
+        # transfer would stop the writes of heartbeats for seconds. A heartbeat in the future is not recent: the clock
+        # of another host may be wrong.
+        recent = amphora_heartbeat.c.seen_at.between(now - self._expiry / 2, now + self._expiry)
+        query = _ROWS_WITH_CONNECTIONS.where(sa.or_(amphora_heartbeat.c.seen_at.is_(None), ~recent))
         rows = [row for row in connection.execute(query) if row.amphora_id not in heard]
         orders: dict[str, _Order] = {
             row.amphora_id: None if row.epoch is None else (row.epoch, row.sequence) for row in rows

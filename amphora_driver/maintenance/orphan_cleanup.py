@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 # Number of orphans of a kind that crashes can explain. More orphans than this number and than a tenth of all objects
-# indicate lost rows of the database, so the cleanup removes nothing.
+# indicate lost rows of the database, so the cleanup removes nothing. The same is true if all of several objects are
+# orphans.
 _MOST = 2
 _FAILED = (
     "the removal of unused objects (orphans) from backend %s failed, and the controller "

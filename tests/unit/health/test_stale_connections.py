@@ -95,9 +95,10 @@ def test_a_short_silence_keeps_the_connections(database):
 
 
 def test_the_scan_reads_no_amphora_with_a_recent_heartbeat(database):
-    counted(database, recent=5, old=6)
-    heard(database, "recent", 1, seen_at=CLOCK + 1)
-    heard(database, "old", 1, seen_at=CLOCK - 1)
+    counted(database, recent=5, old=6, future=7, gone=8)
+    heard(database, "recent", 1, seen_at=CLOCK + EXPIRY - 1)
+    heard(database, "old", 1, seen_at=CLOCK + 1)
+    heard(database, "future", 1, seen_at=CLOCK + 1000)
     read = []
     leftovers = StaleConnections(EXPIRY)
 
@@ -107,4 +108,4 @@ def test_the_scan_reads_no_amphora_with_a_recent_heartbeat(database):
             return False
 
     database.read(lambda c: leftovers.find_rows(c, CLOCK + EXPIRY, Heard()))
-    assert read == ["old"]
+    assert set(read) == {"old", "future", "gone"}
