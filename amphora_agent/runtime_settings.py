@@ -104,7 +104,7 @@ def stored(settings: Settings, paths: Paths) -> Settings:
             continue
         except (OSError, AgentError) as error:
             _log.error(
-                "The agent ignores the stored settings (%s), until a controller sends the settings again: %s",
+                "The agent ignores the stored settings in file %s, until a controller sends the settings again: %s",
                 file.name,
                 error,
             )

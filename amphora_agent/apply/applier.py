@@ -217,7 +217,8 @@ class Applier:
     def _report(self, event: str, result: ApplyResult) -> None:
         change, reason = result.change, result.change.reason or "none"
         _log.info(
-            "The agent serves generation %d of its configuration (%s; HAProxy changed by: %s; reason of a reload: %s)",
+            "The agent serves generation %d of its configuration (event: %s; HAProxy changed by: %s; reason of a "
+            "reload: %s)",
             result.generation,
             event,
             change.how,

@@ -64,7 +64,7 @@ def stored(settings: Settings, paths: Paths) -> Settings:
             return changed(settings, text)
         except RequestRefused as error:
             _log.error(
-                "The agent ignores the configuration that Octavia's worker has uploaded (%s), and uses its own "
+                "The agent ignores the configuration that Octavia's worker has uploaded (file %s), and uses its own "
                 "settings: %s",
                 _FILE,
                 error,

@@ -95,8 +95,8 @@ class Sender:
         known = self._errors.get(what, {"count": 0, "last": ""})
         if known["last"] != text:
             _log.warning(
-                "The agent could not prepare or send a heartbeat (target or task: %s), and tries again at the next "
-                "interval: %s",
+                "The agent could not prepare or send a heartbeat (failed task or address of the receiver: %s), and "
+                "tries again at the next interval: %s",
                 what,
                 text,
             )

@@ -75,7 +75,10 @@ class NovaNotifications:
                 if self._ending.is_set():
                     return
                 # The log contains only the type of the error, because its text may contain the broker's password.
-                text = "the receiver of Nova's notifications lost its connection (%s) and connects again in %g s"
+                text = (
+                    "the receiver of Nova's notifications lost its connection to the message bus (error: %s) and "
+                    "connects again in %g s. Until then, the controller finds changes of servers only at its polls"
+                )
                 LOG.warning(text, type(error).__name__, self._backoff)
             self._ending.wait(self._backoff)
             self._backoff = min(self._backoff * 2, _LONGEST_BACKOFF)

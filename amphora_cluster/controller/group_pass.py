@@ -184,8 +184,8 @@ class GroupPass:
             refused, busy = cloud.apply(claimed.group, view.plan.steps).refused, False
         except Busy as error:
             LOG.info(
-                "group %s: Octavia is still changing the load balancer, so the controller repeats the changes in %g "
-                "s: %s",
+                "group %s: Octavia is still processing another change of the load balancer, so the controller repeats "
+                "its own changes of pool members in %g s: %s",
                 claimed.group.id,
                 BUSY_SECONDS,
                 error.happened,
@@ -439,7 +439,7 @@ def _count(request: Request) -> None:
     result = "refused" if request.refusal else "failure" if any(request.outcome.values()) else "success"
     METRICS.count_request(request.kind, result, request.ended_at - request.created_at)
     LOG.info(
-        "group %s: request %s (%s) has ended with the result %s",
+        "group %s: request %s (kind: %s) has ended with the result %s",
         request.group_id,
         request.id,
         request.kind.value,

@@ -56,7 +56,12 @@ class FormerServers(Nova):
                 return False
             raise
         if found["name"] != name:
-            LOG.warning("server %s does not have the name %s, and stays as it is", server_id, name)
+            LOG.warning(
+                "the controller does not delete server %s, because the server does not have the name %s of the former "
+                "amphora. Check the server, and delete it if nothing uses it",
+                server_id,
+                name,
+            )
             return False
         return self.delete_server(server_id)
 
@@ -88,7 +93,10 @@ class OpenStackCloud:
                     if enabled:
                         # The other ports must still be enabled, so that the load balancer serves.
                         LOG.warning(
-                            "port %s is not the VRRP port of amphora %s, and stays as it is", one.port_id, one.id
+                            "the controller does not enable port %s, because the port is missing or is not the VRRP "
+                            "port of amphora %s. Check the port, because this amphora serves only through its own port",
+                            one.port_id,
+                            one.id,
                         )
                         continue
                     happened = f"port {one.port_id} is missing, or is not the VRRP port of amphora {one.id}"

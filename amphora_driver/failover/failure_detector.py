@@ -286,8 +286,8 @@ class FailureDetector:
         if self._breaker.state is BreakerState.OPEN:
             self._trial = None
             LOG.error(
-                "the circuit breaker opened, so no automatic fail-over begins until it closes or an operator runs "
-                "`amphoractl circuit-breaker close`: %s",
+                "the circuit breaker opened, so no automatic fail-over begins until the circuit breaker closes or an "
+                "operator runs `amphoractl circuit-breaker close`: %s",
                 self._breaker.reason,
             )
         elif self._breaker.state is BreakerState.TRIAL:
@@ -413,7 +413,9 @@ class FailureDetector:
         failpoints.reach(failpoints.Point.FAILOVER_BEGUN)
         for amphora_id in begun:
             LOG.warning(
-                "load balancer %s: amphora %s is silent, so the controller replaces it", load_balancer_id, amphora_id
+                "load balancer %s: amphora %s is silent, so the controller replaces this amphora",
+                load_balancer_id,
+                amphora_id,
             )
         self._backoff.record(load_balancer_id, present, now)
         if self._breaker.state is BreakerState.TRIAL:

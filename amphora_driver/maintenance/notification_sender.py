@@ -126,7 +126,7 @@ class NotificationSender:
         self._retry_at = time.monotonic() + self._backoff
         # The text of the error may contain the password of the message bus, so the log has the type only.
         LOG.warning(
-            "the message bus did not accept a notification (%s); the controller tries again in %g s",
+            "the message bus did not accept a notification (error: %s); the controller tries again in %g s",
             type(error).__name__,
             self._backoff,
         )

@@ -104,7 +104,8 @@ class OrphanCleaner:
             existing = list_ids()
             for one in self._removable(kind, backend, existing):
                 LOG.warning(
-                    "the controller removes the %s %s from backend %s, because no row in the database refers to it",
+                    "the controller removes the %s %s from backend %s, because no row in the database refers to this "
+                    "object",
                     kind.value,
                     one,
                     backend,
@@ -130,7 +131,7 @@ class OrphanCleaner:
         for one in sorted(found - noted.keys()):
             LOG.warning(
                 "the controller will remove the %s %s from backend %s in %.0f s, because no row in the "
-                "database refers to it",
+                "database refers to this object",
                 kind.value,
                 one,
                 backend,
@@ -147,9 +148,9 @@ class OrphanCleaner:
         if _is_plausible(len(due), len(existing)):
             return due
         LOG.error(
-            "the orphan cleanup found %d of %d objects (%s) of backend %s without an owner, and removes no object, "
-            "because crashes cannot explain so many. Check whether the database has lost rows, and whether another "
-            "deployment has the same name. If neither is true, remove objects without an owner manually",
+            "the orphan cleanup found %d of %d objects (kind: %s) of backend %s without an owner, and removes no "
+            "object, because crashes cannot explain so many. Check whether the database has lost rows, and whether "
+            "another deployment has the same name. If neither is true, remove objects without an owner manually",
             len(due), len(existing), kind.value, backend,
         )  # fmt: skip
         return []

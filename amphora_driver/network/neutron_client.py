@@ -100,7 +100,8 @@ class Neutron:
             # An object without tags works, because tags only help operators to find objects. So the error is logged
             # only.
             LOG.warning(
-                "the network backend could not add tags to %s %s, and leaves the object without tags: %s",
+                "the network backend could not add tags to %s %s; the object works, but operators cannot find the "
+                "object by its tags: %s",
                 _NAMES[kind][1],
                 made["id"],
                 error,

@@ -164,8 +164,8 @@ class OctaviaAuditor:
         found = self._library().get_loadbalancer(load_balancer_id)
         if found is None:
             unknown = (
-                "Octavia does not know load balancer %s, but the driver keeps its record; `amphoractl loadbalancer "
-                "resync --remove-unknown` deletes the load balancer"
+                "Octavia does not know load balancer %s, but the driver still has a record of the load balancer. To "
+                "delete the load balancer, run `amphoractl loadbalancer resync --remove-unknown`"
             )
             LOG.warning(unknown, load_balancer_id)
             return False

@@ -125,7 +125,10 @@ class Resyncer:
             try:
                 self._database.write(lambda c: resyncs.set_resync_detail(c, load_balancer_id, waiting))
             except AmphoraDriverError as error:
-                failed = "the provider agent could not record the resync state of load balancer %s and continues: %s"
+                failed = (
+                    "the provider agent could not record the resync state of load balancer %s, but continues the "
+                    "resync: %s"
+                )
                 LOG.warning(failed, load_balancer_id, error)
 
     def resync(self, request: Any) -> str | None:

@@ -145,7 +145,7 @@ class BundlePush:
         except AgentError as error:
             of = self._job.lease.load_balancer_id
             LOG.warning(
-                "load balancer %s: the controller could not ask all amphorae whether they hold the VIPs, and continues "
+                "load balancer %s: an amphora did not answer whether it holds the VIPs, so the controller continues "
                 "without the answers: %s",
                 of,
                 error,
@@ -169,7 +169,7 @@ class BundlePush:
             for object_id in rejected:
                 LOG.warning(
                     "load balancer %s: the controller omits object %s from the configuration, because an "
-                    "amphora refuses it, and repeats the push: %s",
+                    "amphora refuses the object, and repeats the push: %s",
                     of,
                     object_id,
                     refusal.happened,

@@ -181,7 +181,10 @@ def test_implausible_number_of_orphans_is_not_removed(database, network, cleaner
     time_passes(database)
     assert cleaner.clean_up() == 0
     assert len(network.all_ports()) == count
-    assert f"{count} of {count} objects (ports) of backend local without an owner, and removes no object" in caplog.text
+    assert (
+        f"{count} of {count} objects (kind: ports) of backend local without an owner, and removes no object"
+        in caplog.text
+    )
 
 
 @pytest.mark.parametrize(
