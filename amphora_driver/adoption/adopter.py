@@ -142,10 +142,7 @@ class Adopter:
         opened = self._database.read(lambda c: records.list_adoptions(c, only_open=True))
         missing = survey.missing_sockets(self._context.conf) if opened else []
         if missing and not self._lacks_sockets:
-            text = (
-                "this controller performs no adoption, because a socket of octavia-driver-agent does not exist on its "
-                "host: %s. A controller on a host with the sockets can perform adoptions"
-            )
+            text = "this controller performs no adoption, because octavia-driver-agent's socket %s is not on this host"
             LOG.warning(text, ", ".join(missing))
         self._lacks_sockets = bool(missing)
         if not opened or missing:
@@ -246,10 +243,7 @@ class Adopter:
         return self._database.read(lambda c: records.get_adoption(c, found.load_balancer_id)) == found
 
     def _handle_failure(self, found: Adoption, error: AmphoraDriverError, *, final: bool) -> Move | Wait:
-        text = (
-            "the controller could not perform step %s of the adoption of load balancer %s, and repeats the step or "
-            "ends the adoption: %s"
-        )
+        text = "step %s of the adoption of load balancer %s failed; the controller repeats it or ends the adoption: %s"
         LOG.warning(text, found.step.value, found.load_balancer_id, error)
         self._put_off(found)
         if found.step is Step.WAITING:
@@ -494,12 +488,7 @@ class Adopter:
             try:
                 said.append(self._context.agents.info(one.id, str(one.management_address), deadline=deadline).holds_vip)
             except AgentError as error:
-                LOG.warning(
-                    "the controller could not ask amphora %s whether it holds the VIPs, and continues without the "
-                    "answer: %s",
-                    one.id,
-                    error,
-                )
+                LOG.warning("the controller does not know whether amphora %s holds the VIPs: %s", one.id, error)
         return any(said) or (len(said) == len(new) and all(one is None for one in said))
 
     def _seconds_in_step(self, found: Adoption) -> float:
