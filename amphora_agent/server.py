@@ -134,7 +134,7 @@ def serve(application: Any, options: Any) -> None:
     log = options.logger_class(options)
     sockets = sock.create_sockets(options, log)
     Worker(1, os.getppid(), sockets, application, HANG_SECONDS, options, log).init_process()
-    # Requests that are still open after the grace period end here. The interpreter would wait for their threads.
+    # A normal exit would wait for the threads of requests that are still open after the grace period.
     os._exit(0)
 
 

@@ -52,8 +52,8 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 DUTY = "adoption"
 # Seconds between two rounds, of the lease of the duty, and of the limit of a step. The calls of a step have time-outs,
-# so a step ends before the lease expires. Only a process that is suspended within a step can send a call later. It then
-# cannot record the step, and a transaction on Octavia's tables checks what it changes.
+# so a step ends before the lease expires. A process that is suspended within a step can send its last call later. This
+# is harmless: that process cannot record the step, and each write to Octavia's tables first checks their rows.
 _EVERY, _DUTY_SECONDS, _STEP_SECONDS = 0.5, 20.0, 10.0
 # After `COMMIT`, Octavia's health manager may still process a heartbeat of a former amphora, and write statuses. The
 # adopter waits this number of seconds before it reports statuses to Octavia, so that its report is the last.

@@ -261,8 +261,8 @@ class Jobs:
             soon = clock.now(connection) + self._seconds
             return due + connection.execute(job.update().where(leased).values(leased_until=soon)).rowcount
 
-        # The database clock is rarely set back. So a read without locks searches for late rows before the write
-        # transaction.
+        # After the database clock is set back, some rows have times too far in the future. This is rare, so a read
+        # without locks first searches for such rows, and a write transaction follows only if the read finds some.
         return self._database.write(write) if self._database.read(look) else 0
 
 
