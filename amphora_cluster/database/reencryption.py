@@ -19,8 +19,8 @@ from amphora_driver.database.engine import Database
 from amphora_driver.database.vault import Vault
 from amphora_driver.errors import StoreError
 
-# Each table with its encrypted column, and the function that returns the location of a secret. The vault binds each
-# secret to its location.
+# Each table with its encrypted column, and the function that returns the location of a secret (table and row). The
+# encryption includes the location, so a secret that was copied to another row cannot be decrypted.
 _SECRETS = (
     (group_row, group_row.c.credential, credential_location),
     (token_row, token_row.c.digest, digest_location),

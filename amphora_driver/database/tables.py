@@ -189,7 +189,8 @@ amphora = sa.Table(
     sa.Column("compute_id", sa.String(128), nullable=True),
     sa.Column("management_address", sa.String(64), nullable=True),
     sa.Column("confirmed", sa.BigInteger, nullable=False, default=0),
-    # Time of the first confirmation. In a pair, a new amphora takes over the VIPs some seconds later.
+    # Time at which the amphora first confirmed a generation. A new pair gets the VIPs some seconds later, and becomes
+    # ACTIVE then.
     sa.Column("confirmed_at", sa.Double, nullable=True),
     sa.Column("heartbeat_key", sa.LargeBinary, nullable=False),
     # Attached ports with their subnets, and the VRRP peers in the confirmed configuration, both as JSON.

@@ -137,8 +137,8 @@ class Housekeeping:
             return self._vault.seal(tls_tickets.rotate_ticket_state(self._vault.open(one.sealed, place)), place)
         except StoreError as error:
             LOG.warning(
-                "the controller cannot rotate the TLS ticket keys of load balancer %s, so the next push creates new "
-                "ticket keys: %s",
+                "the controller cannot read the TLS ticket keys of load balancer %s. The next push replaces all of "
+                "them, and clients then need a full TLS handshake: %s",
                 one.load_balancer_id,
                 error,
             )

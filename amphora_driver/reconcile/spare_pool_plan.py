@@ -47,8 +47,8 @@ def plan_pool(view: steps.SparePoolView, amphorae: Sequence[Amphora]) -> list[st
     ]
     gone = [steps.Release(amphora_id=one.id, reason="the spare is retiring") for one in amphorae if one not in live]
     if boots or awaited or gone:
-        # A spare amphora that does not boot may have caused the last failure. So after a failure, the plan first finishes
-        # the amphorae that already boot or must go, and then boots new ones.
+        # A spare amphora that does not boot may have caused the last failure. So after a failure, the plan first
+        # finishes the amphorae that already boot or must go, and then boots new ones.
         return [*awaited, *gone, *boots] if view.attempts else [*boots, *awaited, *gone]
     if not live and not view.stock.users:
         return [steps.DeletePool(reason="no load balancer uses this pool")]
