@@ -38,7 +38,8 @@ from amphora_cluster.plan import NOT_SHOWN
 SERVER_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", re.ASCII)
 _OPEN = frozenset({NodeState.WAITING, NodeState.JOINING, NodeState.DRAINING})
 _FAULTY = (NodeState.FAILED, NodeState.UNHEALTHY)
-# Maximum number of named servers of a group that the source of the group does not show yet.
+# A request can name a server that the source of the group does not show yet. This is the maximum number of such servers
+# in a group.
 MOST_EXPECTED = 1000
 NO_ID = "The group has no such server. Send the id that Nova shows, not the name."
 NO_LOAD = "No server has metadata with its load, so least_loaded chooses the oldest one."

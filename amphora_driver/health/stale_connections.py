@@ -48,9 +48,9 @@ class StaleConnections:
         The amphorae in `heard` have unexpired heartbeats here. `now` is in seconds since 1970. Call `record_scan` after
         the write of the rows.
         """
-        # The database omits the amphorae with a recent heartbeat. A fleet has tens of thousands of their rows, whose
-        # transfer would stop the writes of heartbeats for seconds. A heartbeat in the future is not recent: the clock
-        # of another host may be wrong.
+        # The query omits amphorae with a recent heartbeat. A fleet has tens of thousands of such rows, and their transfer
+        # would stop the writes of heartbeats for seconds. A time of more than `_expiry` in the future is not recent,
+        # because it comes from a wrong clock.
         recent = amphora_heartbeat.c.seen_at.between(now - self._expiry / 2, now + self._expiry)
         query = _ROWS_WITH_CONNECTIONS.where(sa.or_(amphora_heartbeat.c.seen_at.is_(None), ~recent))
         rows = [row for row in connection.execute(query) if row.amphora_id not in heard]

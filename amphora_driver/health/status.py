@@ -31,8 +31,8 @@ from amphora_driver.model.loadbalancer import L7Policy, L7Rule, Listener, LoadBa
 
 # The garbage collector does not examine the structures of reports (`gc=False`), because no cycle is possible.
 
-# All reports must keep these limits, which protect the health manager from an amphora that an attacker controls. Reports
-# of an unmodified agent stay below the limits.
+# All reports must keep these limits, which protect the health manager from an amphora that an attacker controls. The
+# reports of an unmodified agent stay below the limits.
 Name = Annotated[str, Meta(max_length=80)]
 """An id, or two ids with a colon between them."""
 Word = Annotated[str, Meta(max_length=64)]

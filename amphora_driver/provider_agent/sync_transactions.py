@@ -220,7 +220,7 @@ def restore_members(connection: sa.Connection, row: Any, removed: Collection[str
     for one in sorted(removed):
         changed = desired_object.update().where(desired_object.c.id == one)
         connection.execute(changed.values(removed=False, generation=generation))
-    # The outbox may still contain DELETED for a restored member. So the outbox expects a new status, which replaces
+    # The outbox may still contain DELETED for these restored members. This call requests a new status, which replaces
     # DELETED after the amphorae have confirmed the new generation.
     members = [(Kind.MEMBER, one) for one in sorted(removed)]
     status_outbox.expect_confirmation(connection, row.load_balancer_id, generation, members)
