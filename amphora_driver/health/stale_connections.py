@@ -48,7 +48,7 @@ class StaleConnections:
         The amphorae in `heard` have unexpired heartbeats here. `now` is in seconds since 1970. Call `record_scan` after
         the write of the rows.
         """
-        # The query omits amphorae with a recent heartbeat. A fleet has tens of thousands of such rows, and their transfer
+        # The query omits amphorae with a recent heartbeat. A fleet has tens of thousands of such rows, and to read them
         # would stop the writes of heartbeats for seconds. A time of more than `_expiry` in the future is not recent,
         # because it comes from a wrong clock.
         recent = amphora_heartbeat.c.seen_at.between(now - self._expiry / 2, now + self._expiry)
