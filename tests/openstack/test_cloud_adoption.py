@@ -207,15 +207,30 @@ class Watched(NamedTuple):
         return lines
 
 
+def request_kind(user, topology, kind):
+    return user.request(kind.name, provider="amphora", flavor_id=topology(kind.topology, "amphora"), **kind.more)
+
+
+def await_kind(user, topology, kind, created):
+    """Return the load balancer when it is ACTIVE.
+
+    Octavia's worker sometimes fails to create a load balancer on a busy machine. Then it gets a second request.
+    """
+    try:
+        return user.settled(created.id, seconds=SECONDS)
+    except AssertionError:
+        if user.balancers.get_load_balancer(created.id).provisioning_status != "ERROR":
+            raise
+    user.delete(created)
+    return user.settled(request_kind(user, topology, kind).id, seconds=SECONDS)
+
+
 def create_kinds(user, incumbent, topology, wanted):
     """Let Octavia's worker create load balancers of these kinds."""
-    made = [
-        user.request(kind.name, provider="amphora", flavor_id=topology(kind.topology, "amphora"), **kind.more)
-        for kind in wanted
-    ]
+    made = [request_kind(user, topology, kind) for kind in wanted]
     found = []
     for kind, one in zip(wanted, made, strict=True):
-        former = Former(user, incumbent, user.settled(one.id, seconds=SECONDS))
+        former = Former(user, incumbent, await_kind(user, topology, kind, one))
         clients = (Requests(user.cloud, former.vip, kind.port, kind.host, mode=mode) for mode in kind.modes)
         found.append(Watched(kind, former, tuple(clients)))
     return found
