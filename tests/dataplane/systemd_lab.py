@@ -109,8 +109,10 @@ class SystemdAmphora(Amphora):
         (units / "systemd-journald.service").write_text(_JOURNAL)
         for name in (AGENT, "amphora-netns.service"):
             shutil.copy(IMAGE_UNITS / name, units)
-        # The test has written the files of the configuration drive.
-        (units / "amphora-config-drive.service").write_text("[Service]\nType=oneshot\nExecStart=/bin/true\n")
+        # The test has written the files of the configuration drive. As in the image, the unit starts once: systemd
+        # would refuse a sixth start within ten seconds, and with it the start of the agent.
+        drive = "[Service]\nType=oneshot\nRemainAfterExit=yes\nExecStart=/bin/true\n"
+        (units / "amphora-config-drive.service").write_text(drive)
         (units / f"{AGENT}.d/test.conf").write_text(
             f"[Service]\nExecStart=\nExecStart={sys.executable} -m amphora_agent.server\n"
             f"Environment=PYTHONPATH={ROOT} {VARIABLE}={self.points}\n"

@@ -124,7 +124,7 @@ def test_a_scrape_without_haproxy_has_the_reason(amphora, inside):
     assert amphora.push(2, None)[0] == 200
     status, _, said = inside(scrape, "127.0.0.1", 9101)
     assert status == 503
-    assert "ask HAProxy" in said
+    assert "to HAProxy: no answer" in said
     assert amphora.push(3, text(listener(["m1"])))[0] == 200
     assert inside(scrape, "127.0.0.1", 9101)[0] == 200
 

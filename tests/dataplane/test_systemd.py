@@ -151,7 +151,7 @@ def test_an_agent_that_always_exits_is_restarted_with_pauses(machine):
     for _ in range(3):
         os.kill(agent := machine.pid("agent"), signal.SIGKILL)
         eventually(lambda agent=agent: machine.pid("agent") not in (None, agent), "another agent starts")
-    assert time.monotonic() - begin > 3 * 2
+    assert time.monotonic() - begin > 3 * 0.5
     eventually(machine.answers, "the new agent answers", 120.0)
 
 
