@@ -131,7 +131,8 @@ def test_the_servers_of_a_stack(heat, service, cloud_user):
         cluster_service.serve_requests(cloud_user, third)
         web.done("join", {"servers": [third]}, wait=240)
         assert members() == {first, third}
-        assert set(cloud_user.answers(balancer.vip_address)) == {first, third}
+        both = {first, third}
+        cloud_user.until(lambda: set(cloud_user.answers(balancer.vip_address)) == both, "both servers answer", 30)
     assert traffic.failed == 0, traffic.answers
     stack.delete()
     cloud_user.until(lambda: members() == set(), "the members of deleted servers are removed", 120)
