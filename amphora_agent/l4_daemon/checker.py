@@ -201,6 +201,7 @@ class Checker:
             self._apply(desired, states)
             self._files.write_servers(desired)
         except Exception:
+            # After any error, the rules and the checks must be those of the former configuration again.
             with suppress(AgentError):
                 self._apply(before, self._states)
             raise

@@ -115,6 +115,7 @@ def _by_library(library: Any, commands: str, flags: int) -> tuple[int, str, str]
 
 
 def _by_command(commands: str, flags: int) -> tuple[int, str, str]:
+    # Some hosts have the program nft, but not the library as a file of its own.
     import subprocess  # noqa: PLC0415 (needed only without libnftables)
 
     words = ["nft", "-n", *(["-s"] if flags & STATELESS else []), "-f", "-"]

@@ -243,8 +243,8 @@ class Adopter:
         return self._database.read(lambda c: records.get_adoption(c, found.load_balancer_id)) == found
 
     def _handle_failure(self, found: Adoption, error: AmphoraDriverError, *, final: bool) -> Move | Wait:
-        text = "step %s of the adoption of load balancer %s failed; the controller repeats it or ends the adoption: %s"
-        LOG.warning(text, found.step.value, found.load_balancer_id, error)
+        text = "load balancer %s: adoption step %s failed; the controller repeats the step or ends the adoption: %s"
+        LOG.warning(text, found.load_balancer_id, found.step.value, error)
         self._put_off(found)
         if found.step is Step.WAITING:
             return (

@@ -299,6 +299,7 @@ def renew_certificates(certificates: CertificateMaintenance) -> None:
     except AmphoraDriverError as error:
         LOG.warning("the certificate maintenance of the controller failed and runs again in the next round: %s", error)
     except Exception:
+        # Housekeeping calls this function first, and an error must not omit its other tasks.
         LOG.exception(
             "the certificate maintenance of the controller failed unexpectedly and runs again in the next round"
         )

@@ -64,7 +64,7 @@ class ListLoadBalancers(PagedLister):
         before = time.time() - self.app.conf.amp_failover.silent_after if parsed_args.stale else None
         head, now = LONG_HEAD if parsed_args.long else LIST_HEAD, time.time()
 
-        def is_stale(one: LoadBalancerSummary) -> bool:
+        def is_listed(one: LoadBalancerSummary) -> bool:
             return before is None or any(queries.is_stale(machine, before) for machine in one.amphorae)
 
         def has_status(one: LoadBalancerSummary) -> bool:
@@ -81,7 +81,7 @@ class ListLoadBalancers(PagedLister):
                 found = queries.iter_chosen(connection, ids, *conditions)
             else:
                 found = queries.iter_load_balancers(connection, *conditions, after=after)
-            rows = (_row(one, now)[: len(head)] for one in found if is_stale(one))
+            rows = (_row(one, now)[: len(head)] for one in found if is_listed(one))
             # The query has already skipped the rows up to the marker, so `page` must not search for the marker.
             return list(self.page(rows, argparse.Namespace(**{**vars(parsed_args), "marker": None})))
 

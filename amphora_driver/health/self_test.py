@@ -69,6 +69,7 @@ class ReceiverSelfTest:
             LOG.warning("the health manager could not record the result of its self-test and tries again: %s", error)
             return
         except Exception:
+            # An error must not end this thread. Without its beat, controllers would regard this health manager as dead.
             LOG.exception(
                 "the health manager could not record the result of its self-test because of an unexpected error and "
                 "tries again"

@@ -91,6 +91,7 @@ class OctaviaReader:
             try:
                 return self._read_with_retry(row, verify)
             except Exception:
+                # Without a back-off, the next poll would repeat a read that fails each time.
                 self.retries[load_balancer_id] = (time.monotonic() + _MAX_BACKOFF, _MAX_BACKOFF)
                 LOG.exception(
                     "the provider agent could not read load balancer %s from Octavia because of an unexpected error "

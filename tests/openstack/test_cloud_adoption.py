@@ -172,6 +172,7 @@ def test_an_adoption_is_reverted(user, incumbent, topology, record_property):
     assert former.provider() == "amphora"
     assert incumbent.rows(former.id) == former.rows
     assert user.answers(former.vip) == {"member1": 4, "member2": 4}
+    # An amphora whose heartbeats do not count would be stale after this time.
     time.sleep(HEARTBEAT_TIMEOUT + 5)
     assert_no_failover(incumbent, former)
     # Octavia's worker changes it again.
