@@ -18,7 +18,7 @@ import heapq
 import logging
 import random
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 
 import msgspec
@@ -104,9 +104,10 @@ class _LoadBalancerState(msgspec.Struct):
         """Add newer counters of an amphora to those that are not written yet."""
         self.counters = {**self.counters, amphora_id: {**self.counters.get(amphora_id, {}), **counters}}
 
-    def retain(self, amphora_ids: Iterable[str]) -> None:
+    def retain(self, kept: Container[str]) -> None:
         """Drop the statistics of other amphorae and of deleted listeners from memory."""
-        kept, listeners = set(amphora_ids), self.listeners or frozenset()
+        # The cleanup passes the amphorae of the fleet, so this method must not copy or iterate over them.
+        listeners = self.listeners or frozenset()
         self.rows = {key: row for key, row in self.rows.items() if key[0] in listeners and key[1] in kept}
 
 

@@ -175,6 +175,23 @@ def test_the_last_counters_of_an_amphora_that_the_cleanup_forgets_are_written(fl
     assert fleet.writer._states.keys() == {"lb2", "lb3"}
 
 
+def test_the_cleanup_reads_the_ids_of_the_fleet_once(fleet, monkeypatch):
+    """The cost of a cleanup does not grow with the square of the number of load balancers."""
+    read = amphorae.load_balancer_ids
+    iterated = []
+
+    class Ids(dict):
+        def __iter__(self):
+            iterated.append(True)
+            return super().__iter__()
+
+    monkeypatch.setattr(amphorae, "load_balancer_ids", lambda connection: Ids(read(connection)))
+    monkeypatch.setattr(status_writer, "_CLEANUP_INTERVAL", 0.0)
+    fleet.flush()
+    assert len(fleet.writer._states) == 3
+    assert len(iterated) == 1
+
+
 def test_the_last_counters_of_a_replaced_amphora_are_written(fleet):
     fleet.amphora("am-new", "lb1")
     fleet.say(count=9)
