@@ -13,7 +13,7 @@ from flask.typing import ResponseReturnValue
 from werkzeug.exceptions import HTTPException
 
 from amphora_agent import runtime_settings
-from amphora_agent.api import certificate, diagnostics, state, vrrp
+from amphora_agent.api import certificate, diagnostics, state, vips, vrrp
 from amphora_agent.api import settings as settings_api
 from amphora_agent.apply.applier import Applier
 from amphora_agent.apply.components import Components
@@ -102,6 +102,7 @@ def create(settings: Settings, paths: Paths, identity: Identity, inheritance: In
     )
     app.register_blueprint(settings_api.blueprint(live))
     app.register_blueprint(vrrp.blueprint(handover))
+    app.register_blueprint(vips.blueprint(applier, inner))
     app.register_blueprint(certificate.blueprint(settings, identity))
     app.register_blueprint(
         diagnostics.blueprint(

@@ -4,10 +4,12 @@
 Invariant: one controller at a time holds the duty `adoption`. It acquires the duty again before each step, and reads
 the row again. Each step can be repeated from its beginning, and the next step is recorded before its effect begins.
 Until `COMMIT`, a failure, a time-out or a request of the operator leads to `RESTORE`: the former amphorae serve again.
-From `COMMIT` on, only a request of the operator does.
+From `COMMIT` on, only a request of the operator does. The new amphorae take the VIPs in `TAKE`, before the adopter
+disables the ports of the former ones in `CUT`. `RESTORE` enables the former ports before it disables the new ones. So
+amphorae serve at each moment, also while no controller runs.
 
-Before `CUT` and in `COMMIT`, the adopter compares the load balancer with its state before the lock. octavia-lib locks
-without a condition, so Octavia's own worker may still perform a change that it began earlier.
+Until `COMMIT`, the adopter compares the load balancer with its state before the lock. octavia-lib locks without a
+condition, so Octavia's own worker may still perform a change that it began earlier.
 """
 
 from __future__ import annotations
@@ -25,12 +27,13 @@ import sqlalchemy as sa
 
 from amphora_driver import failpoints
 from amphora_driver.adoption import octavia_state, records, survey
+from amphora_driver.adoption.new_amphorae import NewAmphorae
 from amphora_driver.adoption.octavia_state import LOCKED, OctaviaState
 from amphora_driver.adoption.records import Adoption, Progress, Step
 from amphora_driver.adoption.step_results import Move, Wait
 from amphora_driver.adoption.survey import Surveyor
 from amphora_driver.deadline import Deadline, apply_deadline
-from amphora_driver.errors import AgentError, AmphoraDriverError, Conflict, ModelError, RequestError, UnknownObject
+from amphora_driver.errors import AmphoraDriverError, Conflict, ModelError, RequestError, UnknownObject
 from amphora_driver.maintenance.duty_loop import run_duty
 from amphora_driver.model.network import VipRequest
 from amphora_driver.network.interface import NotYet
@@ -58,14 +61,13 @@ _EVERY, _DUTY_SECONDS, _STEP_SECONDS = 0.5, 20.0, 10.0
 # After `COMMIT`, Octavia's health manager may still process a heartbeat of a former amphora, and write statuses. The
 # adopter waits this number of seconds before it reports statuses to Octavia, so that its report is the last.
 _SETTLE_SECONDS = 2.0
-_VIP_QUERY_SECONDS = 3.0
 # Octavia's health manager processes a heartbeat within this number of seconds, also on a busy host. `REJOIN` waits for
 # the end of heartbeats that arrived before the insertion of the amphorae.
 _HEARTBEAT_SECONDS = 10.0
 # Seconds between a failed attempt of a step and the next attempt. The number doubles up to the limit, except in steps
 # in which the load balancer may be without service.
 _RETRY_SECONDS, _MOST_RETRY_SECONDS = 2.0, 30.0
-_WITHOUT_SERVICE = (Step.CUT, Step.TAKE, Step.RESTORE, Step.RETURN)
+_WITHOUT_SERVICE = (Step.TAKE, Step.CUT, Step.RESTORE, Step.RETURN)
 # Seconds until the next attempt for a row that this controller cannot process, for example a damaged one. Each attempt
 # writes a stack trace to the log.
 _DEFECT_SECONDS = 60.0
@@ -74,7 +76,7 @@ _KEEP_SECONDS = 10.0
 # The status PENDING_UPDATE does not show whether the adopter or a request to Octavia has set it. After this number of
 # seconds without an unfinished object, the adopter releases the lock as its own.
 _UNLOCK_SECONDS = 120.0
-_STARTED = (Step.LOCK, Step.PREPARE, Step.CUT, Step.TAKE, Step.COMMIT, Step.REPORT)
+_STARTED = (Step.LOCK, Step.PREPARE, Step.TAKE, Step.CUT, Step.COMMIT, Step.REPORT)
 _BACK = (Step.RELOCK, Step.REJOIN, Step.RESTORE, Step.RETURN, Step.DISCARD)
 _CHANGED = "the configuration has changed since the adoption, and the former amphorae do not have the change"
 _FAILED = "the controller failed in step %s of the adoption of load balancer %s, and tries again in %g s: %s"
@@ -101,6 +103,7 @@ class Adopter:
         self._database = context.database
         self._octavia = context.octavia
         self._options = context.conf.amp_adoption
+        self._new = NewAmphorae(context.database, context.agents)
         self._owner = owner
         self._surveyor = Surveyor(context.conf, context.database, context.catalogue, context.octavia, context.library)
         self._holds_duty = self._lacks_sockets = False
@@ -116,8 +119,8 @@ class Adopter:
         self._handlers: dict[Step, Callable[[Adoption, OctaviaState], Move | Wait]] = {
             Step.LOCK: self._lock,
             Step.PREPARE: self._prepare,
-            Step.CUT: self._cut,
             Step.TAKE: self._take,
+            Step.CUT: self._cut,
             Step.COMMIT: self._commit,
             Step.REPORT: self._report,
             Step.KEEP: self._keep,
@@ -203,7 +206,7 @@ class Adopter:
         return Move(step=Step.LOCK, values={"state": msgspec.json.encode(surveyed.state).decode()})
 
     def _advance_one(self, found: Adoption) -> None:
-        """Perform steps until one must wait. The steps `CUT` and `TAKE` follow each other without a pause."""
+        """Perform steps until one must wait."""
         before = msgspec.json.decode(found.state or "", type=OctaviaState)
         current: Adoption | None = found
         while current is not None and current.step in self._handlers:
@@ -221,8 +224,7 @@ class Adopter:
         except AmphoraDriverError as error:
             result = self._handle_failure(found, error, final=error.final)
         except Exception as error:
-            # An unexpected error leads to the way back. Otherwise the load balancer would stay locked, and after `CUT`
-            # no amphora would serve.
+            # An unexpected error leads to the way back. Otherwise the load balancer would stay locked.
             text = "an unexpected error occurred in step %s of the adoption of load balancer %s"
             LOG.exception(text, found.step.value, found.load_balancer_id)
             failure = AmphoraDriverError(f"perform step {found.step.value}", _describe_defect(error))
@@ -255,7 +257,7 @@ class Adopter:
         preparing = found.step is Step.PREPARE
         limit = self._options.prepare_timeout if preparing else self._options.take_timeout
         late = self._seconds_in_step(found) > limit
-        if found.step in (Step.LOCK, Step.PREPARE, Step.CUT, Step.TAKE) and (final or late):
+        if found.step in (Step.LOCK, Step.PREPARE, Step.TAKE, Step.CUT) and (final or late):
             return Move(step=Step.RESTORE, reason=str(error))
         return Wait(reason=str(error))
 
@@ -307,10 +309,10 @@ class Adopter:
             return Move(step=Step.RESTORE, reason=f"the new amphorae do not serve: {progress.error}")
         reason = progress.error
         if progress.served and progress.amphorae == len(before.amphorae):
-            # A refusal of Neutron must come before the former amphorae are cut off.
+            # A refusal of Neutron must come before the new amphorae take the VIPs.
             claimed = None if before.vip_owned else self._claim_vip_port(before)
             if not isinstance(claimed, NotYet):
-                return Move(step=Step.CUT)
+                return self._begin_take(found)
             reason = claimed.reason
         if self._seconds_in_step(found) > self._options.prepare_timeout:
             return Move(step=Step.RESTORE, reason=f"the new amphorae do not serve in time: {reason}")
@@ -327,21 +329,28 @@ class Adopter:
         network = self._context.catalogue.network(tree.profile.network)
         return network.allocate_vip(of, before.project_id, wanted)
 
-    def _cut(self, found: Adoption, before: OctaviaState) -> Move | Wait:
-        if problem := self._problem(found, before):
-            return Move(step=Step.RESTORE, reason=problem)
-        self._context.cloud.enable_old_ports(before, enabled=False)
+    def _begin_take(self, found: Adoption) -> Move:
         return Move(step=Step.TAKE, change=lambda c: records.lift_hold(c, found.load_balancer_id))
 
-    def _take(self, found: Adoption, _before: OctaviaState) -> Move | Wait:
-        if found.revert:
-            return Move(step=Step.RESTORE, reason="the operator reverts the adoption")
+    def _take(self, found: Adoption, before: OctaviaState) -> Move | Wait:
+        if problem := self._problem(found, before):
+            return Move(step=Step.RESTORE, reason=problem)
         progress = self._progress(found)
-        if progress.served and self._vips_taken(found.load_balancer_id):
-            return Move(step=Step.COMMIT)
+        if progress.served and self._new.have_vips(found.load_balancer_id):
+            return Move(step=Step.CUT)
         if self._seconds_in_step(found) > self._options.take_timeout:
             return Move(step=Step.RESTORE, reason=f"the new amphorae did not take the VIPs in time: {progress.error}")
         return Wait(reason=progress.error)
+
+    def _cut(self, found: Adoption, before: OctaviaState) -> Move | Wait:
+        if problem := self._problem(found, before):
+            return Move(step=Step.RESTORE, reason=problem)
+        if found.vips_held:
+            # In release 0.1.0, `CUT` is before `TAKE`.
+            return self._begin_take(found)
+        self._context.cloud.enable_old_ports(before, enabled=False)
+        self._new.announce_vips(found.load_balancer_id)
+        return Move(step=Step.COMMIT)
 
     def _commit(self, _found: Adoption, before: OctaviaState) -> Move | Wait:
         try:
@@ -431,11 +440,11 @@ class Adopter:
 
     def _restore(self, found: Adoption, before: OctaviaState) -> Move | Wait:
         of = found.load_balancer_id
+        self._context.cloud.enable_old_ports(before, enabled=True)
         new = self._database.read(lambda c: amphorae.load_amphorae(c, of))
         if new:
             tree = self._database.read(lambda c: desired_objects.load_tree(c, of))
             self._context.cloud.enable_new_ports(vip_ports(tree, new), enabled=False)
-        self._context.cloud.enable_old_ports(before, enabled=True)
         if found.committed_at is not None:
             return Move(step=Step.RETURN)
         return self._unlock_and_discard(found, before)
@@ -479,17 +488,6 @@ class Adopter:
 
     def _progress(self, found: Adoption) -> Progress:
         return self._database.read(lambda c: records.read_progress(c, found.load_balancer_id))
-
-    def _vips_taken(self, load_balancer_id: str) -> bool:
-        """Return whether an amphora has the VIPs; a single amphora has them with its configuration."""
-        new = self._database.read(lambda c: amphorae.load_amphorae(c, load_balancer_id))
-        deadline, said = Deadline(_VIP_QUERY_SECONDS, "query the VIPs"), []
-        for one in new:
-            try:
-                said.append(self._context.agents.info(one.id, str(one.management_address), deadline=deadline).holds_vip)
-            except AgentError as error:
-                LOG.warning("the controller does not know whether amphora %s holds the VIPs: %s", one.id, error)
-        return any(said) or (len(said) == len(new) and all(one is None for one in said))
 
     def _seconds_in_step(self, found: Adoption) -> float:
         return self._database.now() - found.step_at

@@ -47,10 +47,10 @@ class Step(str, Enum):
     LOCK = "lock"
     # The new amphorae boot and get the configuration without the VIPs.
     PREPARE = "prepare"
+    # The new amphorae take and announce the VIPs. Until `CUT`, the former amphorae have the VIPs too.
+    TAKE = "take"
     # The controller disables the ports of the former amphorae.
     CUT = "cut"
-    # The new amphorae take and announce the VIPs.
-    TAKE = "take"
     # The controller enters the new provider in Octavia's tables.
     COMMIT = "commit"
     # The load balancer becomes ACTIVE in Octavia.
@@ -64,7 +64,7 @@ class Step(str, Enum):
     RELOCK = "relock"
     # The controller enters the former amphorae in Octavia's tables again, without their machines.
     REJOIN = "rejoin"
-    # The controller disables the ports of the new amphorae and enables those of the former amphorae.
+    # The controller enables the ports of the former amphorae, then disables those of the new ones.
     RESTORE = "restore"
     # The controller enters the former provider in Octavia's tables again.
     RETURN = "return"

@@ -132,6 +132,11 @@ class AgentClient:
             return _decode(self._request(amphora_id, address, call, deadline), Info, call)
         return _decode(self._request_on_new_connection(prepared, amphora_id, address, call, deadline), Info, call)
 
+    def announce_vips(self, amphora_id: str, address: str, *, deadline: Deadline | None = None) -> None:
+        """Announce the VIPs of a single amphora to the neighbours again. Older agents answer 404."""
+        call = _Call("POST", "/v2/vips/announce", f"announce the VIPs of amphora {amphora_id}")
+        self._request(amphora_id, address, call, deadline)
+
     def expect_vips(self, amphora_id: str, address: str, seconds: float, *, deadline: Deadline | None = None) -> None:
         """Prepare the amphora for its partner's VIPs and for packets of the partner's connections."""
         body = msgspec.json.encode({"seconds": seconds})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""New amphorae prepare a load balancer without its VIPs, and take the VIPs when the former amphora is cut off.
+"""New amphorae prepare a load balancer without its VIPs, and take the VIPs before the former amphora is cut off.
 
 The former amphora is one of this project: only its VIPs matter. A client asks every 10 ms. The cut of the cable stands
 for Neutron, which disables a port.
@@ -56,8 +56,17 @@ def test_the_vips_move_to_prepared_amphorae(stage, number, record_property):
             assert node.call("GET", "/v2/info")[1]["holds_vip"] is None
     assert during_preparation.failed == []
     with stage.poll(interval=0.01) as polling:
-        stage.network.cut(former.where)
         stage.push(plain(stage), to=new, alone=number == 1)
+        eventually(stage.holders, "a new amphora has the VIPs")
+        if number == 1:
+            # A client that asks during the overlap can learn the address of the former amphora.
+            for vip in (VIP, VIP6):
+                stage.network.set_neighbour("cl", vip, former.where.mac)
+        stage.network.cut(former.where)
+        announced = [node.call("POST", "/v2/vips/announce")[1]["announced"] for node in new]
+        assert announced == ([[VIP, VIP6]] if number == 1 else [[], []])
+        macs = {node.where.mac for node in new}
+        eventually(lambda: stage.network.neighbour("cl", VIP) in macs, "the client uses a new amphora")
         eventually(stage.serves, "a new amphora serves")
     record_property("outage", round(polling.outage, 3))
     assert polling.outage < LIMIT
@@ -71,6 +80,8 @@ def test_the_vips_move_to_prepared_amphorae(stage, number, record_property):
             eventually(lambda: all(node.is_well() for node in new), "both nodes are well")
         assert stage.holder is holder
         assert polling.failed == []
+    if number == 1:
+        assert stage.network.neighbour("cl", VIP6) in macs
     # Without the VIPs again, the nodes keep serving nothing.
     stage.push(load_balancer(), to=new, held=True)
     assert stage.holders() == []

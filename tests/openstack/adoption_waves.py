@@ -6,11 +6,11 @@ from __future__ import annotations
 import time
 
 ENDS = {"done", "reverted", "refused"}
-FORWARD = ["lock", "prepare", "cut", "take", "commit", "report", "keep"]
+FORWARD = ["lock", "prepare", "take", "cut", "commit", "report", "keep"]
 """The steps in which an operator can request a revert."""
 _POLL_SECONDS = 0.01
-# The probability of a kill after a load balancer has reached a step, and the maximum delay of the kill. The steps `cut`
-# and `take` last less than a second.
+# The probability of a kill after a load balancer has reached a step, and the maximum delay of the kill. The steps
+# `take` and `cut` last less than a second.
 _KILL_SHARE, _KILL_SECONDS = 0.12, 0.3
 
 

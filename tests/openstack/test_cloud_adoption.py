@@ -26,7 +26,7 @@ LIMIT = 3.0
 # A revert includes two requests to Octavia and an update by its worker: 8.6 s were measured. Without the announcement,
 # clients have the old MAC address for up to 60 s.
 BACK_LIMIT = 30.0
-STEPS = ["lock", "prepare", "cut", "take", "commit", "report", "keep", "remove"]
+STEPS = ["lock", "prepare", "take", "cut", "commit", "report", "keep", "remove"]
 SECONDS = 480.0
 SEED = int(os.environ.get("AMPHORA_SEED", "24"))
 # Load balancers of the test with kills, in all and at a time: clients and amphorae share the processors.

@@ -92,7 +92,7 @@ def test_the_plan_lists_the_actions(adopt, sockets, monkeypatch):
     monkeypatch.setattr("amphora_driver.adoption.planner.NEUTRON", "local")
     status, said, _ = adopt("plan", "--project", "demo", "-f", "json")
     actions = {one["Step"]: one["Action"] for one in json.loads(said)}
-    assert (status, [*actions]) == (0, ["lock", "prepare", "cut", "take", "commit", "report", "keep", "remove"])
+    assert (status, [*actions]) == (0, ["lock", "prepare", "take", "cut", "commit", "report", "keep", "remove"])
     assert PORTS[AMPHORAE[0]] in actions["cut"]
     assert sockets.statuses == []
 

@@ -142,6 +142,9 @@ class FakeCloud:
             _elect(state)
         return Applied(generation=document["generation"], how=how)
 
+    def announce_vips(self, amphora_id, _address, *, deadline=None):
+        _reached(self.kept.read(), amphora_id)
+
     def expect_vips(self, amphora_id, _address, _seconds, *, deadline=None):
         _reached(self.kept.read(), amphora_id)
 

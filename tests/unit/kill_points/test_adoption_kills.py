@@ -14,12 +14,13 @@ from unit.adoption.octavia_rows import AMPHORAE, LB, MEMBER
 
 from amphora_driver.adoption import adopter
 from amphora_driver.adoption import records as adoptions
+from amphora_driver.adoption.new_amphorae import NewAmphorae
 from amphora_driver.adoption.octavia_tables import OctaviaDatabase
 from amphora_driver.adoption.records import Step
 from amphora_driver.database import clock
 from amphora_driver.database.tables import desired_object, duty, job, object_status, secret
 from amphora_driver.database.tables_fleet import process
-from amphora_driver.errors import Conflict, NetworkError, StoreError
+from amphora_driver.errors import AgentRefused, Conflict, NetworkError, StoreError
 from amphora_driver.failpoints import Moment
 from amphora_driver.network.interface import NotYet
 from amphora_driver.network.local import LocalNetwork
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptio
 _MOST_SECONDS = 120
 KEPT = 3600.0
 FORWARD = [
-    *(Step.WAITING, Step.LOCK, Step.PREPARE, Step.CUT, Step.TAKE, Step.COMMIT, Step.REPORT, Step.KEEP, Step.REMOVE)
+    *(Step.WAITING, Step.LOCK, Step.PREPARE, Step.TAKE, Step.CUT, Step.COMMIT, Step.REPORT, Step.KEEP, Step.REMOVE)
 ]
 
 
@@ -77,12 +78,15 @@ def test_a_load_balancer_is_adopted(lab, pair):
     assert_adopted(lab)
 
 
-def test_the_new_amphorae_have_no_vip_before_the_former_ones_are_cut(lab):
+def test_the_former_amphorae_serve_until_the_new_ones_have_the_vips(lab):
     lab.begin(pair=True)
     lab.ask()
     lab.rounds(Step.PREPARE)
     for _ in range(100):
-        assert lab.old_serve() != lab.new_serve()
+        ahead = FORWARD[FORWARD.index(lab.step()) :] if lab.step() in FORWARD else []
+        assert lab.old_serve() is (Step.CUT in ahead)
+        # The new amphorae get the VIPs in `TAKE`.
+        assert lab.step() is Step.TAKE or lab.new_serve() is (Step.TAKE not in ahead)
         if lab.step() is Step.DONE:
             break
         before = lab.step()
@@ -168,10 +172,13 @@ def test_a_refusal_of_neutron_leads_back(lab):
     assert_reverted(lab)
 
 
-@pytest.mark.parametrize("method", ["_claim_vip_port", "_cut", "_vips_taken"])
-def test_an_unexpected_error_leads_back(lab, monkeypatch, method):
+@pytest.mark.parametrize(
+    ("of", "method"),
+    [(adopter.Adopter, "_claim_vip_port"), (adopter.Adopter, "_cut"), (NewAmphorae, "have_vips")],
+)
+def test_an_unexpected_error_leads_back(lab, monkeypatch, of, method):
     """No component returns such an answer here, so a method of the adoption raises the error after its work."""
-    work = getattr(adopter.Adopter, method)
+    work = getattr(of, method)
 
     def fail(*given):
         work(*given)
@@ -183,24 +190,24 @@ def test_an_unexpected_error_leads_back(lab, monkeypatch, method):
     lab.ask()
     with monkeypatch.context() as patch:
         patch.setattr(LocalNetwork, "allocate_vip", lambda *_given: ())
-        patch.setattr(adopter.Adopter, method, fail)
+        patch.setattr(of, method, fail)
         lab.rounds(Step.REVERTED)
     assert "an unexpected error occurred (KeyError)" in lab.found().reason
     assert_reverted(lab)
 
 
-def test_a_refused_port_of_a_user_leads_back_before_the_cut(lab):
+def test_a_refused_port_of_a_user_leads_back_before_the_vips_move(lab):
     """The network backend does not know the VIP port, so it refuses the claim."""
     lab.begin()
     lab.change_octavia(f"UPDATE vip SET octavia_owned = 0 WHERE load_balancer_id = '{LB}'")
     lab.ask()
-    lab.rounds(Step.CUT)
+    lab.rounds(Step.TAKE)
     assert lab.step() is Step.REVERTED
     assert "allocate a VIP" in lab.found().reason
     assert_reverted(lab)
 
 
-def test_the_cut_waits_for_a_slow_claim(lab, monkeypatch):
+def test_the_vips_wait_for_a_slow_claim(lab, monkeypatch):
     lab.begin()
     lab.change_octavia(f"UPDATE vip SET octavia_owned = 0 WHERE load_balancer_id = '{LB}'")
     lab.ask()
@@ -317,9 +324,9 @@ def test_a_controller_that_loses_the_duty_performs_no_further_step(lab, monkeypa
     while not reached:
         plane.round()
         lab.deployment.clock.advance(plane.pause())
-    assert lab.step() is Step.CUT
+    assert lab.step() is Step.TAKE
     plane.round()
-    assert lab.step() is Step.CUT
+    assert lab.step() is Step.TAKE
     assert lab.old_serve()
 
 
@@ -391,7 +398,7 @@ def test_a_failing_step_is_repeated_less_and_less_often_while_the_load_balancer_
     assert_adopted(lab)
 
 
-def test_a_failing_step_is_repeated_soon_while_the_load_balancer_does_not_serve(lab, monkeypatch):
+def test_a_failing_step_is_repeated_soon_while_the_vips_move(lab, monkeypatch):
     lab.begin()
     lab.ask()
     lab.rounds(Step.TAKE)
@@ -399,6 +406,31 @@ def test_a_failing_step_is_repeated_soon_while_the_load_balancer_does_not_serve(
     assert pauses == pytest.approx([2, 2, 2, 2], abs=0.6)
     lab.rounds(Step.DONE)
     assert_adopted(lab)
+
+
+def test_a_step_of_release_0_1_0_continues(lab):
+    """That release disables the former ports before the new amphorae get the VIPs."""
+    lab.begin(pair=True)
+    lab.ask()
+    lab.rounds(Step.TAKE)
+    lab.deployment.database.write(lambda c: adoptions.move(c, lab.found(), Step.CUT, vips_held=True))
+    lab.rounds(Step.TAKE)
+    assert lab.step() is Step.TAKE
+    lab.rounds(Step.DONE)
+    assert_adopted(lab)
+
+
+def test_an_amphora_that_cannot_announce_does_not_stop_the_adoption(lab, monkeypatch, caplog):
+    lab.begin()
+    lab.ask()
+
+    def refuse(*_given, **_named):
+        raise AgentRefused("announce the VIPs", "the agent does not know the request", status=404)
+
+    monkeypatch.setattr(lab.deployment.cloud, "announce_vips", refuse)
+    lab.rounds(Step.DONE)
+    assert_adopted(lab)
+    assert "did not announce its VIPs again" in caplog.text
 
 
 def test_a_controller_without_octavias_sockets_leaves_the_adoption_to_others(lab, monkeypatch, caplog):
@@ -423,8 +455,6 @@ def test_a_failure_pauses_the_load_balancers_that_wait(lab):
 
 
 POINTS = [f"Adopt-{step.value}-{moment.value}" for step in FORWARD for moment in Moment]
-# In these steps the VIPs move, so for a moment no amphora serves.
-MOVING = (Step.CUT, Step.TAKE, Step.RESTORE)
 BACK = [Step.RELOCK, Step.REJOIN, Step.RESTORE, Step.RETURN, Step.DISCARD]
 POINTS_BACK = [f"Adopt-{step.value}-{moment.value}" for step in BACK for moment in Moment]
 
@@ -434,7 +464,7 @@ def killed_at_each(lab, points, until):
     lab.deployment.points.arm(points)
     met = []
     while (point := lab.deployment.run_in_fork(lambda: lab.rounds(until))) is not None:
-        assert lab.old_serve() or lab.new_serve() or lab.step() in MOVING
+        assert lab.old_serve() or lab.new_serve()
         met.append(point)
     assert met == points
 
@@ -456,7 +486,7 @@ def test_a_revert_continues_after_each_kill(lab):
 def killed(lab, point, until):
     """A process is killed at the point; its successor continues."""
     lab.die_at(point, until)
-    assert lab.old_serve() or lab.new_serve() or lab.step() in MOVING
+    assert lab.old_serve() or lab.new_serve()
     lab.rounds(until)
 
 
@@ -479,7 +509,7 @@ def test_a_revert_continues_after_a_kill(lab, point):
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("point", [one for one in POINTS if one.split("-")[1] in ("lock", "prepare", "cut", "take")])
+@pytest.mark.parametrize("point", [one for one in POINTS if one.split("-")[1] in ("lock", "prepare", "take", "cut")])
 def test_a_revert_after_a_kill_before_the_commit(lab, point):
     lab.begin()
     lab.ask(remove_after=KEPT)
