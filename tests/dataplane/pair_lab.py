@@ -199,10 +199,6 @@ class PairNetwork(Network):
         listed = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout or "[]")
         return next((each.get("lladdr", "") for each in listed), "")
 
-    def set_neighbour(self, short: str, address: str, mac: str) -> None:
-        """Let a node use this link-layer address for a neighbour until it learns another one."""
-        ip(f"-n {self.name(short)} neigh replace {address} lladdr {mac} dev eth0 nud reachable")
-
     def plug_in(self, place: NodeAddresses) -> None:
         amphora, switch = self.name(place.namespace), self.name("sw")
         ip(

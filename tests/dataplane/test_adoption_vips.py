@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from amphora_lab import eventually
+from amphora_lab import eventually, ip
 from pair_lab import PLACES, VIP, VIP6, Pair, PairNetwork, plain
 from stalls import Stalls
 from wanted import load_balancer
@@ -61,7 +61,8 @@ def test_the_vips_move_to_prepared_amphorae(stage, number, record_property):
         if number == 1:
             # A client that asks during the overlap can learn the address of the former amphora.
             for vip in (VIP, VIP6):
-                stage.network.set_neighbour("cl", vip, former.where.mac)
+                entry = f"{vip} lladdr {former.where.mac} dev eth0 nud reachable"
+                ip(f"-n {stage.network.name('cl')} neigh replace {entry}")
         stage.network.cut(former.where)
         announced = [node.call("POST", "/v2/vips/announce")[1]["announced"] for node in new]
         assert announced == ([[VIP, VIP6]] if number == 1 else [[], []])

@@ -22,7 +22,8 @@ from amphora_driver.adoption import adopter, planner, survey
 from amphora_driver.adoption import records as adoptions
 from amphora_driver.adoption.adopter import Adopter, AdoptionContext
 from amphora_driver.adoption.octavia_tables import OctaviaDatabase
-from amphora_driver.database.tables import amphora
+from amphora_driver.adoption.records import Step
+from amphora_driver.database.tables import amphora, desired_object, job, object_status, secret
 from amphora_driver.database.tables_fleet import adoption
 from amphora_driver.errors import NetworkError
 
@@ -207,6 +208,31 @@ class AdoptionLab:
 
     def new_amphorae(self):
         return self.deployment.scalars(amphora.c.id)
+
+
+def assert_adopted(lab):
+    lab.settle()
+    assert lab.step() is Step.DONE
+    assert lab.octavia("provider, provisioning_status, server_group_id") == (OURS, "ACTIVE", None)
+    rows = lab.rows()
+    assert (rows["amphora"], rows["amphora_health"], rows["amphora_member_port"]) == ([], [], [])
+    assert lab.new_serve()
+    assert not lab.old_serve()
+    assert len(lab.new_amphorae()) == (2 if lab.pair else 1)
+    assert set(lab.deployment.octavia.provisioning.values()) == {"ACTIVE"}
+    assert lab.deployment.octavia.early == []
+
+
+def assert_reverted(lab):
+    lab.settle()
+    assert lab.step() is Step.REVERTED
+    assert lab.rows() == lab.original
+    assert lab.old_serve()
+    assert not lab.new_serve()
+    assert lab.deployment.cloud.kept.read()["machines"] == {}
+    assert set(lab.deployment.octavia.provisioning.values()) == {"ACTIVE"}
+    for table in (job, desired_object, object_status, secret):
+        assert lab.deployment.scalars(table.c.load_balancer_id) == []
 
 
 @contextmanager

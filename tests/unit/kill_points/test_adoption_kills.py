@@ -8,7 +8,7 @@ import itertools
 import time
 
 import pytest
-from adoption_lab import OURS, open_lab
+from adoption_lab import OURS, assert_adopted, assert_reverted, open_lab
 from killed_forks import limited
 from unit.adoption.octavia_rows import AMPHORAE, LB, MEMBER
 
@@ -18,7 +18,7 @@ from amphora_driver.adoption.new_amphorae import NewAmphorae
 from amphora_driver.adoption.octavia_tables import OctaviaDatabase
 from amphora_driver.adoption.records import Step
 from amphora_driver.database import clock
-from amphora_driver.database.tables import desired_object, duty, job, object_status, secret
+from amphora_driver.database.tables import duty
 from amphora_driver.database.tables_fleet import process
 from amphora_driver.errors import AgentRefused, Conflict, NetworkError, StoreError
 from amphora_driver.failpoints import Moment
@@ -43,31 +43,6 @@ def lab():
 def processor_time():
     with limited(_MOST_SECONDS):
         yield
-
-
-def assert_adopted(lab):
-    lab.settle()
-    assert lab.step() is Step.DONE
-    assert lab.octavia("provider, provisioning_status, server_group_id") == (OURS, "ACTIVE", None)
-    rows = lab.rows()
-    assert (rows["amphora"], rows["amphora_health"], rows["amphora_member_port"]) == ([], [], [])
-    assert lab.new_serve()
-    assert not lab.old_serve()
-    assert len(lab.new_amphorae()) == (2 if lab.pair else 1)
-    assert set(lab.deployment.octavia.provisioning.values()) == {"ACTIVE"}
-    assert lab.deployment.octavia.early == []
-
-
-def assert_reverted(lab):
-    lab.settle()
-    assert lab.step() is Step.REVERTED
-    assert lab.rows() == lab.original
-    assert lab.old_serve()
-    assert not lab.new_serve()
-    assert lab.deployment.cloud.kept.read()["machines"] == {}
-    assert set(lab.deployment.octavia.provisioning.values()) == {"ACTIVE"}
-    for table in (job, desired_object, object_status, secret):
-        assert lab.deployment.scalars(table.c.load_balancer_id) == []
 
 
 @pytest.mark.parametrize("pair", [False, True], ids=["single", "pair"])
