@@ -30,27 +30,19 @@ from amphora_driver.adoption import octavia_state, records, survey
 from amphora_driver.adoption.new_amphorae import NewAmphorae
 from amphora_driver.adoption.octavia_state import LOCKED, OctaviaState
 from amphora_driver.adoption.records import Adoption, Progress, Step
-from amphora_driver.adoption.step_results import Move, Wait
+from amphora_driver.adoption.step_results import AdoptionContext, Move, Wait
 from amphora_driver.adoption.survey import Surveyor
+from amphora_driver.adoption.way_back import WayBack
 from amphora_driver.deadline import Deadline, apply_deadline
 from amphora_driver.errors import AmphoraDriverError, Conflict, ModelError, RequestError, UnknownObject
 from amphora_driver.maintenance.duty_loop import run_duty
 from amphora_driver.model.network import VipRequest
 from amphora_driver.network.interface import NotYet
 from amphora_driver.queue.jobs import acquire_duty, release_duty
-from amphora_driver.reconcile.vip_allocation import vip_ports
-from amphora_driver.store import amphorae, desired_objects
+from amphora_driver.store import desired_objects
 
 if TYPE_CHECKING:
-    from octavia_lib.api.drivers.driver_lib import DriverLibrary
-    from oslo_config.cfg import ConfigOpts
-
-    from amphora_driver.adoption.cloud import OldCloud
-    from amphora_driver.adoption.octavia_tables import OctaviaDatabase
-    from amphora_driver.agent.client import AgentClient
-    from amphora_driver.database.engine import Database
     from amphora_driver.model.loadbalancer import Vip
-    from amphora_driver.plugins import Catalogue
 
 LOG = logging.getLogger(__name__)
 DUTY = "adoption"
@@ -61,9 +53,6 @@ _EVERY, _DUTY_SECONDS, _STEP_SECONDS = 0.5, 20.0, 10.0
 # After `COMMIT`, Octavia's health manager may still process a heartbeat of a former amphora, and write statuses. The
 # adopter waits this number of seconds before it reports statuses to Octavia, so that its report is the last.
 _SETTLE_SECONDS = 2.0
-# Octavia's health manager processes a heartbeat within this number of seconds, also on a busy host. `REJOIN` waits for
-# the end of heartbeats that arrived before the insertion of the amphorae.
-_HEARTBEAT_SECONDS = 10.0
 # Seconds between a failed attempt of a step and the next attempt. The number doubles up to the limit, except in steps
 # in which the load balancer may be without service.
 _RETRY_SECONDS, _MOST_RETRY_SECONDS = 2.0, 30.0
@@ -73,26 +62,9 @@ _WITHOUT_SERVICE = (Step.TAKE, Step.CUT, Step.RESTORE, Step.RETURN)
 _DEFECT_SECONDS = 60.0
 # Seconds between two checks of an adopted load balancer whose former amphorae still exist.
 _KEEP_SECONDS = 10.0
-# The status PENDING_UPDATE does not show whether the adopter or a request to Octavia has set it. After this number of
-# seconds without an unfinished object, the adopter releases the lock as its own.
-_UNLOCK_SECONDS = 120.0
 _STARTED = (Step.LOCK, Step.PREPARE, Step.TAKE, Step.CUT, Step.COMMIT, Step.REPORT)
 _BACK = (Step.RELOCK, Step.REJOIN, Step.RESTORE, Step.RETURN, Step.DISCARD)
-_CHANGED = "the configuration has changed since the adoption, and the former amphorae do not have the change"
 _FAILED = "the controller failed in step %s of the adoption of load balancer %s, and tries again in %g s: %s"
-
-
-class AdoptionContext(msgspec.Struct, frozen=True, kw_only=True):
-    """The clients of the steps. `on_due` is called when a load balancer becomes due."""
-
-    conf: ConfigOpts
-    database: Database
-    catalogue: Catalogue
-    agents: AgentClient
-    octavia: OctaviaDatabase
-    cloud: OldCloud
-    library: Callable[[], DriverLibrary]
-    on_due: Callable[[], None]
 
 
 class Adopter:
@@ -111,11 +83,6 @@ class Adopter:
         self._not_before: dict[str, float] = {}
         # The step that failed last of each load balancer, and the seconds until its next attempt.
         self._back_off: dict[str, tuple[Step, float]] = {}
-        # The keys are load balancer ids with the times of their steps `REJOIN`, because an adoption can reach this step
-        # again. The values are the monotonic times at which this process first saw the inserted amphorae.
-        self._inserted_at: dict[tuple[str, float], float] = {}
-        # The load balancers whose announcement this process has requested, with the times of their steps `DISCARD`.
-        self._announced: dict[str, float] = {}
         self._handlers: dict[Step, Callable[[Adoption, OctaviaState], Move | Wait]] = {
             Step.LOCK: self._lock,
             Step.PREPARE: self._prepare,
@@ -125,11 +92,7 @@ class Adopter:
             Step.REPORT: self._report,
             Step.KEEP: self._keep,
             Step.REMOVE: self._remove,
-            Step.RELOCK: self._relock,
-            Step.REJOIN: self._rejoin,
-            Step.RESTORE: self._restore,
-            Step.RETURN: self._return,
-            Step.DISCARD: self._discard,
+            **WayBack(context).handlers,
         }
 
     def run(self, stopping: threading.Event, draining: threading.Event) -> None:
@@ -384,100 +347,6 @@ class Adopter:
 
     def _remove(self, _found: Adoption, before: OctaviaState) -> Move | Wait:
         return Move(step=Step.DONE) if self._context.cloud.remove(before) else Wait()
-
-    def _relock(self, found: Adoption, before: OctaviaState) -> Move | Wait:
-        of = found.load_balancer_id
-        # The adopter reads the status after the progress. If no report is pending, no report can then replace the lock.
-        progress = self._progress(found)
-        now = self._octavia.read(of)
-        if now is None:
-            return Move(step=Step.REMOVE, reason="the load balancer is deleted")
-        busy = progress.pending or not progress.served or bool(now.unsettled)
-        if found.reporting and not busy and now.status == LOCKED and self._seconds_in_step(found) < _UNLOCK_SECONDS:
-            return Wait(reason="the lock may be the one of a request that octavia-api has not delivered yet")
-        if now.fingerprint != before.fingerprint:
-            if found.reporting and not busy and now.status == LOCKED:
-                # No report will change the status, and an earlier attempt of this step has set the lock.
-                survey.set_status(self._context.library(), of, before.status)
-            back = Step.KEEP if found.reporting else Step.REPORT
-            return Move(step=back, reason=f"no revert: {_CHANGED}", values={"revert": False})
-        if busy:
-            return Wait(reason="a change of the load balancer is in progress")
-        if now.status != LOCKED:
-            survey.set_status(self._context.library(), of, LOCKED)
-            now = self._octavia.read(of)
-        expected = msgspec.structs.replace(now or before, fingerprint=before.fingerprint, amphorae=(), member_ports=())
-        if now is None or octavia_state.describe_change(expected, now):
-            return Wait(reason="a change of the load balancer is in progress")
-        return Move(step=Step.REJOIN, values={"reporting": False}, change=lambda c: records.stop_reports(c, of))
-
-    def _rejoin(self, found: Adoption, before: OctaviaState) -> Move | Wait:
-        provider, key = self._context.conf.amp_octavia.provider, (found.load_balancer_id, found.step_at)
-        self._lock_again(before)
-        try:
-            self._octavia.insert_amphorae(before, provider)
-        except Conflict as error:
-            # `RELOCK` does not continue while Octavia's tables have amphorae of the load balancer.
-            self._octavia.remove_inserted(before, provider)
-            return Move(step=Step.RELOCK, reason=str(error))
-        # The wait begins when this process first sees the inserted amphorae. The beginning of the step is too early,
-        # because the first insertion may have failed.
-        others = {one: at for one, at in self._inserted_at.items() if one[0] != key[0]}
-        inserted_at = self._inserted_at.get(key, time.monotonic())
-        self._inserted_at = {**others, key: inserted_at}
-        if time.monotonic() - inserted_at < _HEARTBEAT_SECONDS:
-            return Wait()
-        self._inserted_at = others
-        return Move(step=Step.RESTORE)
-
-    def _lock_again(self, before: OctaviaState) -> None:
-        """Lock the load balancer if a late report has replaced the lock, and nothing has changed."""
-        of, ours = before.load_balancer_id, self._context.conf.amp_octavia.provider
-        now = self._octavia.read(of)
-        same = now is not None and (now.provider, now.status) == (ours, before.status) and not now.unsettled
-        if now is not None and same and now.fingerprint == before.fingerprint:
-            survey.set_status(self._context.library(), of, LOCKED)
-
-    def _restore(self, found: Adoption, before: OctaviaState) -> Move | Wait:
-        of = found.load_balancer_id
-        self._context.cloud.enable_old_ports(before, enabled=True)
-        new = self._database.read(lambda c: amphorae.load_amphorae(c, of))
-        if new:
-            tree = self._database.read(lambda c: desired_objects.load_tree(c, of))
-            self._context.cloud.enable_new_ports(vip_ports(tree, new), enabled=False)
-        if found.committed_at is not None:
-            return Move(step=Step.RETURN)
-        return self._unlock_and_discard(found, before)
-
-    def _return(self, found: Adoption, before: OctaviaState) -> Move | Wait:
-        self._lock_again(before)
-        self._octavia.give_back(before, self._context.conf.amp_octavia.provider)
-        return self._unlock_and_discard(found, before)
-
-    def _unlock_and_discard(self, found: Adoption, before: OctaviaState) -> Move | Wait:
-        of = found.load_balancer_id
-        now = self._octavia.read(of)
-        if now is not None and now.status == LOCKED:
-            change = octavia_state.describe_change(before, now)
-            if change and (now.unsettled or self._seconds_in_step(found) < _UNLOCK_SECONDS):
-                return Wait(reason=f"the lock may be the one of another change: {change}")
-            survey.set_status(self._context.library(), of, before.status)
-        if not self._progress(found).recorded:
-            return Move(step=Step.REVERTED)
-        return Move(step=Step.DISCARD, values={"reporting": False}, change=lambda c: records.discard(c, of))
-
-    def _discard(self, found: Adoption, before: OctaviaState) -> Move | Wait:
-        of = found.load_balancer_id
-        if self._announced.get(of) != found.step_at:
-            # The announcement makes Octavia lock the load balancer for its worker. A repetition of the previous step
-            # would release that lock. After a crash, another controller repeats the announcement.
-            self._context.cloud.announce(before)
-            self._announced[of] = found.step_at
-        progress = self._progress(found)
-        if progress.recorded and (progress.amphorae or not progress.served):
-            return Wait(reason=progress.error)
-        self._announced.pop(of, None)
-        return Move(step=Step.REVERTED, change=lambda c: records.forget(c, of))
 
     def _problem(self, found: Adoption, before: OctaviaState) -> str:
         """Return why the load balancer is not locked as before; empty if it is."""

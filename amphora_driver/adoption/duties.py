@@ -8,9 +8,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from amphora_driver.adoption import survey
-from amphora_driver.adoption.adopter import DUTY, Adopter, AdoptionContext
+from amphora_driver.adoption.adopter import DUTY, Adopter
 from amphora_driver.adoption.cloud import OpenStackCloud
 from amphora_driver.adoption.octavia_tables import OctaviaDatabase
+from amphora_driver.adoption.step_results import AdoptionContext
 
 if TYPE_CHECKING:
     from amphora_driver.reconcile.context import ReconcileContext

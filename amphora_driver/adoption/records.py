@@ -107,11 +107,13 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         served: every amphora serves the newest generation.
         pending: Octavia waits for the result of a change, or for a report of it.
+        removing: the removal of the amphorae has begun.
     """
 
     recorded: bool
     served: bool = False
     pending: bool = False
+    removing: bool = False
     amphorae: int = 0
     attempts: int = 0
     error: str | None = None
@@ -257,6 +259,7 @@ def read_progress(connection: sa.Connection, load_balancer_id: str) -> Progress:
         recorded=True,
         served=served,
         pending=connection.execute(waiting.limit(1)).first() is not None,
+        removing=row.op == Op.DELETE,
         amphorae=len(found),
         attempts=row.attempts,
         error=row.error,

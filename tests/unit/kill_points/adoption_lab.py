@@ -18,11 +18,12 @@ from unit.adoption import octavia_rows
 from unit.adoption.octavia_rows import AMPHORAE, LB, PORTS, VIP_ADDRESS, VIP_PORT
 from unit.driver.octavia_objects import LISTENER, POOL, listener, load_balancer, member, pool
 
-from amphora_driver.adoption import adopter, planner, survey
+from amphora_driver.adoption import planner, survey, way_back
 from amphora_driver.adoption import records as adoptions
-from amphora_driver.adoption.adopter import Adopter, AdoptionContext
+from amphora_driver.adoption.adopter import Adopter
 from amphora_driver.adoption.octavia_tables import OctaviaDatabase
 from amphora_driver.adoption.records import Step
+from amphora_driver.adoption.step_results import AdoptionContext
 from amphora_driver.database.tables import amphora, desired_object, job, object_status, secret
 from amphora_driver.database.tables_fleet import adoption
 from amphora_driver.errors import NetworkError
@@ -81,8 +82,8 @@ class AdoptionLab:
         self._file = deployment.folder / "octavia.sqlite"
         # The fake cloud has no Neutron, and `FormerCloud` disables the ports.
         monkeypatch.setattr(planner, "NEUTRON", "local")
-        monkeypatch.setattr(adopter, "_UNLOCK_SECONDS", 5.0)
-        monkeypatch.setattr(adopter, "_HEARTBEAT_SECONDS", 0.1)
+        monkeypatch.setattr(way_back, "_UNLOCK_SECONDS", 5.0)
+        monkeypatch.setattr(way_back, "_HEARTBEAT_SECONDS", 0.1)
         self._take = deployment.octavia._take
         monkeypatch.setattr(deployment.octavia, "_take", self._record_status)
         self._engine = None

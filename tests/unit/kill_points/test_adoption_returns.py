@@ -2,7 +2,7 @@
 """The way back of an adoption, beside requests that change the load balancer in Octavia."""
 
 import pytest
-from adoption_lab import OURS, open_lab
+from adoption_lab import OURS, assert_reverted, open_lab
 from killed_forks import limited
 from unit.adoption.octavia_rows import LB, MEMBER
 
@@ -42,6 +42,33 @@ def test_the_announcement_follows_the_recorded_return(lab, monkeypatch, point):
     lab.settle()
     assert steps == [Step.DISCARD]
     assert lab.octavia() == ("amphora", "PENDING_UPDATE")
+
+
+def test_the_new_amphora_serves_until_the_former_one_has_announced_the_vips(lab, monkeypatch):
+    """Octavia's worker ends its update, which includes the announcement, and then releases its lock."""
+
+    def set_status(status):
+        lab.change_octavia(f"UPDATE load_balancer SET provisioning_status = '{status}' WHERE id = '{LB}'")
+
+    monkeypatch.setattr(lab.former, "announce", lambda _state: set_status("PENDING_UPDATE"))
+    lab.kept(KEPT)
+    lab.revert()
+    lab.rounds(Step.DISCARD)
+    lab.settle()
+    assert (lab.step(), lab.old_serve(), lab.new_serve()) == (Step.DISCARD, True, True)
+    # The next process repeats the request.
+    monkeypatch.setattr(lab.former, "announce", lambda _state: set_status("ACTIVE"))
+    lab.rounds(Step.REVERTED)
+    assert_reverted(lab)
+
+
+def test_the_new_amphorae_of_a_pair_are_cut_before_the_return(lab):
+    lab.kept(KEPT, pair=True)
+    lab.revert()
+    lab.rounds(Step.RETURN)
+    assert (lab.old_serve(), lab.new_serve()) == (True, False)
+    lab.rounds(Step.REVERTED)
+    assert_reverted(lab)
 
 
 def test_a_change_after_the_insertion_removes_the_inserted_amphorae(lab):
