@@ -50,6 +50,9 @@ _KEEPALIVED, _REAL_KEEPALIVED = Path("/usr/sbin/keepalived"), Path("/run/private
 _KEEPALIVED_SCRIPT = (
     f'#!/bin/sh\ncase " $* " in *" -c "*) exec {_UDP} serve "$@";; esac\nexec {_REAL_KEEPALIVED} "$@"\n'
 )
+# The memory of a small amphora in KiB. Octavia's worker gives half of the free memory to HAProxy's TLS sessions, and
+# HAProxy allocates it at its start. With the memory of this machine, the kernel ended HAProxy of a pair with TLS.
+_MEMORY = {"MemTotal": 1 << 20, "MemFree": 1 << 18, "Buffers": 0, "Cached": 0, "SwapCached": 0, "Shmem": 0, "Slab": 0}
 
 
 def build(folder):
@@ -77,6 +80,9 @@ def build(folder):
         path = Path("/usr/local/bin", name)
         path.write_text(text)
         path.chmod(0o755)
+    memory = Path("/run/private/meminfo")
+    memory.write_text("".join(f"{name}: {size} kB\n" for name, size in _MEMORY.items()))
+    _mount("--bind", memory, "/proc/meminfo")
     shutil.copy(_KEEPALIVED, _REAL_KEEPALIVED)
     script = _REAL_KEEPALIVED.with_suffix(".sh")
     script.write_text(_KEEPALIVED_SCRIPT)
