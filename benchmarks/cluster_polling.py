@@ -75,8 +75,8 @@ def measure(groups: int, servers: int, projects: int, poll: float, seconds: floa
                     stderr=log,
                 )
             _await_serving(database, groups * servers, Path(folder, "log"))
-            # Two rounds after the last change.
-            time.sleep(2 * poll)
+            # A round after the last change.
+            time.sleep(1.5 * poll)
             return _figures(process, pipe, poll, seconds) | {"groups": groups, "servers": groups * servers}
         finally:
             if process is not None:
@@ -265,13 +265,17 @@ def _serve(pipe, groups: int, servers: int, projects: int) -> None:  # noqa: C90
 
     threading.Thread(target=server.serve_forever, daemon=True).start()
     pipe.send(server.server_address[1])
+    begun = time.monotonic()
     while True:
         if pipe.recv() == "reset":
             calls.clear()
             times.clear()
+            begun = time.monotonic()
             pipe.send(None)
         else:
-            gaps = [late - early for one in times.values() for early, late in itertools.pairwise(one)]
+            # The begin and the end of the measurement count too, so that a group with one pass, or none, is found.
+            moments = [(begun, *times[name], time.monotonic()) for name in pools]
+            gaps = [late - early for one in moments for early, late in itertools.pairwise(one)]
             pipe.send((dict(calls), max(gaps, default=float("inf"))))
 
 

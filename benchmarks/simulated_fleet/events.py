@@ -147,8 +147,8 @@ def _choose(rows: Rows, number: int) -> list[str]:
     return [row[0] for row in every[::step]][:number]
 
 
-def stop_database(deployment: Deployment, seconds: float) -> dict[str, Any]:
-    """Kill the database, start it after some seconds, and wait until everything works again."""
+def stop_database(deployment: Deployment, seconds: float, watched: float = 20.0) -> dict[str, Any]:
+    """Kill the database, start it after some seconds, wait until everything works again, and watch the fleet."""
     rows = Rows(deployment)
     known, machines = rows.count(failover), rows.count(amphora)
     rows.dispose()
@@ -173,7 +173,7 @@ def stop_database(deployment: Deployment, seconds: float) -> dict[str, Any]:
         outdated = sa.select(sa.func.count()).select_from(amphora.join(amphora_heartbeat, old))
         found["heartbeats"] = wait(lambda: not rows.all(outdated)[0][0], 120.0)
         found["since_start"] = time.monotonic() - started
-        spread = at_rest.watch_agents(deployment, 20.0)
+        spread = at_rest.watch_agents(deployment, watched)
         found["spread"] = spread["drift audits"]
         found["failovers"] = rows.count(failover) - known
         found["silent"] = rows.count(silent_amphora)

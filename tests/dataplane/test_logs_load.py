@@ -26,7 +26,7 @@ frontend {LISTENER}
 {LOGGED}    http-request deny deny_status 404
 """
 CLIENTS, PIPELINED = 2, 32
-SECONDS = 4.0
+SECONDS = 2.0
 # An address of the network that no machine has: packets to it are lost.
 NOWHERE = "203.0.113.250"
 

@@ -173,6 +173,8 @@ class Guest:
         self.key = os.urandom(32)
         self.plugged: tuple[AttachedPort, ...] = ()
         self.began = 0.0
+        # The number of checks for drift before a push, which the test of the push sets.
+        self.checked = 0
         self._tag = tag
         self._connection: http.client.HTTPSConnection | None = None
 
@@ -282,6 +284,10 @@ class Guest:
     def call(self, method: str, path: str, body=None):
         """Send a request over the persistent connection; return status and document."""
         return self.guest_lab.thread("control").run(self._call, method, path, body)
+
+    def drift(self) -> dict:
+        """Return what the agent has found in its checks for drift."""
+        return self.call("GET", "/v2/info")[1]["drift"]
 
     def _call(self, method: str, path: str, body):
         for last in (False, True):
