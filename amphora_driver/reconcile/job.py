@@ -19,7 +19,9 @@ from amphora_driver.database.tables import job as job_table
 from amphora_driver.database.tables import request
 from amphora_driver.deadline import Deadline
 from amphora_driver.errors import Superseded
-from amphora_driver.queue.jobs import Lease, check_lease
+from amphora_driver.model.amphora import Amphora
+from amphora_driver.queue.jobs import Lease, check_lease, require_lease
+from amphora_driver.store import amphorae
 from amphora_driver.store.requests import Op
 
 T = TypeVar("T")
@@ -73,7 +75,20 @@ class Job:
             generation, op, urgent = check_lease(connection, self.lease)
             return self.preemption_reason(connection, generation, op, urgent=urgent), work(connection)
 
-        first, found = self._database.read(read)
+        return self._require_precedence(*self._database.read(read))
+
+    def load_amphorae(self) -> tuple[Amphora, ...]:
+        """Check as `ensure_may_act` does; return the load balancer's amphorae, which the same statement reads."""
+
+        def read(connection: sa.Connection) -> tuple[str | None, tuple[Amphora, ...]]:
+            row, found = amphorae.load_with_work(connection, self.lease.load_balancer_id)
+            generation, op, urgent = require_lease(self.lease, row)
+            return self.preemption_reason(connection, generation, op, urgent=urgent), found
+
+        return self._require_precedence(*self._database.read(read))
+
+    def _require_precedence(self, first: str | None, found: T) -> T:
+        """Return `found`; raise if the job is preempted, for the reason `first` or an earlier one."""
         # Another thread may have set a reason during the read. This thread does not overwrite that reason.
         if first is not None and self._preempted_by is None:
             self._preempted_by = first

@@ -187,7 +187,7 @@ class Reconciler:
         # balancer stays due.
         job.record_observation(row.generation, row.op)
         log_context.set_generation(row.generation)
-        job.replacing = bool(row.replacing)
+        job.replacing = row.replacing
         job.staying = frozenset(one.id for one in observed if one.state is not AmphoraState.RETIRING)
         renewals = executor.renewal.due(observed, now)
         if row.op == Op.SPARES:
@@ -248,8 +248,8 @@ class Reconciler:
             boots_at=dict(executor.boots_at),
             plugs_while_booting=catalogue.compute(row.compute, row.network).plugs_while_booting,
             vips_taken=executor.vips_taken,
-            vips_held=bool(row.vips_held),
-            takes_vips=bool(row.takes_vips),
+            vips_held=row.vips_held,
+            takes_vips=row.takes_vips,
             holder_asked=executor.removal.holder_queried,
             compute=row.compute,
             network=row.network,
