@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Load balancers in the database for all cases; the case `graph` of the harness."""
 
+import itertools
 import time
 
 import sqlalchemy as sa
@@ -62,7 +63,7 @@ class Store:
 
     def sql_count(self, on):
         """Count statements without BEGIN, because only this provider sends it explicitly (SQLite)."""
-        engine = self.database.engine
+        engines = self.database.engines
         if on:
             self._counted = {"statements": 0, "commits": 0}
 
@@ -73,9 +74,9 @@ class Store:
                 self._counted["commits"] += 1
 
             self._listening = (("before_cursor_execute", statement), ("commit", commit))
-            for listening in self._listening:
+            for engine, listening in itertools.product(engines, self._listening):
                 sa.event.listen(engine, *listening)
             return None
-        for listening in self._listening:
+        for engine, listening in itertools.product(engines, self._listening):
             sa.event.remove(engine, *listening)
         return self._counted
