@@ -7,7 +7,8 @@ import tempfile
 import threading
 from pathlib import Path
 
-_COMMIT = b"COMMIT"
+# The query COMMIT of MariaDB's protocol. "SET AUTOCOMMIT" is another query.
+_COMMIT = b"\x03COMMIT"
 
 
 class FaultyProxy:

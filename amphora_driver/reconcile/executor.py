@@ -62,7 +62,7 @@ _WITHOUT_MACHINE: dict[str, Any] = {
     **dict.fromkeys(("compute_id", "host", "zone")),
     "plugged": (),
 }
-# Before each of these steps, the executor reads the amphorae from the database again.
+# Before each of these steps, the executor reads the amphorae again, unless the plan has just read them.
 _READING_STEPS = (steps.Boot, steps.Plug, steps.AwaitAgent)
 # These steps only write to the database. The write checks the lease, so the executor does not check the lease before
 # the step.
@@ -108,9 +108,10 @@ class StepExecutor:
         words = (view.load_balancer_id, type(step).__name__, what or "", step.reason)
         LOG.info("load balancer %s: the controller starts step %s %s because %s", *words)
         self._job.begin_step()
+        is_checked = self._job.is_checked()
         if isinstance(step, _READING_STEPS):
-            self._amphorae = self._job.load_amphorae()
-        elif not isinstance(step, _RECORDING_STEPS):
+            self._amphorae = tuple(observed) if is_checked else self._job.load_amphorae()
+        elif not is_checked and not isinstance(step, _RECORDING_STEPS):
             self._job.ensure_may_act()
         self._network: Network = self._context.catalogue.network(view.network)
         self._compute: Compute = self._context.catalogue.compute(view.compute, view.network)

@@ -123,7 +123,9 @@ _BY_AGE = _LOAD_BALANCER_IDS.order_by(amphora.c.created_at, amphora.c.id)
 _DEATH_CAUSES = ("silent", "never_spoke")
 _IS_OPEN = failover.c.ended_at.is_(None)
 _OF_AN_AMPHORA = failover.c.load_balancer_id == amphora.c.load_balancer_id, failover.c.amphora_id == amphora.c.id
-_HAS_DEATH = sa.exists().where(*_OF_AN_AMPHORA, failover.c.cause.in_(_DEATH_CAUSES), _IS_OPEN)
+# SQLAlchemy would build the text of a statement with `IN` for each execution.
+_IS_DEATH = sa.or_(*(failover.c.cause == cause for cause in _DEATH_CAUSES))
+_HAS_DEATH = sa.exists().where(*_OF_AN_AMPHORA, _IS_DEATH, _IS_OPEN)
 # Only retiring amphorae can have open fail-overs. So the database searches fail-overs of retiring amphorae only.
 _IS_DEAD = sa.and_(amphora.c.state == AmphoraState.RETIRING.value, _HAS_DEATH.correlate(amphora))
 _IS_REPLACING = sa.exists().where(failover.c.load_balancer_id == job.c.load_balancer_id, _IS_OPEN).correlate(job)
