@@ -98,8 +98,7 @@ class FaultyProxy:
                     if self.at_commit == "before":
                         self.at_commit = None
                         break
-                    else:
-                        self.at_commit, pair.deaf = None, True
+                    self.at_commit, pair.deaf = None, True
                 if not forth and pair.deaf:
                     break
                 target.sendall(data)

@@ -108,7 +108,7 @@ class StepExecutor:
         words = (view.load_balancer_id, type(step).__name__, what or "", step.reason)
         LOG.info("load balancer %s: the controller starts step %s %s because %s", *words)
         self._job.begin_step()
-        is_checked = self._job.is_checked()
+        is_checked = self._job.take_check()
         if isinstance(step, _READING_STEPS):
             self._amphorae = tuple(observed) if is_checked else self._job.load_amphorae()
         elif not is_checked and not isinstance(step, _RECORDING_STEPS):

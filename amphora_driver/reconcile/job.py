@@ -2,9 +2,9 @@
 """One job: its lease, its deadline, and its preemption by other requests.
 
 Invariant: a check of the lease and of other requests precedes each effect outside the database (`ensure_may_act`). The
-read of the state for a plan is the check for the first step of this plan, for a few milliseconds. A deletion has precedence over a fail-over, and a
-fail-over has precedence over all changes. A preempted job ends at its next check, and its load balancer is claimed
-again at once. A job ends in the same way when its process stops.
+read of the state for a plan is the check for the first step of this plan, if the step follows at once. A deletion has
+precedence over a fail-over, and a fail-over has precedence over all changes. A preempted job ends at its next check,
+and its load balancer is claimed again at once. A job ends in the same way when its process stops.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class Job:
         self._checked_at = begun if is_valid else -math.inf
         return row, found
 
-    def is_checked(self) -> bool:
-        """Return whether the last read of the state is the check for the next step; True at most once for each read.
+    def take_check(self) -> bool:
+        """Return whether the last read of the state is the check for this step, once for each read.
 
         Raises:
             Superseded: another thread has preempted the job.

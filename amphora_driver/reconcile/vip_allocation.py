@@ -9,7 +9,7 @@ the options or for a new amphora. A permanent refusal is reported to the user an
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import sqlalchemy as sa
@@ -139,7 +139,7 @@ def options_due(view: LoadBalancerView, amphorae: Sequence[Amphora]) -> str:
     return ""
 
 
-def read_applied_options(row: RecordedJob) -> AppliedVipOptions | None:
+def read_applied_options(row: RecordedJob | sa.Row[Any]) -> AppliedVipOptions | None:
     """Return the VIP options that a row of `job` stores."""
     return None if row.vip_applied is None else msgspec.json.decode(row.vip_applied, type=AppliedVipOptions)
 

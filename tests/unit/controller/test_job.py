@@ -59,24 +59,24 @@ def change(recorder):
 
 def test_the_read_for_a_plan_is_the_check_for_one_step(database, running, monkeypatch):
     database.read(running.read_state)
-    assert (running.is_checked(), running.is_checked()) == (True, False)
+    assert (running.take_check(), running.take_check()) == (True, False)
     database.read(running.read_state)
     monkeypatch.setattr("amphora_driver.reconcile.job._CHECK_VALID_SECONDS", 0.0)
-    assert not running.is_checked()
+    assert not running.take_check()
 
 
 @pytest.mark.parametrize("change", [{"owner": "another", "epoch": 9}, {"due_at": URGENT}])
 def test_the_read_for_a_plan_is_no_check_without_the_lease_or_with_an_urgent_event(database, running, change):
     database.write(lambda c: c.execute(job.update().values(**change)))
     database.read(running.read_state)
-    assert not running.is_checked()
+    assert not running.take_check()
 
 
 def test_another_thread_preempts_a_job_after_the_read_for_a_plan(database, running):
     database.read(running.read_state)
     running.preempt("the process ends", grace=30.0)
     with pytest.raises(Superseded, match="the process ends"):
-        running.is_checked()
+        running.take_check()
 
 
 def test_a_change_does_not_preempt_a_change(database, recorder, running, check):

@@ -40,8 +40,6 @@ def test_only_an_idle_connection_is_tested(server, monkeypatch, seconds, tests):
     sent = []
     for engine in server.engines:
         ping = engine.dialect.do_ping
-        monkeypatch.setattr(
-            engine.dialect, "do_ping", lambda connection, ping=ping: sent.append(1) or ping(connection)
-        )
+        monkeypatch.setattr(engine.dialect, "do_ping", lambda connection, ping=ping: sent.append(1) or ping(connection))
     assert (server.read(own_id), server.write(own_id)) == first
     assert len(sent) == tests
