@@ -182,12 +182,16 @@ class Flow:
         return dict(self.database.read(lambda connection: [tuple(row) for row in connection.execute(select)]))
 
 
+_WAKE = (
+    job.update()
+    .where(job.c.load_balancer_id == sa.bindparam("of"), job.c.dirty, job.c.owner.is_(None), job.c.due_at > 0.0)
+    .values(due_at=0.0)
+)
+
+
 def _wake(connection, load_balancer_id):
     """Make a waiting job due, as the controller does after an agent listens."""
-    mine = job.c.load_balancer_id == load_balancer_id
-    return connection.execute(
-        job.update().where(mine, job.c.dirty, job.c.owner.is_(None), job.c.due_at > 0.0).values(due_at=0.0)
-    ).rowcount
+    return connection.execute(_WAKE, {"of": load_balancer_id}).rowcount
 
 
 def _load_balancer(topology):

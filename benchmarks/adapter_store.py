@@ -62,7 +62,6 @@ class Store:
 
     def sql_count(self, on):
         """Count statements without BEGIN, because only this provider sends it explicitly (SQLite)."""
-        engine = self.database.engine
         if on:
             self._counted = {"statements": 0, "commits": 0}
 
@@ -72,10 +71,14 @@ class Store:
             def commit(_connection):
                 self._counted["commits"] += 1
 
-            self._listening = (("before_cursor_execute", statement), ("commit", commit))
+            # SQLAlchemy also notes a commit after a read in autocommit mode, for which MariaDB gets no COMMIT.
+            self._listening = (
+                *((engine, "before_cursor_execute", statement) for engine in self.database.engines),
+                (self.database.engine, "commit", commit),
+            )
             for listening in self._listening:
-                sa.event.listen(engine, *listening)
+                sa.event.listen(*listening)
             return None
         for listening in self._listening:
-            sa.event.remove(engine, *listening)
+            sa.event.remove(*listening)
         return self._counted

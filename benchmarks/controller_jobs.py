@@ -70,12 +70,14 @@ class Controller(Store, Flow):
         def ended(_connection):
             sent.append("COMMIT")
 
-        engine = self.database.engine
-        sa.event.listen(engine, "before_cursor_execute", note)
-        sa.event.listen(engine, "commit", ended)
+        writing, engines = self.database.engine, self.database.engines
+        for engine in engines:
+            sa.event.listen(engine, "before_cursor_execute", note)
+        sa.event.listen(writing, "commit", ended)
         self.run(operation, number)
-        sa.event.remove(engine, "before_cursor_execute", note)
-        sa.event.remove(engine, "commit", ended)
+        for engine in engines:
+            sa.event.remove(engine, "before_cursor_execute", note)
+        sa.event.remove(writing, "commit", ended)
         print(f"== {operation}", *sent, sep="\n")
 
 

@@ -7,7 +7,8 @@ import tempfile
 import threading
 from pathlib import Path
 
-_COMMIT = b"COMMIT"
+# The query COMMIT of MariaDB's protocol. "SET AUTOCOMMIT" is another query.
+_COMMIT = b"\x03COMMIT"
 
 
 class FaultyProxy:
@@ -17,7 +18,7 @@ class FaultyProxy:
         target: path of the server's socket.
 
     `at_commit` is the action at the next COMMIT: None, "before" (the connection ends and the server never receives
-    it) or "after" (the server commits, and its answer is lost). It happens once, after `spared` other COMMITs.
+    it) or "after" (the server commits, and its answer is lost). It happens once.
     """
 
     def __init__(self, target):
@@ -25,7 +26,6 @@ class FaultyProxy:
         self._folder = tempfile.mkdtemp(prefix="adb-")
         self.path = f"{self._folder}/line"
         self.at_commit = None
-        self.spared = 0
         self._open = threading.Event()
         self._open.set()
         self._ending = False
@@ -95,13 +95,10 @@ class FaultyProxy:
             while data := source.recv(65536):
                 self._open.wait()
                 if forth and self.at_commit and _COMMIT in data:
-                    if self.spared:
-                        self.spared -= 1
-                    elif self.at_commit == "before":
+                    if self.at_commit == "before":
                         self.at_commit = None
                         break
-                    else:
-                        self.at_commit, pair.deaf = None, True
+                    self.at_commit, pair.deaf = None, True
                 if not forth and pair.deaf:
                     break
                 target.sendall(data)

@@ -7,7 +7,9 @@ once, so SQL must be its only effect. A transaction never commits twice. If the 
 result is unknown, and `write` retries only if a commit marker (`set_commit_marker`) shows that nothing was committed.
 
 Servers use READ COMMITTED. A transaction locks rows that it reads and then writes (`with_for_update`), or adds a
-condition to the write. SQLite writers queue for a file lock, see `sqlite_write_lock`.
+condition to the write. SQLite writers queue for a file lock, see `sqlite_write_lock`. On MySQL and MariaDB, reads have
+connections of their own in autocommit mode, which saves a COMMIT after each read. With READ COMMITTED, each statement
+has a snapshot of its own in both modes.
 
 Every answer has a time-out. MariaDB and PostgreSQL abort the idle transaction of a stopped client, which releases the
 row locks; MySQL has no such time-out. No code relies on locks that are visible on other Galera nodes. Colliding writes
@@ -63,7 +65,8 @@ _IDLE_SECONDS = 10
 _ANSWER_SECONDS = 8.0
 # Seconds that a writer waits for SQLite's write lock. Many other writers may get the lock first.
 _WRITE_LOCK_SECONDS = 15.0
-# A process opens up to 48 connections, one for each thread that may write.
+# A process opens up to 48 connections, one for each thread that may write. On MySQL and MariaDB it opens as many for
+# reads.
 _POOL_OPTIONS = {"pool_size": 5, "max_overflow": 43, "pool_timeout": 5}
 # Seconds after which `Database` checks the schema again.
 SCHEMA_VALID_SECONDS = 10.0
@@ -92,6 +95,13 @@ class _AlreadyCommitted(Exception):
     """An unconfirmed commit has succeeded."""
 
 
+class _Engines(msgspec.Struct, frozen=True):
+    """The engines for writes and for reads, which may be the same."""
+
+    writing: sa.Engine
+    reading: sa.Engine
+
+
 class Database:
     """One database, usable from any thread and from processes forked later.
 
@@ -116,7 +126,7 @@ class Database:
         self._url = url
         self._durable = durable
         self._answer_timeout = answer_timeout
-        self._engine: sa.Engine | None = None
+        self._engines: _Engines | None = None
         # Time of the last successful check of the schema, on the clock of `time.monotonic()`.
         self._schema_checked_at: float | None = None
         self._schema_logged = ""
@@ -134,12 +144,21 @@ class Database:
     @property
     def engine(self) -> sa.Engine:
         """The engine of this process. A forked child creates a new one: processes must not share connections."""
-        if self._engine is None or self._pid != os.getpid():
+        return self._load_engines().writing
+
+    @property
+    def engines(self) -> tuple[sa.Engine, ...]:
+        """The different engines of this process, for listeners of their events."""
+        made = self._load_engines()
+        return (made.writing,) if made.reading is made.writing else (made.writing, made.reading)
+
+    def _load_engines(self) -> _Engines:
+        if self._engines is None or self._pid != os.getpid():
             with self._engine_lock:
-                if self._engine is None or self._pid != os.getpid():
-                    self._engine = self._create_engine()
+                if self._engines is None or self._pid != os.getpid():
+                    self._engines = self._create_engines()
                     self._pid = os.getpid()
-        return self._engine
+        return self._engines
 
     def now(self) -> float:
         """Return the database clock (seconds since 1970), from an offset that is measured every few seconds."""
@@ -204,11 +223,12 @@ class Database:
 
     @metrics.transaction("read")
     def read(self, work: Callable[[sa.Connection], T]) -> T:
-        """Run `work` in a reading transaction, which waits for no writer; or raise `StoreError`."""
+        """Run `work`, which only reads and waits for no writer; or raise `StoreError`."""
         begun = time.monotonic()
         for attempt in range(1, _UNAVAILABLE_ATTEMPTS + 1):
             try:
-                with self.engine.connect().execution_options(amphora_read_only=True) as connection, connection.begin():
+                reading = self._load_engines().reading.connect()
+                with reading.execution_options(amphora_read_only=True) as connection, connection.begin():
                     self._check_schema(connection)
                     return work(connection)
             except DBAPIError as error:
@@ -221,9 +241,10 @@ class Database:
 
     def dispose(self) -> None:
         """Close every connection of this process."""
-        if self._engine is not None and self._pid == os.getpid():
-            self._engine.dispose()
-            self._engine = None
+        if self._engines is not None and self._pid == os.getpid():
+            for engine in self.engines:
+                engine.dispose()
+            self._engines = None
 
     def _run_once(self, work: Callable[[sa.Connection], T], unconfirmed: list[_UnconfirmedCommit[T]]) -> T:
         """Run one transaction, or roll it back and raise `_AlreadyCommitted` for an earlier attempt."""
@@ -289,26 +310,23 @@ class Database:
                 LOG.info("this process works with the %s", schema_check.describe_schema(state, self.schema))
             self._schema_logged = state.newest
 
-    def _create_engine(self) -> sa.Engine:
+    def _create_engines(self) -> _Engines:
         url = parse_url(self._url, self.schema.option)
-        if url.get_backend_name() != "sqlite":
-            options: dict[str, Any] = {"isolation_level": "READ COMMITTED", "pool_recycle": 3600}
-            limits, postgresql = _connect_arguments(url, self._answer_timeout), url.get_backend_name() == "postgresql"
-            # By default, the pool sends a ROLLBACK for each returned connection, even if no transaction is open. For
-            # MariaDB, `_reset_mariadb` replaces this default: it sends a ROLLBACK only if a transaction is open.
-            options["pool_reset_on_return"] = "rollback" if postgresql else None
-            engine = sa.create_engine(url, **options, **_POOL_OPTIONS, connect_args=limits)
-            idle_ping.attach(engine)
-            if postgresql:
-                event.listen(engine, "do_connect", self._connect_postgresql)
-            else:
-                event.listen(engine, "connect", _begin_mariadb)
-                event.listen(engine, "reset", _reset_mariadb)
-            return engine
-        engine = sa.create_engine(url, pool_size=16, max_overflow=32)
-        lock = sqlite_write_lock.SqliteWriteLock(str(url.database), durable=self._durable, timeout=_WRITE_LOCK_SECONDS)
-        lock.attach(engine)
-        return engine
+        backend = url.get_backend_name()
+        if backend == "sqlite":
+            path = str(url.database)
+            engine = sa.create_engine(url, pool_size=16, max_overflow=32)
+            sqlite_write_lock.SqliteWriteLock(path, durable=self._durable, timeout=_WRITE_LOCK_SECONDS).attach(engine)
+            return _Engines(writing=engine, reading=engine)
+        limits = _connect_arguments(url, self._answer_timeout)
+        if backend == "postgresql":
+            engine = _create_server_engine(url, limits, isolation_level="READ COMMITTED")
+            event.listen(engine, "do_connect", self._connect_postgresql)
+            return _Engines(writing=engine, reading=engine)
+        return _Engines(
+            writing=_create_mariadb_engine(url, limits, isolation_level="READ COMMITTED"),
+            reading=_create_mariadb_engine(url, limits, isolation_level="AUTOCOMMIT"),
+        )
 
     def _connect_postgresql(self, _dialect: Any, _record: Any, arguments: Any, options: Any) -> Any:
         # The import is inside the function, because only hosts with a PostgreSQL database have psycopg.
@@ -354,6 +372,23 @@ def _connect_arguments(url: sa.URL, answer_timeout: float) -> dict[str, Any]:
     return {name: value for name, value in limits.items() if name not in url.query}
 
 
+def _create_server_engine(url: sa.URL, limits: dict[str, Any], **options: Any) -> sa.Engine:
+    engine = sa.create_engine(url, **options, **_POOL_OPTIONS, pool_recycle=3600, connect_args=limits)
+    idle_ping.attach(engine)
+    return engine
+
+
+def _create_mariadb_engine(url: sa.URL, limits: dict[str, Any], **options: Any) -> sa.Engine:
+    # By default, the pool sends a ROLLBACK for each returned connection, even if no transaction is open.
+    engine = _create_server_engine(url, limits, **options, pool_reset_on_return=None)
+    event.listen(engine, "connect", _begin_mariadb)
+    event.listen(engine, "reset", _reset_mariadb)
+    if options["isolation_level"] == "AUTOCOMMIT":
+        # In this mode too, SQLAlchemy ends each use of a connection with COMMIT or ROLLBACK, and PyMySQL sends both.
+        engine.dialect.do_commit = engine.dialect.do_rollback = _roll_back_mariadb  # type: ignore[method-assign]
+    return engine
+
+
 def _begin_mariadb(dbapi_connection: Any, _record: Any) -> None:
     cursor = dbapi_connection.cursor()
     settings = f"SET SESSION time_zone='+00:00', innodb_lock_wait_timeout={_LOCK_SECONDS}"
@@ -365,9 +400,14 @@ def _begin_mariadb(dbapi_connection: Any, _record: Any) -> None:
 
 
 def _reset_mariadb(dbapi_connection: Any, _record: Any, reset_state: PoolResetState) -> None:
-    """Roll back an open transaction when a connection returns to the pool; send nothing if there is none."""
-    is_open = getattr(dbapi_connection, "server_status", _IN_TRANSACTION) & _IN_TRANSACTION
-    if is_open and not reset_state.terminate_only:
+    """Roll back an open transaction when a connection returns to the pool."""
+    if not reset_state.terminate_only:
+        _roll_back_mariadb(dbapi_connection)
+
+
+def _roll_back_mariadb(dbapi_connection: Any) -> None:
+    """Roll back an open transaction; send nothing if there is none."""
+    if getattr(dbapi_connection, "server_status", _IN_TRANSACTION) & _IN_TRANSACTION:
         dbapi_connection.rollback()
 
 

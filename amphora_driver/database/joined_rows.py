@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads of tens of thousands of rows as at most 256 JSON texts, which the database server joins.
+"""Rows as JSON texts: many rows in one text, or the columns of one row in one text.
 
-A client in Python needs most of the time of such a read to build the rows one by one. A decoder in C needs a tenth of
-it for the same rows in JSON.
+A client in Python needs most of the time of a read for the rows of a large result, and for the description of each
+column of a small result. A decoder in C needs a tenth of it for the same values in JSON. `join_rows` reads tens of
+thousands of rows as at most 256 texts, and `JsonRow` reads many columns as one.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ from amphora_driver.errors import StoreError
 T = TypeVar("T", bound=msgspec.Struct)
 
 
-class _JsonRow(FunctionElement[str]):
-    """The values of columns as a JSON array, in text."""
+class JsonRow(FunctionElement[str]):
+    """The values of columns as a JSON array, in text; a Boolean may be the number 0 or 1."""
 
     name = "json_row"
     inherit_cache = True
     type = sa.Text()
 
 
-@compiles(_JsonRow)
+@compiles(JsonRow)
 def _compile(element: Any, compiler: Any, **options: Any) -> str:
     return f"json_array({compiler.process(element.clauses, **options)})"
 
 
-@compiles(_JsonRow, "sqlite")
+@compiles(JsonRow, "sqlite")
 def _compile_sqlite(element: Any, compiler: Any, **options: Any) -> str:
     # SQLite's JSON functions keep 15 digits of a number, but a time in seconds with microseconds has 16. So `printf`
     # formats each number with 17 digits.
@@ -45,7 +46,7 @@ def _compile_sqlite(element: Any, compiler: Any, **options: Any) -> str:
     return f"json_array({', '.join(values)})"
 
 
-@compiles(_JsonRow, "postgresql")
+@compiles(JsonRow, "postgresql")
 def _compile_postgresql(element: Any, compiler: Any, **options: Any) -> str:
     return f"CAST(json_build_array({compiler.process(element.clauses, **options)}) AS TEXT)"
 
@@ -61,7 +62,7 @@ def join_rows(
         columns: the columns in the order of the fields of the rows.
         limit: largest number of rows, those with the smallest keys; None for all.
     """
-    joined = sa.func.aggregate_strings(_JsonRow(*columns), ",").label("joined")
+    joined = sa.func.aggregate_strings(JsonRow(*columns), ",").label("joined")
     columns_of_group: tuple[sa.ColumnElement[Any], ...] = (sa.func.count().label("number"), joined)
     query = sa.select(*columns_of_group).select_from(source).group_by(sa.func.substr(key, 1, 2))
     if limit is None:

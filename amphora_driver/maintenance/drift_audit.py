@@ -131,8 +131,8 @@ def load_record(connection: sa.Connection, load_balancer_id: str, catalogue: Any
         secrets=sealed_secrets.load_secrets(connection, load_balancer_id) if uses_some else {},
         tickets=row.tickets,
         priorities=vrrp_peers.find_priorities(catalogue, row.topology, everyone),
-        vips_held=bool(row.vips_held),
-        takes_vips=bool(row.takes_vips),
+        vips_held=row.vips_held,
+        takes_vips=row.takes_vips,
     )
 
 

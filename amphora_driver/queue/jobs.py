@@ -386,7 +386,11 @@ def check_lease(connection: sa.Connection, lease: Lease) -> tuple[int, str, bool
 
     Return the newest generation, the recorded `Op`, and whether the job has become urgent since the claim.
     """
-    row = connection.execute(_CHECK, {"of": lease.load_balancer_id}).first()
+    return require_lease(lease, connection.execute(_CHECK, {"of": lease.load_balancer_id}).first())
+
+
+def require_lease(lease: Lease, row: Any) -> tuple[int, str, bool]:
+    """Check the lease as `check_lease` does, in a row of `job` that was just read; None without a row."""
     if row is None or (row.owner, row.epoch) != (lease.owner, lease.epoch):
         wanted = f"work on load balancer {lease.load_balancer_id} under lease {lease.epoch}"
         raise LeaseLost(wanted, "another controller has taken it over")

@@ -26,6 +26,7 @@ from amphora_driver.render.bundle import Served, bundle
 from amphora_driver.render.haproxy import render
 from amphora_driver.render.tls import File
 from amphora_driver.render.udp import virtual_servers
+from amphora_driver.store.amphorae import RecordedJob
 from amphora_driver.store.sealed_secrets import SealedSecret
 
 # Interval in seconds of the VRRP advertisements while a pair takes the VIPs of Octavia's own amphorae.
@@ -160,7 +161,7 @@ class OmittedObjects(msgspec.Struct, frozen=True, kw_only=True):
     reasons: dict[str, str]
 
 
-def read_omitted_objects(row: sa.Row[tuple[object, ...]]) -> dict[str, str]:
+def read_omitted_objects(row: RecordedJob) -> dict[str, str]:
     """Return the omitted objects of the newest generation from a row of `job`: reasons by object id."""
     if row.omitted is None:
         return {}

@@ -62,7 +62,7 @@ _WITHOUT_MACHINE: dict[str, Any] = {
     **dict.fromkeys(("compute_id", "host", "zone")),
     "plugged": (),
 }
-# Before each of these steps, the executor reads the amphorae from the database again.
+# Before each of these steps, the executor reads the amphorae again, unless the plan has just read them.
 _READING_STEPS = (steps.Boot, steps.Plug, steps.AwaitAgent)
 # These steps only write to the database. The write checks the lease, so the executor does not check the lease before
 # the step.
@@ -88,6 +88,8 @@ class StepExecutor:
         self._job = job
         self._step_label = ""
         self._amphorae: tuple[Amphora, ...] = ()
+        # The keys of the amphorae that this job has recorded.
+        self._heartbeat_keys: dict[str, Secret] = {}
         self.renewal = CertificateRenewer(self._conf, self._database, self._context.agents, context.trust, job)
         self._push = BundlePush(context, job, self._write)
         self._vip_steps = VipSteps(self._database, self._write, self._conf.amp_network.vip_timeout)
@@ -106,9 +108,10 @@ class StepExecutor:
         words = (view.load_balancer_id, type(step).__name__, what or "", step.reason)
         LOG.info("load balancer %s: the controller starts step %s %s because %s", *words)
         self._job.begin_step()
+        is_checked = self._job.take_check()
         if isinstance(step, _READING_STEPS):
-            self._amphorae = self._job.read_if_allowed(self._load_amphorae)
-        elif not isinstance(step, _RECORDING_STEPS):
+            self._amphorae = tuple(observed) if is_checked else self._job.load_amphorae()
+        elif not is_checked and not isinstance(step, _RECORDING_STEPS):
             self._job.ensure_may_act()
         self._network: Network = self._context.catalogue.network(view.network)
         self._compute: Compute = self._context.catalogue.compute(view.compute, view.network)
@@ -212,8 +215,8 @@ class StepExecutor:
         return amphorae.load_amphorae(connection, self._job.lease.load_balancer_id)
 
     def _record(self, step: steps.Record) -> None:
-        amphora_id = str(uuid.uuid4())
-        sealed = self._context.vault.seal(Secret(secrets.token_bytes(32)), amphorae.key_location(amphora_id))
+        amphora_id, key = str(uuid.uuid4()), Secret(secrets.token_bytes(32))
+        sealed = self._context.vault.seal(key, amphorae.key_location(amphora_id))
         of, now = self._job.lease.load_balancer_id, self._database.now()
 
         def write(connection: sa.Connection) -> None:
@@ -222,6 +225,7 @@ class StepExecutor:
                 failovers.record_event(connection, of, Event.RECORDED, now, amphora_id)
 
         self._write(write)
+        self._heartbeat_keys[amphora_id] = key
 
     def _boot(self, amphora: Amphora, view: steps.AnyView) -> None:
         profile = _profile(view)
@@ -238,7 +242,9 @@ class StepExecutor:
             services=self._conf.amp_agent.services,
             settings=agent_settings(self._conf),
         )
-        key = self._job.read_if_allowed(lambda c: amphorae.read_heartbeat_key(c, self._context.vault, amphora.id))
+        key = self._heartbeat_keys.get(amphora.id) or self._job.read_if_allowed(
+            lambda c: amphorae.read_heartbeat_key(c, self._context.vault, amphora.id)
+        )
         if key is None:
             raise ComputeError(f"boot amphora {amphora.id}", "it is not recorded")
         identity, expires_at = self._issue_credentials(amphora)
@@ -300,7 +306,11 @@ class StepExecutor:
             if one.host is None and one.booted_at is not None and abs(now - one.booted_at) < _MAX_PARTNER_WAIT
         ]
         partners = boot_partners(recent, amphora.id)
-        if not partners or self._compute.can_separate(partners, zones):
+        if not partners:
+            return False
+        if self._compute.can_separate(partners, zones):
+            # The query of the compute backend may take long, and the boot follows.
+            self._job.ensure_may_act()
             return False
         LOG.info(
             "the controller delays the boot of amphora %s, because its partner %s is still being built",

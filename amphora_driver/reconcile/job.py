@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """One job: its lease, its deadline, and its preemption by other requests.
 
-Invariant: `ensure_may_act` precedes each effect outside the database. A deletion has precedence over a fail-over, and a
-fail-over has precedence over all changes. A preempted job ends at its next check, and its load balancer is claimed
-again at once. A job ends in the same way when its process stops.
+Invariant: a check of the lease and of other requests precedes each effect outside the database (`ensure_may_act`). The
+read of the state for a plan is the check for the first step of this plan, if the step follows at once. A deletion has
+precedence over a fail-over, and a fail-over has precedence over all changes. A preempted job ends at its next check,
+and its load balancer is claimed again at once. A job ends in the same way when its process stops.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -18,11 +20,16 @@ from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import job as job_table
 from amphora_driver.database.tables import request
 from amphora_driver.deadline import Deadline
-from amphora_driver.errors import Superseded
-from amphora_driver.queue.jobs import Lease, check_lease
+from amphora_driver.errors import LeaseLost, Superseded
+from amphora_driver.model.amphora import Amphora, AmphoraState
+from amphora_driver.queue.jobs import Lease, check_lease, require_lease
+from amphora_driver.store import amphorae
+from amphora_driver.store.amphorae import RecordedJob
 from amphora_driver.store.requests import Op
 
 T = TypeVar("T")
+# For this number of seconds, the read of the state for a plan counts as the check before the first step.
+_CHECK_VALID_SECONDS = 0.05
 # Name of a fail-over in the history of requests (`store/requests.py`).
 _FAILOVER = "failover loadbalancer"
 
@@ -49,12 +56,42 @@ class Job:
         self.row_deleted = False
         self._database = database
         self._preempted_by: str | None = None
+        # Time of the last read of the state, by `time.monotonic()`, until a step uses it as its check.
+        self._checked_at = -math.inf
 
     def begin_step(self) -> None:
         self.step_started_at = time.monotonic()
 
     def record_observation(self, generation: int, op: str) -> None:
         self.generation, self.op = generation, op
+
+    def read_state(self, connection: sa.Connection) -> tuple[RecordedJob, tuple[Amphora, ...]]:
+        """Read the row of this job and the amphorae for the next plan.
+
+        Raises:
+            LeaseLost: the load balancer is not recorded.
+        """
+        load_balancer_id, begun = self.lease.load_balancer_id, time.monotonic()
+        row, found = amphorae.load_with_work(connection, load_balancer_id)
+        if row is None:
+            raise LeaseLost(f"work on load balancer {load_balancer_id}", "it is not recorded")
+        self.record_observation(row.generation, row.op)
+        self.replacing = row.replacing
+        self.staying = frozenset(one.id for one in found if one.state is not AmphoraState.RETIRING)
+        is_valid = (row.owner, row.epoch) == (self.lease.owner, self.lease.epoch) and row.due_at >= 0.0
+        self._checked_at = begun if is_valid else -math.inf
+        return row, found
+
+    def take_check(self) -> bool:
+        """Return whether the last read of the state is the check for this step, once for each read.
+
+        Raises:
+            Superseded: another thread has preempted the job.
+            DeadlinePassed: the time-out of the job has passed.
+        """
+        checked_at, self._checked_at = self._checked_at, -math.inf
+        is_valid = time.monotonic() - checked_at < _CHECK_VALID_SECONDS
+        return is_valid and self._require_precedence(None, found=True)
 
     def ensure_may_act(self) -> None:
         """Check the lease, the precedence and the deadline, immediately before an external effect.
@@ -73,7 +110,20 @@ class Job:
             generation, op, urgent = check_lease(connection, self.lease)
             return self.preemption_reason(connection, generation, op, urgent=urgent), work(connection)
 
-        first, found = self._database.read(read)
+        return self._require_precedence(*self._database.read(read))
+
+    def load_amphorae(self) -> tuple[Amphora, ...]:
+        """Check as `ensure_may_act` does; return the load balancer's amphorae, which the same statement reads."""
+
+        def read(connection: sa.Connection) -> tuple[str | None, tuple[Amphora, ...]]:
+            row, found = amphorae.load_with_work(connection, self.lease.load_balancer_id)
+            generation, op, urgent = require_lease(self.lease, row)
+            return self.preemption_reason(connection, generation, op, urgent=urgent), found
+
+        return self._require_precedence(*self._database.read(read))
+
+    def _require_precedence(self, first: str | None, found: T) -> T:
+        """Return `found`; raise if the job is preempted, for the reason `first` or an earlier one."""
         # Another thread may have set a reason during the read. This thread does not overwrite that reason.
         if first is not None and self._preempted_by is None:
             self._preempted_by = first

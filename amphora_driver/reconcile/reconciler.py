@@ -28,7 +28,7 @@ from amphora_driver.errors import (
     Superseded,
     UnsupportedOption,
 )
-from amphora_driver.model.amphora import Amphora, AmphoraState
+from amphora_driver.model.amphora import Amphora
 from amphora_driver.model.loadbalancer import LoadBalancer, Member
 from amphora_driver.model.secret_refs import secrets_of_tree
 from amphora_driver.network.interface import Network
@@ -42,7 +42,7 @@ from amphora_driver.reconcile.executor import StepExecutor
 from amphora_driver.reconcile.job import Job
 from amphora_driver.reconcile.plan import plan
 from amphora_driver.reconcile.tree_cache import TreeCache
-from amphora_driver.store import amphorae, failovers, sealed_secrets, status_outbox
+from amphora_driver.store import failovers, sealed_secrets, status_outbox
 from amphora_driver.store.requests import Op
 
 LOG = logging.getLogger(__name__)
@@ -180,15 +180,10 @@ class Reconciler:
         self, connection: sa.Connection, job: Job, executor: StepExecutor, now: float
     ) -> tuple[steps.AnyView, tuple[Amphora, ...]]:
         lease, load_balancer_id = job.lease, job.lease.load_balancer_id
-        row, observed = amphorae.load_with_work(connection, load_balancer_id)
-        if row is None:
-            raise LeaseLost(f"work on load balancer {load_balancer_id}", "it is not recorded")
         # The generation is read before the objects. A request during the read then has a newer generation, and the load
         # balancer stays due.
-        job.record_observation(row.generation, row.op)
+        row, observed = job.read_state(connection)
         log_context.set_generation(row.generation)
-        job.replacing = bool(row.replacing)
-        job.staying = frozenset(one.id for one in observed if one.state is not AmphoraState.RETIRING)
         renewals = executor.renewal.due(observed, now)
         if row.op == Op.SPARES:
             return steps.SparePoolView(
@@ -248,8 +243,8 @@ class Reconciler:
             boots_at=dict(executor.boots_at),
             plugs_while_booting=catalogue.compute(row.compute, row.network).plugs_while_booting,
             vips_taken=executor.vips_taken,
-            vips_held=bool(row.vips_held),
-            takes_vips=bool(row.takes_vips),
+            vips_held=row.vips_held,
+            takes_vips=row.takes_vips,
             holder_asked=executor.removal.holder_queried,
             compute=row.compute,
             network=row.network,

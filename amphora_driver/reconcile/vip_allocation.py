@@ -9,7 +9,7 @@ the options or for a new amphora. A permanent refusal is reported to the user an
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import sqlalchemy as sa
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from amphora_driver.network.interface import Network
     from amphora_driver.reconcile.context import WriteUnderLease
     from amphora_driver.reconcile.steps import LoadBalancerView, Plug
+    from amphora_driver.store.amphorae import RecordedJob
 
 
 LOG = logging.getLogger(__name__)
@@ -138,7 +139,7 @@ def options_due(view: LoadBalancerView, amphorae: Sequence[Amphora]) -> str:
     return ""
 
 
-def read_applied_options(row: sa.Row[tuple[object, ...]]) -> AppliedVipOptions | None:
+def read_applied_options(row: RecordedJob | sa.Row[Any]) -> AppliedVipOptions | None:
     """Return the VIP options that a row of `job` stores."""
     return None if row.vip_applied is None else msgspec.json.decode(row.vip_applied, type=AppliedVipOptions)
 

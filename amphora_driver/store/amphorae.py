@@ -19,13 +19,13 @@ import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 
 from amphora_driver.database.bulk_update import BulkUpdate
-from amphora_driver.database.joined_rows import join_rows, read_rows
-from amphora_driver.database.rows import chunks, to_struct
+from amphora_driver.database.joined_rows import JsonRow, join_rows, read_rows
+from amphora_driver.database.rows import chunks
 from amphora_driver.database.tables import DUE_NOW, amphora, amphora_heartbeat, job, object_status
 from amphora_driver.database.tables_fleet import adoption, failover
 from amphora_driver.database.vault import SecretLocation, Vault
 from amphora_driver.errors import StoreError
-from amphora_driver.model.amphora import Amphora, AmphoraState
+from amphora_driver.model.amphora import Amphora, AmphoraState, AttachedPort, Partner
 from amphora_driver.secret import Secret
 from amphora_driver.store.generations import lock_jobs, update_job
 
@@ -72,45 +72,86 @@ class ReachableAmphora(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int = 0
 
 
+class RecordedJob(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Columns of a load balancer's `job` row, with the state of its fail-overs and its adoption.
+
+    Attributes:
+        replacing: a fail-over is open.
+        vips_held: an adoption keeps the VIPs away from the amphorae.
+        takes_vips: the amphorae take the VIPs in an adoption.
+    """
+
+    load_balancer_id: str
+    topology: str
+    compute: str | None
+    network: str | None
+    op: str
+    generation: int
+    applied: int
+    read_back: bool
+    vip_applied: str | None
+    omitted: str | None
+    spare_pool: str | None
+    spares: str | None
+    tickets: int | None
+    owner: str | None
+    epoch: int
+    due_at: float
+    replacing: bool
+    vips_held: bool
+    takes_vips: bool
+
+
+# The columns of an amphora in the order of the fields of `Amphora`. `plugged` and `partners` contain JSON.
+_AmphoraRow: Any = msgspec.defstruct(
+    "_AmphoraRow",
+    [
+        (field.name, str | None if field.name in {"plugged", "partners"} else field.type)
+        for field in msgspec.structs.fields(Amphora)
+    ],
+    array_like=True,
+)
+_DECODE_JOB = msgspec.json.Decoder(RecordedJob, strict=False).decode
+_DECODE_AMPHORA = msgspec.json.Decoder(_AmphoraRow, strict=False).decode
+_DECODE_PLUGGED = msgspec.json.Decoder(tuple[AttachedPort, ...]).decode
+_DECODE_PARTNERS = msgspec.json.Decoder(tuple[Partner, ...]).decode
 _JSON_COLUMNS = ("plugged", "partners")
 _IDS: sa.BindParameter[Any] = sa.bindparam("ids", expanding=True)
 _LOAD_BALANCER_IDS = sa.select(amphora.c.id, amphora.c.load_balancer_id)
 _BY_AGE = _LOAD_BALANCER_IDS.order_by(amphora.c.created_at, amphora.c.id)
-# The query for a `job` row and its `amphora` rows does not read these columns, because the query is faster with fewer
-# columns.
-_UNREAD_COLUMNS = {
-    *("project_id", "reread", "tickets_due", "owner", "writes", "leased_until", "due_at", "error"),
-    *("heartbeat_key", "created_at", "ready_at", "reason", "image", "audited_at", "drift", "drifts"),
-    "near_limit",
-}
-_OF_WORK = [column for column in job.c if column.name not in _UNREAD_COLUMNS]
-_OF_HEARTBEAT = (amphora_heartbeat.c.seen_at.label("heard_at"), amphora_heartbeat.c.holds_vip)
-_OF_AMPHORA = [column for column in amphora.c if column.name not in {*_UNREAD_COLUMNS, *(one.name for one in job.c)}]
 # An amphora is dead if it has an open fail-over with one of these causes.
 _DEATH_CAUSES = ("silent", "never_spoke")
 _IS_OPEN = failover.c.ended_at.is_(None)
 _OF_AN_AMPHORA = failover.c.load_balancer_id == amphora.c.load_balancer_id, failover.c.amphora_id == amphora.c.id
-_HAS_DEATH = sa.exists().where(*_OF_AN_AMPHORA, failover.c.cause.in_(_DEATH_CAUSES), _IS_OPEN)
+# SQLAlchemy would build the text of a statement with `IN` for each execution.
+_IS_DEATH = sa.or_(*(failover.c.cause == cause for cause in _DEATH_CAUSES))
+_HAS_DEATH = sa.exists().where(*_OF_AN_AMPHORA, _IS_DEATH, _IS_OPEN)
 # Only retiring amphorae can have open fail-overs. So the database searches fail-overs of retiring amphorae only.
-_IS_DEAD = sa.and_(amphora.c.state == AmphoraState.RETIRING.value, _HAS_DEATH.correlate(amphora)).label("dead")
-_IS_REPLACING = (
-    sa.exists().where(failover.c.load_balancer_id == job.c.load_balancer_id, _IS_OPEN).correlate(job).label("replacing")
-)
+_IS_DEAD = sa.and_(amphora.c.state == AmphoraState.RETIRING.value, _HAS_DEATH.correlate(amphora))
+_IS_REPLACING = sa.exists().where(failover.c.load_balancer_id == job.c.load_balancer_id, _IS_OPEN).correlate(job)
 _IS_ADOPTED = sa.and_(adoption.c.load_balancer_id == job.c.load_balancer_id, adoption.c.ended_at.is_(None))
-_HOLDS_VIPS = sa.exists().where(_IS_ADOPTED, adoption.c.vips_held).correlate(job).label("vips_held")
-_TAKES_VIPS = (
-    sa.exists().where(_IS_ADOPTED, ~adoption.c.vips_held, ~adoption.c.reporting).correlate(job).label("takes_vips")
-)
+_HOLDS_VIPS = sa.exists().where(_IS_ADOPTED, adoption.c.vips_held).correlate(job)
+_TAKES_VIPS = sa.exists().where(_IS_ADOPTED, ~adoption.c.vips_held, ~adoption.c.reporting).correlate(job)
+_JOB_VALUES = {"replacing": _IS_REPLACING, "vips_held": _HOLDS_VIPS, "takes_vips": _TAKES_VIPS}
+_JOB_ROW = JsonRow(*(_JOB_VALUES.get(name, job.c.get(name)) for name in RecordedJob.__struct_fields__))
+_AMPHORA_VALUES = {
+    "heard_at": amphora_heartbeat.c.seen_at,
+    "holds_vip": amphora_heartbeat.c.holds_vip,
+    "dead": _IS_DEAD,
+}
+_AMPHORA_ROW = JsonRow(*(_AMPHORA_VALUES.get(name, amphora.c.get(name)) for name in Amphora.__struct_fields__))
 _INSERT = amphora.insert()
 _HEARTBEAT_KEY = sa.select(amphora.c.heartbeat_key).where(amphora.c.id == sa.bindparam("of"))
 _OF_LOAD_BALANCER = (
-    sa.select(*_OF_AMPHORA, amphora.c.load_balancer_id, *_OF_HEARTBEAT, _IS_DEAD)
+    sa.select(_AMPHORA_ROW)
+    .select_from(amphora)
     .outerjoin(amphora_heartbeat, amphora_heartbeat.c.amphora_id == amphora.c.id)
     .where(amphora.c.load_balancer_id == sa.bindparam("of"))
     .order_by(amphora.c.created_at, amphora.c.id)
 )
 _WITH_WORK = (
-    sa.select(*_OF_WORK, *_OF_AMPHORA, *_OF_HEARTBEAT, _IS_DEAD, _IS_REPLACING, _HOLDS_VIPS, _TAKES_VIPS)
+    sa.select(_JOB_ROW, sa.case((amphora.c.id.is_not(None), _AMPHORA_ROW)))
+    .select_from(job)
     .outerjoin(amphora, amphora.c.load_balancer_id == job.c.load_balancer_id)
     .outerjoin(amphora_heartbeat, amphora_heartbeat.c.amphora_id == amphora.c.id)
     .where(job.c.load_balancer_id == sa.bindparam("of"))
@@ -169,25 +210,27 @@ def insert_amphora(
     connection.execute(_INSERT, row)
 
 
-def load_with_work(connection: sa.Connection, load_balancer_id: str) -> tuple[Any, tuple[Amphora, ...]]:
-    """Return a load balancer's `job` row (or None) and its amphorae, the oldest first.
-
-    The row lacks the lease columns. The additional column `replacing` says whether a fail-over is open, `vips_held`
-    whether an adoption keeps the VIPs away from the amphorae, and `takes_vips` whether they take them in an adoption.
-    """
+def load_with_work(connection: sa.Connection, load_balancer_id: str) -> tuple[RecordedJob | None, tuple[Amphora, ...]]:
+    """Return a load balancer's `job` row (or None) and its amphorae, the oldest first, from one statement."""
     rows = connection.execute(_WITH_WORK, {"of": load_balancer_id}).all()
-    return (rows[0] if rows else None), _to_amphorae(rows)
+    found = _DECODE_JOB(rows[0][0]) if rows else None
+    return found, tuple(_to_amphora(text) for _job, text in rows if text is not None)
 
 
 def load_amphorae(connection: sa.Connection, load_balancer_id: str) -> tuple[Amphora, ...]:
     """Return the amphorae of a load balancer, the oldest first."""
-    return _to_amphorae(connection.execute(_OF_LOAD_BALANCER, {"of": load_balancer_id}).all())
+    rows = connection.execute(_OF_LOAD_BALANCER, {"of": load_balancer_id})
+    return tuple(_to_amphora(text) for (text,) in rows)
 
 
-def _to_amphorae(rows: Sequence[Any]) -> tuple[Amphora, ...]:
-    found = [row for row in rows if row.id is not None]
-    lists = [{name: msgspec.json.decode(getattr(row, name) or "[]") for name in _JSON_COLUMNS} for row in found]
-    return tuple(to_struct(row, Amphora, **more) for row, more in zip(found, lists, strict=True))
+def _to_amphora(text: str) -> Amphora:
+    found = msgspec.structs.asdict(_DECODE_AMPHORA(text))
+    plugged, partners = found.pop("plugged"), found.pop("partners")
+    return Amphora(
+        **found,
+        plugged=_DECODE_PLUGGED(plugged) if plugged else (),
+        partners=_DECODE_PARTNERS(partners) if partners else (),
+    )
 
 
 def update_amphora(connection: sa.Connection, amphora_id: str, **values: Any) -> None:

@@ -65,7 +65,8 @@ def open_read_only(url: str) -> Database:
         with closing(connection.cursor()) as cursor:
             cursor.execute("PRAGMA query_only=ON" if dialect == "sqlite" else "SET SESSION TRANSACTION READ ONLY")
 
-    sa.event.listen(database.engine, "connect", forbid_writes)
+    for engine in database.engines:
+        sa.event.listen(engine, "connect", forbid_writes)
     return database
 
 

@@ -129,8 +129,8 @@ class Deployment:
     def _close(self):
         """Close all connections and keep the engines, with their compiled statements."""
         for database in self._databases():
-            if database._engine is not None:
-                database._engine.dispose()
+            for engine in database.engines:
+                engine.dispose()
 
     def _take_over(self):
         """A fork uses the engines of its parent, which have no open connection."""

@@ -139,13 +139,13 @@ def test_a_controller_of_this_version_knows_adoptions(any_database):
 
 def test_the_vips_are_held_until_the_former_amphorae_are_cut(any_database):
     recorded(any_database)
-    assert (bool(row(any_database).vips_held), bool(row(any_database).takes_vips)) == (True, False)
+    assert (row(any_database).vips_held, row(any_database).takes_vips) == (True, False)
     any_database.write(lambda c: adoptions.lift_hold(c, LB))
     found = row(any_database)
-    assert (bool(found.vips_held), bool(found.takes_vips), found.generation, found.committed) == (False, True, 2, 2)
-    assert any_database.read(lambda c: c.execute(job.select()).one().due_at) == URGENT
+    assert (found.vips_held, found.takes_vips, found.generation, found.due_at) == (False, True, 2, URGENT)
+    assert any_database.read(lambda c: c.execute(job.select()).one().committed) == 2
     assert move(any_database, get(any_database), Step.KEEP, reporting=True)
-    assert (bool(row(any_database).vips_held), bool(row(any_database).takes_vips)) == (False, False)
+    assert (row(any_database).vips_held, row(any_database).takes_vips) == (False, False)
 
 
 def test_octavia_hears_nothing_before_the_report_and_everything_after_it(any_database):

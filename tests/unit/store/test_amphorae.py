@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bulk writes of heartbeats and states of amphorae."""
+"""Rows of amphorae with their load balancer, and bulk writes of heartbeats."""
 
 import msgspec
 import pytest
 import sqlalchemy as sa
 
 from amphora_driver.database.tables import amphora_heartbeat, job
+from amphora_driver.model.amphora import Amphora, AmphoraState, AttachedPort, Partner
+from amphora_driver.model.network import FixedAddress, Port, Subnet
 from amphora_driver.store import amphorae
 from amphora_driver.store.amphorae import LastHeartbeat
 
@@ -64,6 +66,38 @@ def test_the_remaining_drain_time(database):
     database.write(lambda c: amphorae.update_amphora(c, "a", handed_over=True, drains_until=until))
     one = database.read(lambda c: amphorae.load_amphorae(c, "lb"))[0]
     assert (one.handed_over, one.drains_until) == (True, until)
+
+
+def test_all_columns_of_a_job_and_its_amphorae_arrive_unchanged(database):
+    port = Port(
+        id="p", network_id="n", mac="fa:16:3e:00:00:01", mtu=1500,
+        addresses=(FixedAddress(subnet_id="s", address="2001:db8::1"),),
+    )  # fmt: skip
+    subnet = Subnet(id="s", network_id="n", cidr="2001:db8::/64", gateway=None)
+    plugged = AttachedPort(port=port, subnets=(subnet,), sr_iov=True)
+    values = {
+        "compute_id": 'quotes " and \\', "management_address": "192.0.2.1", "confirmed": 2**53 + 1,
+        "plugged": (plugged,), "booted_at": 1795291234.123456, "confirmed_at": -0.5,
+        "partners": (Partner(id="b", address="203.0.113.1"),), "handed_over": True, "drains_until": 1e300,
+        "certificate_issued_at": 1795291234.000001, "certificate_expires_at": 0.0, "certificate_authority": 2**62,
+        "trusts": "[1],[2]", "host": "null", "zone": "é 漢",
+    }  # fmt: skip
+    with_job = {"load_balancer_id": "lb", "op": "apply", "generation": 2**62, "owner": "me", "epoch": 7, "due_at": -1.0}
+    database.write(lambda c: c.execute(job.insert().values(**with_job, omitted='{"a": "\\n"}')))
+    assert database.read(lambda c: amphorae.load_with_work(c, "lb"))[1] == ()
+    record(database, "a")
+    database.write(lambda c: amphorae.update_amphora(c, "a", state="ready", **values))
+    seen(database, msgspec.structs.replace(heard("a", 1, 1, at=1795291234.654321), holds_vip=False))
+    row, found = database.read(lambda c: amphorae.load_with_work(c, "lb"))
+    expected = Amphora(
+        id="a", load_balancer_id="lb", role="standalone", state=AmphoraState.READY, **values,
+        heard_at=1795291234.654321, holds_vip=False,
+    )  # fmt: skip
+    assert found == database.read(lambda c: amphorae.load_amphorae(c, "lb")) == (expected,)
+    assert {name: getattr(row, name) for name in with_job} == with_job
+    assert (row.topology, row.applied, row.omitted, row.tickets) == ("SINGLE", 0, '{"a": "\\n"}', None)
+    assert (row.read_back, row.replacing, row.vips_held, row.takes_vips) == (False,) * 4
+    assert database.read(lambda c: amphorae.load_with_work(c, "another")) == (None, ())
 
 
 def test_a_removed_amphora_leaves_no_row(database):

@@ -65,7 +65,6 @@ def test_an_open_transaction_is_rolled_back_on_return(mariadb_url, monkeypatch):
     row = {"name": "open", "owner": "me", "epoch": 1, "leased_until": 0.0}
     database.write(lambda connection: connection.execute(duty.insert().values(**row)))
     undone.clear()  # the connection pool tests the first connection
-    database.read(lambda connection: connection.execute(sa.select(duty)).all())
     database.write(lambda connection: connection.execute(duty.update().values(epoch=1)))
     assert undone == []
     raw = database.engine.raw_connection()
@@ -75,4 +74,47 @@ def test_an_open_transaction_is_rolled_back_on_return(mariadb_url, monkeypatch):
     mine = sa.select(duty.c.epoch).where(duty.c.name == "open").with_for_update(nowait=True)
     assert database.write(lambda connection: connection.execute(mine).scalar()) == 1
     database.write(lambda connection: connection.execute(duty.delete().where(duty.c.name == "open")))
+    database.dispose()
+
+
+def test_a_read_sends_only_its_statements(mariadb_url, monkeypatch):
+    """MariaDB gets no COMMIT and no ROLLBACK, unless the reading function begins a transaction."""
+    sent = []
+    execute = pymysql.connections.Connection._execute_command
+    monkeypatch.setattr(
+        pymysql.connections.Connection,
+        "_execute_command",
+        lambda self, command, text: (sent.append(text), execute(self, command, text)),
+    )
+    database = Database(mariadb_url)
+    select = sa.text("SELECT 1")
+    database.read(lambda connection: connection.execute(select).all())
+    for work, expected in (
+        (lambda connection: [connection.execute(select).all() for _ in range(2)], [b"SELECT 1", b"SELECT 1"]),
+        (lambda connection: connection.exec_driver_sql("START TRANSACTION"), [b"START TRANSACTION", "ROLLBACK"]),
+    ):
+        sent.clear()
+        database.read(work)
+        assert sent == expected
+    sent.clear()
+    with pytest.raises(StoreError, match="nothing"):
+        database.read(lambda connection: connection.exec_driver_sql("SELECT nothing"))
+    assert sent == [b"SELECT nothing"]
+    database.dispose()
+
+
+def test_a_read_sees_each_commit(mariadb_url):
+    """As in a transaction with READ COMMITTED, each statement of a read has a snapshot of its own."""
+    database = Database(mariadb_url)
+    row = {"name": "seen", "owner": "me", "epoch": 1, "leased_until": 0.0}
+    database.write(lambda connection: connection.execute(duty.insert().values(**row)))
+
+    def read(connection):
+        select = sa.select(duty.c.epoch).where(duty.c.name == "seen")
+        first = connection.execute(select).scalar_one()
+        database.write(lambda other: other.execute(duty.update().where(duty.c.name == "seen").values(epoch=2)))
+        return first, connection.execute(select).scalar_one()
+
+    assert database.read(read) == (1, 2)
+    database.write(lambda connection: connection.execute(duty.delete().where(duty.c.name == "seen")))
     database.dispose()

@@ -25,7 +25,7 @@ def own_id(connection):
 @pytest.mark.parametrize("use", ["read", "write"])
 def test_a_closed_connection_is_replaced(server, monkeypatch, seconds, use):
     monkeypatch.setattr(idle_ping, "TESTED_AFTER_SECONDS", seconds)
-    first = server.read(own_id)
+    first = getattr(server, use)(own_id)
     other = sa.create_engine(server.url)
     with other.connect() as connection:
         connection.execute(sa.text(_CLOSE[connection.dialect.name].format(first)))
@@ -35,10 +35,11 @@ def test_a_closed_connection_is_replaced(server, monkeypatch, seconds, use):
 
 @pytest.mark.parametrize(("seconds", "tests"), [(0.0, 2), (3600.0, 0)])
 def test_only_an_idle_connection_is_tested(server, monkeypatch, seconds, tests):
-    server.read(own_id)
+    first = server.read(own_id), server.write(own_id)
     monkeypatch.setattr(idle_ping, "TESTED_AFTER_SECONDS", seconds)
-    dialect, sent = server.engine.dialect, []
-    ping = dialect.do_ping
-    monkeypatch.setattr(dialect, "do_ping", lambda connection: sent.append(1) or ping(connection))
-    assert server.read(own_id) == server.write(own_id)
+    sent = []
+    for engine in server.engines:
+        ping = engine.dialect.do_ping
+        monkeypatch.setattr(engine.dialect, "do_ping", lambda connection, ping=ping: sent.append(1) or ping(connection))
+    assert (server.read(own_id), server.write(own_id)) == first
     assert len(sent) == tests

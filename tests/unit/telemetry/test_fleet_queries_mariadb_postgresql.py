@@ -60,8 +60,9 @@ def test_the_fleet_is_read_and_the_connection_cannot_write(server_url):
         for scope, expected in documents:
             read = read_records(cache, scope, "1", {}).tables
             assert {name: len(read[name].rows) for name in expected} == expected
-        with pytest.raises(StoreError, match=r"(?i)read.?only"):
-            cache.write(lambda connection: connection.execute(sa.text("DELETE FROM job")))
+        for use in (cache.write, cache.read):
+            with pytest.raises(StoreError, match=r"(?i)read.?only"):
+                use(lambda connection: connection.execute(sa.text("DELETE FROM job")))
     finally:
         cache.dispose()
         writer.dispose()
