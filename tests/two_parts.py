@@ -78,7 +78,7 @@ SHARED_CLOUD = tuple(f"openstack/test_neutron{name}.py" for name in ("", "_adopt
 WHOLE_CLOUD = tuple(
     f"openstack/test_{name}.py"
     for name in (
-        *("cloud", "cloud_operations", "cloud_placement", "cloud_requests"),
+        *("cloud", "cloud_libvirt", "cloud_operations", "cloud_placement", "cloud_requests"),
         *("cluster", "cluster_heat", "cluster_scenarios", "nova", "nova_fleet", "nova_machines"),
         # The last one, because it adds Octavia's own provider.
         "cloud_adoption",

@@ -86,8 +86,18 @@ class Hypervisor:
         return {"host": host, "text": self._guests[server].console()}
 
     def on_port(self, port, mtu):
-        self._switch.state(port)
+        self._switch.state({**port, "mtu": mtu})
         return {"mtu": mtu}
+
+    def on_plug_tap(self, name):
+        """Connect a tap of Nova's libvirt driver."""
+        self._switch.plug_tap(name)
+        return {}
+
+    def on_forget_tap(self, name):
+        """Take the removal of a tap."""
+        self._switch.forget_tap(name)
+        return {}
 
     def on_plug(self, name, port, routes=()):
         """Connect a host of the tests with a port: a namespace with the interface `eth0`."""

@@ -19,6 +19,8 @@ from amphora_driver.network.bridges import Switch, switch_interface_name
 from amphora_driver.network.ip_allocation import Segment
 
 _UNBOUND = (None, "", "unbound", "binding_failed")
+# The number of characters of a port's id in the name of its tap (Nova, NIC_NAME_LEN).
+_TAP_CHARACTERS = 11
 
 
 class CloudSwitch:
@@ -32,14 +34,37 @@ class CloudSwitch:
 
     def plug(self, port, owner, place, interface):
         """Connect a port to the interface of a namespace; `port` is a request of the virt driver."""
-        network_id, mtu = port["network_id"], port["mtu"]
-        segment = Segment(id=network_id, name=network_id, bridge=f"br-{network_id[:11]}", mtu=mtu)
-        self._switch.ensure((segment,), ())
-        shown = Port(id=port["id"], network_id=network_id, mac=port["mac"], mtu=mtu, addresses=())
+        segment = self._ensure_bridge(port)
+        shown = Port(id=port["id"], network_id=segment.id, mac=port["mac"], mtu=segment.mtu, addresses=())
         self._switch.disconnect(shown.id)
         self._switch.connect(shown, segment, owner, place, interface)
-        self._plugged[shown.id] = port["mac"]
+        self._plugged[shown.id] = switch_interface_name(shown.id), port["mac"]
         self.enforce()
+
+    def plug_tap(self, name):
+        """Connect a tap that Nova has made in the namespace of the switch to the bridge of its port."""
+        [state] = [one for one in self._states.values() if tap_name(one["id"]) == name]
+        segment = self._ensure_bridge(state)
+
+        def work(kernel):
+            [bridge], [index] = (kernel.link_lookup(ifname=one) for one in (segment.bridge, name))
+            kernel.link("set", index=index, master=bridge, state="up")
+
+        namespaces.run_with_netlink(namespaces.path(self._name), work)
+        self._plugged[state["id"]] = name, state["mac_address"]
+        self.enforce()
+
+    def forget_tap(self, name):
+        """Drop the packets of a tap that Nova has removed."""
+        self._plugged = {port_id: plugged for port_id, plugged in self._plugged.items() if plugged[0] != name}
+        self.enforce()
+
+    def _ensure_bridge(self, port):
+        """Make the bridge of the port's network; return the network."""
+        network_id = port["network_id"]
+        segment = Segment(id=network_id, name=network_id, bridge=f"br-{network_id[:11]}", mtu=port["mtu"])
+        self._switch.ensure((segment,), ())
+        return segment
 
     def unplug(self, port_id):
         """Remove the interface of a port; no error if it does not exist."""
@@ -61,13 +86,18 @@ class CloudSwitch:
     def enforce(self):
         """Apply the present states of all ports to the switch."""
         live = []
-        for port_id, mac in self._plugged.items():
+        for port_id, (interface, mac) in self._plugged.items():
             state = self._states.get(port_id)
             if state is not None and _passes(state):
-                live.append((switch_interface_name(port_id), mac, _sources(state)))
+                live.append((interface, mac, _sources(state)))
         words = ["nsenter", f"--net={namespaces.path(self._name)}", "--", "nft", "-f", "-"]
         done = subprocess.run(words, input=ruleset(live), capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
+
+
+def tap_name(port_id):
+    """The name of the tap that Nova's libvirt driver makes for a port."""
+    return f"tap{port_id[:_TAP_CHARACTERS]}"
 
 
 def _passes(state):

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
-from cloud_lab import run_command, write_ini
+from cloud_lab import merged, run_command, write_ini
 from cryptography.fernet import Fernet
 from cryptography.hazmat.primitives import serialization
 from whole_cloud import FLAVOR, IMAGE_TAG, ZONES
@@ -97,7 +98,7 @@ class ProviderStack:
         }
         python = (sys.executable, "-m")
         if name == "forward-out":
-            argv = [*python, forward_out.__name__, cloud.namespace(CONTROL), *map(str, self._forwarded())]
+            argv = [*python, forward_out.__name__, cloud.namespace(CONTROL), *map(str, self.forwarded())]
         elif name == "octavia":
             bind = f"127.0.0.1:{cloud.ports['octavia']}"
             argv = [*python, "gunicorn", "--bind", bind, "--threads", "8", "--timeout", "120", "--no-control-socket"]
@@ -116,7 +117,7 @@ class ProviderStack:
             cloud.await_answer(name)
             return
         ready = {
-            "forward-out": lambda: forward_out.is_listening(control, tuple(self._forwarded())),
+            "forward-out": lambda: forward_out.is_listening(control, tuple(self.forwarded())),
             "octavia-driver-agent": lambda: self._has_sockets("reporter") and self._agent_listens(),
             "amphora-controller": lambda: self._has_sockets("controller"),
             "octavia-worker": lambda: "Starting V2 consumer" in cloud.log(name),
@@ -132,7 +133,23 @@ class ProviderStack:
         self.serve(name)
         self.await_ready(name)
 
-    def _forwarded(self):
+    @contextmanager
+    def controller_options(self, options):
+        """Run the controller with these options by group while the block does."""
+        former, self.options = self.options, merged(self.options, options)
+        try:
+            self._restart_controller()
+            yield
+        finally:
+            self.options = former
+            self._restart_controller()
+
+    def _restart_controller(self):
+        write_ini(self.configuration, self.provider_options())
+        self.restart("amphora-controller")
+
+    def forwarded(self):
+        """The ports on loopback that programs in a namespace need."""
         broker = forward_out.loopback_ports(self.cloud.transport)
         return [*(port for name, port in self.cloud.ports.items() if name != "heat"), *broker]
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """ML2 mechanism driver for tests: binds each port on each host, without an agent.
 
+On hosts with Nova's libvirt driver, Nova makes a tap for each port (`tap_agent.py`).
+
 If the variable LAB_HYPERVISOR names the socket of the hypervisor of the tests, the driver sends each state of a port
 there, as Neutron notifies an agent. A request to Neutron ends after the hypervisor enforces the state.
 """
@@ -16,6 +18,8 @@ from neutron_lib.services.qos import constants as qos
 
 _ANY_NUMBER = {"type:range": [0, 2**31 - 1]}
 _VIF_TYPES = {portbindings.VNIC_NORMAL: portbindings.VIF_TYPE_OVS, portbindings.VNIC_DIRECT: "hw_veb"}
+# The beginning of the names of hosts whose ports are taps.
+_TAP_HOSTS = "libvirt"
 
 
 class LabMechanismDriver(api.MechanismDriver):
@@ -25,7 +29,7 @@ class LabMechanismDriver(api.MechanismDriver):
         # Without a QoS driver, Neutron refuses a policy with rules on a bound port.
         self.qos = qos_base.DriverBase(
             "lab",
-            list(_VIF_TYPES.values()),
+            [*_VIF_TYPES.values(), portbindings.VIF_TYPE_TAP],
             list(_VIF_TYPES),
             {
                 qos.RULE_TYPE_BANDWIDTH_LIMIT: {
@@ -43,6 +47,8 @@ class LabMechanismDriver(api.MechanismDriver):
 
     def bind_port(self, context):
         vif_type = _VIF_TYPES.get(context.current[portbindings.VNIC_TYPE])
+        if vif_type == portbindings.VIF_TYPE_OVS and context.host.startswith(_TAP_HOSTS):
+            vif_type = portbindings.VIF_TYPE_TAP
         if vif_type and context.segments_to_bind:
             context.set_binding(
                 context.segments_to_bind[0][api.ID],
@@ -66,6 +72,6 @@ def _send(context, port):
     path = os.environ.get("LAB_HYPERVISOR")
     if path:
         names = ("id", "revision_number", "admin_state_up", "mac_address", "fixed_ips", "allowed_address_pairs")
-        names += ("device_id", "port_security_enabled", portbindings.HOST_ID, portbindings.VIF_TYPE)
+        names += ("device_id", "network_id", "port_security_enabled", portbindings.HOST_ID, portbindings.VIF_TYPE)
         found = {name: port[name] for name in names if name in port}
         lab_socket.ask(path, "port", port=found, mtu=context.network.current.get("mtu"))
