@@ -168,15 +168,13 @@ class Database:
             return now
         known = self._clock_offset
         if known is None or time.monotonic() - known[1] > clock.OFFSET_VALID_SECONDS:
-            begun = time.monotonic()
             try:
-                now = self.read(lambda connection: connection.execute(sa.select(clock.now(connection))).scalar_one())
+                begun, now, ended = self.read(_read_clock)
             except StoreError:
                 # While the server is unavailable, the last measured offset gives a more exact time than the local wall
                 # clock.
                 return time.time() if known is None else time.monotonic() + known[0]
-            ended = time.monotonic()
-            known = self._clock_offset = (float(now) - (begun + ended) / 2, ended)
+            known = self._clock_offset = (now - (begun + ended) / 2, ended)
             self._jump_monitor.record_offset(known[0], (ended - begun) / 2)
         return time.monotonic() + known[0]
 
@@ -370,6 +368,16 @@ def _connect_arguments(url: sa.URL, answer_timeout: float) -> dict[str, Any]:
         limits = {"connect_timeout": _CONNECT_SECONDS, "read_timeout": answer_timeout}
         limits["write_timeout"] = answer_timeout
     return {name: value for name, value in limits.items() if name not in url.query}
+
+
+def _read_clock(connection: sa.Connection) -> tuple[float, float, float]:
+    """Return the database clock, between the times of `time.monotonic()` before and after the statement.
+
+    The time to open a connection is not part of the interval, because it would make the clock inexact.
+    """
+    begun = time.monotonic()
+    now = connection.execute(sa.select(clock.now(connection))).scalar_one()
+    return begun, float(now), time.monotonic()
 
 
 def _create_server_engine(url: sa.URL, limits: dict[str, Any], **options: Any) -> sa.Engine:
