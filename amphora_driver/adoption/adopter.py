@@ -54,9 +54,9 @@ _EVERY, _DUTY_SECONDS, _STEP_SECONDS = 0.5, 20.0, 10.0
 # adopter waits this number of seconds before it reports statuses to Octavia, so that its report is the last.
 _SETTLE_SECONDS = 2.0
 # Seconds between a failed attempt of a step and the next attempt. The number doubles up to the limit, except in steps
-# in which the load balancer may be without service.
+# that move the VIPs: meanwhile clients may have the MAC address of an amphora that is cut off.
 _RETRY_SECONDS, _MOST_RETRY_SECONDS = 2.0, 30.0
-_WITHOUT_SERVICE = (Step.TAKE, Step.CUT, Step.RESTORE, Step.RETURN)
+_MOVING_VIPS = (Step.TAKE, Step.CUT, Step.RESTORE, Step.RETURN)
 # Seconds until the next attempt for a row that this controller cannot process, for example a damaged one. Each attempt
 # writes a stack trace to the log.
 _DEFECT_SECONDS = 60.0
@@ -145,7 +145,7 @@ class Adopter:
         """Postpone the next attempt of a failed step; return the seconds."""
         of = found.load_balancer_id
         step, seconds = self._back_off.get(of, (found.step, 0.0))
-        grows = step is found.step and step not in _WITHOUT_SERVICE
+        grows = step is found.step and step not in _MOVING_VIPS
         seconds = min(2 * seconds, _MOST_RETRY_SECONDS) if grows and seconds else _RETRY_SECONDS
         self._back_off[of] = found.step, seconds
         self._not_before[of] = time.monotonic() + seconds
@@ -225,7 +225,7 @@ class Adopter:
         return Wait(reason=str(error))
 
     def _record(self, found: Adoption, result: Move) -> Adoption | None:
-        # From `RESTORE` on, the former amphorae serve, so the new amphorae must not have the VIPs.
+        # From `RESTORE` on, the former amphorae serve, so a push gives the new amphorae no VIPs.
         held = {"vips_held": True} if result.step is Step.RESTORE else {}
 
         def write(connection: sa.Connection) -> Adoption | None:

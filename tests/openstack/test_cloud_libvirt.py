@@ -13,7 +13,6 @@ from pathlib import Path
 import libvirt_host
 import pytest
 
-# In the second part of a run, one process starts one cloud for all tests (tests/README.md).
 pytestmark = [
     pytest.mark.extended,
     pytest.mark.lasts(3600),
