@@ -13,8 +13,10 @@ network path to the amphorae works (`network_suspected`): a failed switch is inv
 from __future__ import annotations
 
 import datetime as dt
+import operator
 from collections.abc import Mapping
 from enum import Enum
+from itertools import compress, repeat, takewhile
 
 import msgspec
 
@@ -24,6 +26,8 @@ from amphora_driver.store.silent_amphorae import AmphoraLiveness, LivenessSnapsh
 
 # Epoch and sequence of an amphora's last heartbeat; None before its first heartbeat.
 Order = tuple[int, int] | None
+# Differs from every order: the order of an amphora that the failure detector has not watched before.
+_UNWATCHED = object()
 
 # Silence, as a fraction of `silent_after`, before the controller probes an amphora. The result must arrive before
 # `silent_after`.
@@ -122,7 +126,9 @@ class HeartbeatWatch:
 
     def __init__(self, limits: DetectionLimits) -> None:
         self._limits = limits
+        # The silent periods in the order of their starts, and the last heartbeats of the same amphorae.
         self._periods: dict[str, SilentPeriod] = {}
+        self._orders: dict[str, Order] = {}
         self._beats: dict[str, int] = {}
         self._observed_at: float | None = None
         self._reception_at: float | None = None
@@ -132,7 +138,7 @@ class HeartbeatWatch:
 
     def reset(self, reason: str) -> None:
         """Restart all timers: a reason outside the amphorae interrupted the observation."""
-        self._periods.clear()
+        self._restart_periods()
         self._beats.clear()
         self._observed_at = self._reception_at = self._sees_since = self.last_heartbeat_at = None
         self.blind_reason = reason
@@ -152,29 +158,46 @@ class HeartbeatWatch:
         if self._reception_at is None or now - self._reception_at > self._limits.deaf_after:
             # While no health manager proves that heartbeats can arrive, silence does not mean a failed amphora. So the
             # silent periods of all amphorae start again.
-            self._periods.clear()
+            self._restart_periods()
             self._sees_since = None
             blind = "no health manager proves that it receives heartbeats" if beats else "there is no health manager"
             self.blind_reason = blind
         elif self._sees_since is None:
-            self._periods.clear()
+            self._restart_periods()
             self._sees_since, self.blind_reason = now, ""
-        before = self._periods
-        if any((known := before.get(one)) is not None and known.order != order for one, order in orders.items()):
+        self._update_periods(orders, now)
+
+    def _restart_periods(self) -> None:
+        self._periods.clear()
+        self._orders.clear()
+
+    def _update_periods(self, orders: Mapping[str, Order], now: float) -> None:
+        """Restart the silent periods of amphorae with another last heartbeat. Forget the amphorae without an order.
+
+        A large fleet has few new heartbeats in one round. Only the comparison, which is in C, concerns all amphorae.
+        """
+        before = map(self._orders.get, orders, repeat(_UNWATCHED))
+        changed = list(compress(orders, map(operator.ne, orders.values(), before)))
+        if any(one in self._periods for one in changed):
             self.last_heartbeat_at = now
-        self._periods = {
-            amphora_id: known
-            if (known := before.get(amphora_id)) is not None and known.order == order
-            else SilentPeriod(amphora_id=amphora_id, since=now, order=order)
-            for amphora_id, order in orders.items()
-        }
+        for amphora_id in changed:
+            self._periods.pop(amphora_id, None)
+            self._periods[amphora_id] = SilentPeriod(amphora_id=amphora_id, since=now, order=orders[amphora_id])
+        if len(self._periods) > len(orders):
+            for amphora_id in self._periods.keys() - orders.keys():
+                del self._periods[amphora_id]
+        self._orders = dict(orders)
 
     def in_phase(self, phase: Phase, now: float) -> dict[str, SilentPeriod]:
-        """Return the amphorae that have reached a phase, by id; empty while this process is blind."""
+        """Return the amphorae that have reached a phase, by id, the longest silence first.
+
+        The result is empty while this process is blind.
+        """
         if self.blind_reason:
             return {}
         seconds = self._limits.begins(phase)
-        return {one.amphora_id: one for one in self._periods.values() if now - one.since >= seconds}
+        reached = takewhile(lambda item: now - item[1].since >= seconds, self._periods.items())
+        return dict(reached)
 
     def sees_for(self, now: float) -> float:
         return 0.0 if self._sees_since is None else now - self._sees_since

@@ -32,6 +32,8 @@ COMMANDS = (
 )
 # The requests to agents whose distribution over time is shown.
 SPREAD = {"drift audits": "GET /v2/bundle", "renewals": "PUT /v2/certificate"}
+# Part of the title that octavia-driver-agent gives to the processes of a provider agent.
+PROVIDER_AGENT = "provider_agent"
 PAGES = ("/", "/page.json", "/status.json", "/metrics", "/healthz")
 
 
@@ -64,14 +66,16 @@ def find_warnings(deployment: Deployment, problem: re.Pattern[str] = PROBLEM) ->
 
 
 def measure_processes(deployment: Deployment, seconds: float) -> dict[str, Any]:
-    """Return the load of each process: parts of a processor, MiB, statements per second."""
+    """Return the load of each process: parts of a processor, MiB, statements and rows of the database per second."""
     counters = processes.DatabaseCounters(deployment.counters_url)
-    before, statements, begun = read_cpu(deployment), counters.read(), time.monotonic()
+    before, statements, rows = read_cpu(deployment), counters.read(), counters.rows_read()
+    begun = time.monotonic()
     work = deployment.command(do="counts")
     spread = watch_agents(deployment, seconds)
     passed = time.monotonic() - begun
     used = {name: (now - before[name]) / passed for name, now in read_cpu(deployment).items()}
     after = {name: (now - statements.get(name, 0.0)) / passed for name, now in counters.read().items()}
+    read = {name: (now - rows.get(name, 0.0)) / passed for name, now in counters.rows_read().items()}
     counters.dispose()
     now = deployment.command(do="counts")
     return {
@@ -80,6 +84,7 @@ def measure_processes(deployment: Deployment, seconds: float) -> dict[str, Any]:
         "cpu": used,
         "memory": read_memory(deployment),
         "statements": after,
+        "rows": read,
         "agents": {name: (now[name] - work.get(name, 0)) / passed for name in now},
         "spread": spread,
     }
@@ -100,7 +105,7 @@ def watch_agents(deployment: Deployment, seconds: float) -> dict[str, list[int]]
 
 def read_cpu(deployment: Deployment, *, database: bool = True) -> dict[str, float]:
     """Return the processor time of each process so far, in seconds."""
-    found = {name: processes.cpu_seconds(one.pids()) for name, one in deployment.programs.items()}
+    found = {name: processes.cpu_seconds(pids) for name, pids in _group_processes(deployment).items()}
     if database and deployment.database_pid:
         found["database"] = processes.cpu_seconds([deployment.database_pid])
     return found
@@ -108,10 +113,21 @@ def read_cpu(deployment: Deployment, *, database: bool = True) -> dict[str, floa
 
 def read_memory(deployment: Deployment, *, database: bool = True) -> dict[str, float]:
     """Return the proportional memory of each process with its children, in MiB."""
-    found = {name: processes.memory_mib(one.pids()) for name, one in deployment.programs.items()}
+    found = {name: processes.memory_mib(pids) for name, pids in _group_processes(deployment).items()}
     if database and deployment.database_pid:
         found["database"] = processes.memory_mib(processes.family(deployment.database_pid))
     return found
+
+
+def _group_processes(deployment: Deployment) -> dict[str, list[int]]:
+    """Return the ids of the processes of each program.
+
+    `reporter` has the processes of the provider agent, and `octavia` the others of octavia-driver-agent.
+    """
+    found = {name: one.pids() for name, one in deployment.programs.items()}
+    everyone = found.get("reporter", [])
+    own = [pid for pid in everyone if PROVIDER_AGENT in processes.title(pid)]
+    return {**found, "reporter": own, "octavia": [pid for pid in everyone if pid not in own]} if own else found
 
 
 def measure_commands(deployment: Deployment, commands: tuple[tuple[str, ...], ...] = COMMANDS) -> dict[str, Any]:

@@ -34,6 +34,14 @@ def _stat(pid: int) -> list[str]:
         return []
 
 
+def title(pid: int) -> str:
+    """The command line of a process, which the process may replace; empty after its end."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return ""
+
+
 def cpu_seconds(pids: Iterable[int]) -> float:
     """The processor time of these processes and of their children that have ended, in seconds."""
     ticks = 0
@@ -83,6 +91,13 @@ class DatabaseCounters:
         found = {"all": float(sum(int(value) for _, value in self._rows(query)))}
         users = "SELECT USER, SELECT_COMMANDS + UPDATE_COMMANDS FROM information_schema.USER_STATISTICS"
         return found | {user: float(number) for user, number in self._rows(users)}
+
+    def rows_read(self) -> dict[str, float]:
+        """The rows that the server has read for each user (MariaDB); other servers have no such counter."""
+        if self._kind != "mysql":
+            return {}
+        query = "SELECT USER, ROWS_READ FROM information_schema.USER_STATISTICS"
+        return {user: float(number) for user, number in self._rows(query)}
 
     def tables(self) -> dict[str, tuple[int, float]]:
         """Rows and MiB of each table with rows."""

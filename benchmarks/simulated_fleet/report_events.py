@@ -13,6 +13,7 @@ _NAMES = {
     "controller2": "controller 3",
     "health": "health manager",
     "reporter": "provider agent",
+    "octavia": "octavia-driver-agent",
     "database": "database",
 }
 
