@@ -149,7 +149,9 @@ def _plot(found: dict[int, Any], folder: Path, database: str) -> None:
     charts = {
         "cpu": plots.chart("Processor at rest", "processors", series(load, lambda o, n: o["cpu"].get(n)), 0.2, 1e-3),
         "memory": plots.chart("Memory at rest", "MiB", series(PROCESSES, lambda o, n: o["memory"].get(n)), 300),
-        "statements": plots.chart("Statements", "1/s", series(_READERS, lambda o, n: o["statements"].get(n)), floor=0.1),
+        "statements": plots.chart(
+            "Statements", "1/s", series(_READERS, lambda o, n: o["statements"].get(n)), floor=0.1
+        ),
         "commands": plots.chart("Commands and pages", "seconds", series(timed, duration), 1.0, 1e-2),
     }
     for name, text in charts.items():

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Failure rules: silent amphorae by the monotonic clock, only while the control plane receives heartbeats."""
 
+import random
+
 import pytest
 
 from amphora_driver.failover.failure_rules import (
@@ -80,6 +82,31 @@ def test_a_new_epoch_counts_as_a_heartbeat():
     timeline = Timeline().go(5).go(6.5, speaking="a")
     timeline.places["b"] = (2, 0)
     assert timeline.go(3, speaking="a").silent() == set()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_phases_follow_the_last_change_of_each_amphora(seed):
+    """The same phases as a list of all changes gives, while amphorae speak, come and go at random."""
+    chance, names = random.Random(seed), [f"a{number}" for number in range(40)]
+    timeline = Timeline(names=names[:20]).go(2 * STEP, speaking=names)
+    changed = dict.fromkeys(timeline.places, timeline.now)
+    for _ in range(120):
+        before = dict(timeline.places)
+        for one in chance.sample(names, 2):
+            if timeline.places.pop(one, "absent") == "absent":
+                timeline.places[one] = chance.choice([None, (1, 0)])
+        speaking = chance.sample(names[:30], 6)
+        timeline.go(STEP, speaking=speaking)
+        different = {one for one, order in timeline.places.items() if one not in before or before[one] != order}
+        changed = {one: timeline.now if one in different else changed[one] for one in timeline.places}
+        if any(one in before for one in different):
+            assert timeline.watch.last_heartbeat_at == timeline.now
+        for phase in Phase:
+            reached = timeline.watch.in_phase(phase, timeline.now)
+            begins = LIMITS.begins(phase)
+            assert set(reached) == {one for one, at in changed.items() if timeline.now - at >= begins}
+            assert [one.since for one in reached.values()] == sorted(changed[one] for one in reached)
+            assert all(one.order == timeline.places[one.amphora_id] for one in reached.values())
 
 
 @pytest.mark.parametrize("gap", [2.0, 8.0, 600.0, 86_400.0])
