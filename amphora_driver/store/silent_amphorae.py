@@ -14,6 +14,7 @@ import msgspec
 import sqlalchemy as sa
 
 from amphora_driver.database import clock
+from amphora_driver.database.joined_rows import join_rows, read_rows
 from amphora_driver.database.rows import chunks, load_as
 from amphora_driver.database.tables import amphora, amphora_heartbeat, duty, job, object_status
 from amphora_driver.database.tables_fleet import failover, failover_event, process, silent_amphora
@@ -36,8 +37,8 @@ _RECENT_ROWS = 20_000
 _SERVED = (Operating.ONLINE.value, Operating.DEGRADED.value, Operating.NO_MONITOR.value, Operating.DRAINING.value)
 
 
-class AmphoraLiveness(msgspec.Struct, frozen=True, kw_only=True):
-    """An amphora that should send heartbeats."""
+class AmphoraLiveness(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """An amphora that should send heartbeats. The fields have the order of the columns that are read."""
 
     amphora_id: str
     load_balancer_id: str
@@ -117,15 +118,11 @@ class SilentAmphora(msgspec.Struct, frozen=True, kw_only=True):
     verdict: str
 
 
-_WATCHED = (
-    sa.select(
-        amphora.c.id.label("amphora_id"),
-        *(amphora.c.load_balancer_id, amphora.c.state, amphora.c.management_address.label("address")),
-    )
-    .join(job, job.c.load_balancer_id == amphora.c.load_balancer_id)
-    .where(amphora.c.state != AmphoraState.BOOTING.value, job.c.op == Op.APPLY)
-    .order_by(amphora.c.load_balancer_id, amphora.c.created_at, amphora.c.id)
-)
+_WATCHED = join_rows(
+    sa.join(amphora, job, job.c.load_balancer_id == amphora.c.load_balancer_id),
+    amphora.c.id,
+    *(amphora.c.id, amphora.c.load_balancer_id, amphora.c.state, amphora.c.management_address),
+).where(amphora.c.state != AmphoraState.BOOTING.value, job.c.op == Op.APPLY)
 # A new, removed or changed amphora changes a number or a time in these results. The list of amphorae is read again only
 # after such a change. One statement with a join of all rows would need three times as long.
 _AMPHORAE = (
@@ -144,7 +141,7 @@ _OF_OTHER_JOBS = (
 # A client reads a few long texts seven times as fast as tens of thousands of rows. So the database joins the heartbeats
 # of all amphorae whose ids begin with the same two characters.
 # Each heartbeat is a member of a JSON object, which a decoder in C reads: "AMPHORA":[EPOCH,SEQUENCE].
-_HEARTBEAT = (
+_HEARTBEAT: sa.ColumnElement[str] = (
     sa.literal_column("'\"'")
     + amphora_heartbeat.c.amphora_id
     + sa.literal_column("'\":['")
@@ -196,7 +193,7 @@ def _load_watched(connection: sa.Connection, known: WatchedAmphorae | None) -> W
     fingerprint = [tuple(row) for statement in groups for row in connection.execute(statement)]
     if known is not None and known.fingerprint == fingerprint:
         return known
-    return WatchedAmphorae(load_as(connection, AmphoraLiveness, _WATCHED), fingerprint)
+    return WatchedAmphorae(read_rows(connection, _WATCHED, AmphoraLiveness), fingerprint)
 
 
 def load_heartbeat_orders(connection: sa.Connection) -> dict[str, tuple[int, int]]:
