@@ -208,7 +208,11 @@ def _socket_error(path: str, document: bytes) -> str | None:
             client.connect(path)
             # The protocol of octavia-driver-agent: the document's length in decimal digits, a newline, the document.
             client.sendall(b"%d\n%s" % (len(document), document))
-            return None if client.recv(1) else f"{path} closed the connection without an answer"
+            size = 0
+            # octavia-driver-agent closes the connection after its answer. It logs an error if the client closes first.
+            while part := client.recv(4096):
+                size += len(part)
+            return None if size else f"{path} closed the connection without an answer"
     except OSError as error:
         return f"{path}: {error.strerror or error}"
 

@@ -4,6 +4,7 @@
 import datetime as dt
 import json
 import re
+import select
 import socket
 import threading
 import time
@@ -62,6 +63,9 @@ class Sockets:
 
     def __init__(self, folder):
         self.heard = []
+        self.closed_early = 0
+        # Seconds between the two parts of an answer.
+        self.pause = 0.0
         self._listeners = []
         for name in ("status", "stats", "get"):
             listener = socket.socket(socket.AF_UNIX)
@@ -80,7 +84,11 @@ class Sockets:
                 length = stream.readline()
                 if length:
                     self.heard.append(json.loads(stream.read(int(length))))
-                    asking.sendall(b"2\n{}")
+                    asking.sendall(b"2\n")
+                    if select.select([asking], [], [], self.pause)[0]:
+                        self.closed_early += 1
+                    else:
+                        asking.sendall(b"{}")
 
     def close(self):
         for listener in self._listeners:
@@ -160,6 +168,13 @@ def test_a_healthy_control_plane_has_no_findings(check, healthy, sockets):
     assert tuple(found) == NAMES, "programs read the results in this order"
     assert len(sockets.heard) == 3, "each socket got one complete empty document"
     assert check("--problems") == (0, {})
+
+
+def test_the_check_reads_the_complete_answers(check, healthy, sockets):
+    """Otherwise, octavia-driver-agent logs the interrupted answer as an error with a traceback."""
+    sockets.pause = 0.3
+    assert check()[0] == 0
+    assert sockets.closed_early == 0
 
 
 def test_without_a_database_the_other_checks_run(check, place, amphoractl):
