@@ -392,6 +392,7 @@ def _create_mariadb_engine(url: sa.URL, limits: dict[str, Any], **options: Any) 
     event.listen(engine, "connect", _begin_mariadb)
     event.listen(engine, "reset", _reset_mariadb)
     if options["isolation_level"] == "AUTOCOMMIT":
+        event.listen(engine, "connect", _wait_for_other_nodes)
         # In this mode too, SQLAlchemy ends each use of a connection with COMMIT or ROLLBACK, and PyMySQL sends both.
         engine.dialect.do_commit = engine.dialect.do_rollback = _roll_back_mariadb  # type: ignore[method-assign]
     return engine
@@ -404,6 +405,19 @@ def _begin_mariadb(dbapi_connection: Any, _record: Any) -> None:
     if "mariadb" in str(dbapi_connection.get_server_info()).lower():
         settings += f", idle_transaction_timeout={_IDLE_SECONDS}"
     cursor.execute(settings)
+    cursor.close()
+
+
+def _wait_for_other_nodes(dbapi_connection: Any, _record: Any) -> None:
+    """Let the reads of a connection to a Galera node wait for all earlier writes of the cluster.
+
+    Behind a balancer, a read can use another node than the write before it. (MariaDB, wsrep_sync_wait)
+    """
+    cursor = dbapi_connection.cursor()
+    # Servers without Galera do not have this variable, or its value is OFF.
+    cursor.execute("SHOW SESSION VARIABLES LIKE 'wsrep_on'")
+    if any(value == "ON" for _, value in cursor.fetchall()):
+        cursor.execute("SET SESSION wsrep_sync_wait = 1")
     cursor.close()
 
 

@@ -194,3 +194,18 @@ def test_a_late_write_of_a_former_owner_is_refused_while_its_node_lags(nodes):
         row = node.read(lambda c: c.execute(sa.select(job).filter_by(load_balancer_id="late")).one())
         assert (row.owner, row.epoch) == ("new", lease.epoch)
         assert node.read(lambda c: c.scalar(sa.select(amphora.c.reason).filter_by(id="late-amphora"))) is None
+
+
+def test_a_read_waits_for_the_earlier_writes_of_another_node(nodes):
+    """Behind a balancer, a plan can read from another node than the one that has recorded the request."""
+    here, there = nodes
+    recorder = RequestRecorder(here, lambda node: None)
+    recorder.create_load_balancer(LoadBalancer(id="read", project_id="demo", vip=VIP), read_back=False)
+    of = job.c.load_balancer_id == "read"
+    read = sa.select(job.c.applied).where(of)
+    assert there.read(lambda c: c.scalar(read)) == 0
+    with lagging(here, there):
+        there.write(lambda c: c.execute(job.update().where(of).values(applied=1)))
+        until(lambda: waiting_write_sets(here))
+        assert scalar(here, "SELECT applied FROM job WHERE load_balancer_id = 'read'") == 0, "the node lags"
+        assert here.read(lambda c: c.scalar(read)) == 1
