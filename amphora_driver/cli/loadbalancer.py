@@ -216,7 +216,7 @@ def find_status_reasons(statuses: Iterable[Any], work: Any, now: float) -> list[
     """Return the objects whose status needs an explanation, with the reason.
 
     Args:
-        statuses: rows of `object_status` with the column `removed` of `desired_object`.
+        statuses: rows with `queries.STATUS_COLUMNS` and the column `removed` of `desired_object`.
         work: row of `job` with the column `to_report`.
         now: seconds since 1970.
     """
@@ -256,7 +256,7 @@ def _object_provisioning(row: Any, work: Any) -> str:
 def _statuses_of(connection: sa.Connection, load_balancer_id: str) -> Sequence[Any]:
     """Return the statuses of all objects of a load balancer, except of deleted ones."""
     query = (
-        sa.select(object_status, desired_object.c.removed)
+        sa.select(*queries.STATUS_COLUMNS, desired_object.c.removed)
         .outerjoin(desired_object, desired_object.c.id == object_status.c.object_id)
         .where(object_status.c.load_balancer_id == load_balancer_id)
         .order_by(object_status.c.kind, object_status.c.object_id)

@@ -39,6 +39,11 @@ IS_NO_SPARE = sa.or_(job.c.op.is_(None), IS_LOAD_BALANCER)
 _MAX_LISTED = 10
 # Number of load balancers that a list reads at once.
 _PART = 500
+# The columns of a status that commands show.
+STATUS_COLUMNS = (
+    *(object_status.c.object_id, object_status.c.kind, object_status.c.provisioning, object_status.c.operating),
+    *(object_status.c.reason, object_status.c.since, object_status.c.pending),
+)
 # The order of amphorae in lists.
 _ORDER = (amphora.c.load_balancer_id, amphora.c.created_at, amphora.c.id)
 
@@ -115,7 +120,7 @@ def list_load_balancers(connection: sa.Connection, *conditions: sa.ColumnElement
         return sa.and_(table.c.load_balancer_id.in_(chosen), *more)
 
     main = of_chosen(object_status, object_status.c.kind == Kind.LOAD_BALANCER.value)
-    statuses = {one.object_id: one for one in connection.execute(sa.select(object_status).where(main))}
+    statuses = {one.object_id: one for one in connection.execute(sa.select(*STATUS_COLUMNS).where(main))}
     object_of = of_chosen(desired_object, desired_object.c.kind == Kind.LOAD_BALANCER.value, ~desired_object.c.removed)
     bodies = connection.execute(sa.select(desired_object.c.id, desired_object.c.body).where(object_of))
     named = {one.id: read_name_and_addresses(one.body) for one in bodies}

@@ -130,7 +130,8 @@ secret = sa.Table(
 
 # The newest statuses of each object. The object is PENDING until the amphorae confirm the generation `pending`.
 # `version` counts changes of the row, `settled` is the version of the last provisioning status, and `reported` is the
-# version that Octavia has.
+# version that Octavia has. The database computes `unreported` for an index: no index finds rows by a comparison of two
+# columns. SQLite does not store the column, because its ALTER TABLE adds virtual columns only.
 object_status = sa.Table(
     "object_status",
     metadata,
@@ -145,6 +146,7 @@ object_status = sa.Table(
     sa.Column("version", sa.BigInteger, nullable=False, default=0),
     sa.Column("settled", sa.BigInteger, nullable=False, default=0),
     sa.Column("reported", sa.BigInteger, nullable=False, default=0),
+    sa.Column("unreported", sa.Boolean, sa.Computed("version > reported", persisted=True), nullable=True, index=True),
 )
 
 # Absolute counters of each listener and amphora. Rows of deleted amphorae stay, because the sums for Octavia must not
@@ -162,6 +164,8 @@ listener_statistics = sa.Table(
     sa.Column("total_connections", sa.BigInteger, nullable=False, default=0),
     sa.Column("version", sa.BigInteger, nullable=False, default=0),
     sa.Column("reported", sa.BigInteger, nullable=False, default=0),
+    sa.Column("unreported", sa.Boolean, sa.Computed("version > reported", persisted=True), nullable=True),
+    sa.Index("ix_listener_statistics_unreported", "unreported", "listener_id"),
 )
 
 # Notifications to other OpenStack services that no message bus has accepted yet. `payload` and `ready_at` are NULL

@@ -21,7 +21,8 @@ _SCAN_INTERVAL = 60.0
 
 _Order = tuple[int, int] | None
 _ROWS_WITH_CONNECTIONS = (
-    sa.select(listener_statistics, amphora_heartbeat.c.epoch, amphora_heartbeat.c.sequence)
+    sa.select(*(listener_statistics.c[name] for name in Row.__struct_fields__))
+    .add_columns(amphora_heartbeat.c.epoch, amphora_heartbeat.c.sequence)
     .outerjoin(amphora_heartbeat, amphora_heartbeat.c.amphora_id == listener_statistics.c.amphora_id)
     .where(listener_statistics.c.active_connections > 0)
 )

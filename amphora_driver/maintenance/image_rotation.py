@@ -265,7 +265,8 @@ class ImageRotator:
             machine = {"image": row.image, "host": row.host, "zone": row.zone}
             facts = plan.AmphoraFacts(id=row.id, ready=ready, confirmed=row.confirmed, heard=None, **machine)
             live[row.load_balancer_id].append(facts)
-        query = sa.select(object_status).where(object_status.c.object_id.in_(load_balancer_ids))
+        columns = object_status.c.object_id, object_status.c.provisioning, object_status.c.operating
+        query = sa.select(*columns).where(object_status.c.object_id.in_(load_balancer_ids))
         statuses = {row.object_id: row for row in connection.execute(query)}
         found = dict.fromkeys(load_balancer_ids, LoadBalancerFacts(recorded=False))
         for row in works:

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import sqlalchemy as sa
 
-from amphora_driver.database.rows import chunks
+from amphora_driver.database.rows import chunks, force_index
 from amphora_driver.database.tables import amphora, job, listener_statistics
 
 _COUNTERS = ("active_connections", "bytes_in", "bytes_out", "request_errors", "total_connections")
@@ -33,6 +33,17 @@ _MARK_REPORTED = (
     listener_statistics.update()
     .where(_OF_LISTENERS, listener_statistics.c.version > listener_statistics.c.reported)
     .values(reported=listener_statistics.c.version)
+)
+
+
+_FIRST_DIGIT = sa.func.lower(sa.func.substr(listener_statistics.c.listener_id, 1, 1))
+_COMMITTED = sa.select(job.c.committed).where(job.c.load_balancer_id == listener_statistics.c.load_balancer_id)
+# A subquery reads `committed`, because with a join the server could begin with all rows of `job`.
+_DUE = (
+    force_index(sa.select(listener_statistics.c.listener_id), listener_statistics, "unreported")
+    .where(listener_statistics.c.unreported == sa.true(), _COMMITTED.scalar_subquery() > 0)
+    .group_by(listener_statistics.c.listener_id)
+    .order_by(listener_statistics.c.listener_id)
 )
 
 
@@ -61,15 +72,7 @@ def list_due_totals(
     other one. With `parts`, the result has only listeners whose ids begin with one of these digits.
     """
     table = listener_statistics
-    mine = [] if parts is None else [sa.func.lower(sa.func.substr(table.c.listener_id, 1, 1)).in_(sorted(parts))]
-    changed = (
-        sa.select(table.c.listener_id)
-        .join(job, job.c.load_balancer_id == table.c.load_balancer_id)
-        .where(table.c.version > table.c.reported, job.c.committed > 0, *mine)
-        .group_by(table.c.listener_id)
-        .order_by(sa.case((table.c.listener_id > after, 0), else_=1), table.c.listener_id)
-    )
-    listener_ids = connection.execute(changed.limit(limit)).scalars().all()
+    listener_ids = _list_due_listeners(connection, limit, after, parts)
     if not listener_ids:
         return []
     counters: dict[str, sa.ColumnElement[int]] = {name: table.c[name] for name in (*_COUNTERS, "version")}
@@ -84,6 +87,18 @@ def list_due_totals(
     # MariaDB and PostgreSQL return sums as Decimal, so they are converted.
     found = {row.listener_id: {name: int(getattr(row, name)) for name in counters} for row in rows}
     return [ListenerTotals(listener_id=one, **found[one]) for one in listener_ids if one in found]
+
+
+def _list_due_listeners(connection: sa.Connection, limit: int, after: str, parts: Collection[str] | None) -> list[str]:
+    """Return the first listeners with unreported counters after `after`, then those up to `after`."""
+    mine = [] if parts is None else [_FIRST_DIGIT.in_(sorted(parts))]
+    # Two statements, because each one reads the index in its order and stops at the limit. One statement for both parts
+    # would read and sort all due listeners in each of many calls.
+    found: list[str] = []
+    for part in (listener_statistics.c.listener_id > after, listener_statistics.c.listener_id <= after):
+        if len(found) < limit:
+            found += connection.execute(_DUE.where(part, *mine).limit(limit - len(found))).scalars()
+    return found
 
 
 def mark_totals_reported(connection: sa.Connection, totals: Sequence[ListenerTotals]) -> None:

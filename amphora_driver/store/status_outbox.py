@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import sqlalchemy as sa
 
-from amphora_driver.database.rows import chunks, to_struct
+from amphora_driver.database.rows import chunks, force_index, to_struct
 from amphora_driver.database.tables import (
     desired_object,
     job,
@@ -135,6 +135,11 @@ _MARK_REPORTED = (
 )
 
 
+_REPORT_COLUMNS = (
+    *(object_status.c.object_id, object_status.c.kind, object_status.c.load_balancer_id),
+    *(object_status.c.provisioning, object_status.c.operating, object_status.c.pending),
+    *(object_status.c.version, object_status.c.settled, object_status.c.reported),
+)
 # While another provider still has a load balancer in Octavia, this provider reports nothing about it.
 _IS_FOREIGN = sa.exists().where(
     adoption.c.load_balancer_id == job.c.load_balancer_id, adoption.c.ended_at.is_(None), ~adoption.c.reporting
@@ -226,9 +231,9 @@ def list_due_reports(connection: sa.Connection, limit: int, after: str = "") -> 
     Ids after `after`, the last reported load balancer, come first.
     """
     rows = connection.execute(
-        sa.select(object_status, job.c.generation.label("wanted"), job.c.applied)
+        force_index(sa.select(*_REPORT_COLUMNS, job.c.applied), object_status, "unreported")
         .join(job, job.c.load_balancer_id == object_status.c.load_balancer_id)
-        .where(object_status.c.version > object_status.c.reported, job.c.committed >= job.c.generation, ~_IS_FOREIGN)
+        .where(object_status.c.unreported == sa.true(), job.c.committed >= job.c.generation, ~_IS_FOREIGN)
         .order_by(
             sa.case((object_status.c.load_balancer_id > after, 0), else_=1),
             object_status.c.load_balancer_id,

@@ -167,7 +167,7 @@ _CHOSEN = _EVENT.c.failover_id.in_(sa.bindparam("ids", expanding=True))
 _LAST_IDS = sa.select(sa.func.max(_EVENT.c.id)).where(_CHOSEN).group_by(_EVENT.c.failover_id)
 _STEP = sa.select(_EVENT.c.failover_id, _EVENT.c.word, _EVENT.c.at)
 _LAST_EVENTS = _STEP.where(_EVENT.c.id.in_(_LAST_IDS)).limit(MAX_ROWS)
-_WAITING = _STATUS.c.version > _STATUS.c.reported
+_WAITING = _STATUS.c.unreported == sa.true()
 _OUTBOX = sa.select(sa.func.count().label("waiting"), sa.func.min(_STATUS.c.since).label("oldest")).where(_WAITING)
 _PROCESS = tables_fleet.process
 # Rows of killed processes stay for an hour and may exceed the limit. With the newest heartbeats first, the limit keeps

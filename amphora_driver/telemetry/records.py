@@ -93,9 +93,10 @@ def read_options(conf: ConfigOpts) -> dict[str, dict[str, Any]]:
 
 
 def sent_columns(table: sa.Table) -> tuple[sa.Column[Any], ...]:
-    """Return the columns of a table that a document may contain: none of them is binary."""
-    # Binary values are left out, because all of them are encrypted secrets.
-    return tuple(one for one in table.c if not isinstance(one.type, sa.LargeBinary) and one not in _OMITTED)
+    """Return the columns of a table that a document may contain: none of them is binary or generated."""
+    # Binary values are left out, because all of them are encrypted secrets. Generated columns serve as indexes only.
+    sent = (one for one in table.c if one.computed is None and one not in _OMITTED)
+    return tuple(one for one in sent if not isinstance(one.type, sa.LargeBinary))
 
 
 def read_records(database: Database, scope: Scope, version: str, options: dict[str, dict[str, Any]]) -> Records:

@@ -116,8 +116,7 @@ def _wait_until_settled(deployment: Deployment) -> bool:
     """Wait until every change is confirmed, and every status is reported to Octavia."""
     database = deployment.open_database()
     open_jobs = sa.select(sa.func.count()).select_from(job).where(job.c.dirty | (job.c.committed < job.c.generation))
-    due = object_status.c.version > object_status.c.reported
-    unreported = sa.select(sa.func.count()).select_from(object_status).where(due)
+    unreported = sa.select(sa.func.count()).where(object_status.c.unreported == sa.true())
     end = time.monotonic() + _PATIENCE
     try:
         while time.monotonic() < end:

@@ -16,7 +16,7 @@ _EVERY = 0.25
 _VALUES = {
     "due": "SELECT count(*) FROM job WHERE dirty AND owner IS NULL AND due_at <= {now}",
     "running": "SELECT count(*) FROM job WHERE owner IS NOT NULL",
-    "unreported": "SELECT count(*) FROM object_status WHERE version > reported",
+    "unreported": "SELECT count(*) FROM object_status WHERE unreported = true",
     "open failovers": "SELECT count(*) FROM failover WHERE ended_at IS NULL",
     "failovers": "SELECT count(*) FROM failover",
     "silent": "SELECT count(*) FROM silent_amphora",

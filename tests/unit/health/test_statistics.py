@@ -99,6 +99,7 @@ def test_insert_then_update(database):
         "total_connections": 5,
         "version": 1,
         "reported": 0,
+        "unreported": True,
     }
     rows = [row(active=0, bytes_in=11), row("listener-2")]
     database.write(lambda connection: statistics.write_rows(connection, rows))

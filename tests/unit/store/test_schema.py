@@ -9,8 +9,8 @@ from amphora_driver.database.engine import Database
 from amphora_driver.database.tables_fleet import metadata
 
 
-def test_the_migrations_produce_exactly_the_tables(database):
-    with database.engine.connect() as connection:
+def test_the_migrations_produce_exactly_the_tables(any_database):
+    with any_database.engine.connect() as connection:
         context = MigrationContext.configure(connection, opts={"compare_type": True})
         assert compare_metadata(context, metadata) == []
 

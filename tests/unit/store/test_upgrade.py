@@ -145,7 +145,7 @@ def check_schema(url):
 
 
 def check_rows(url, written):
-    """Check that all old values are unchanged and new columns are empty."""
+    """Check that all old values are unchanged, new columns are empty, and generated columns have their values."""
     engine = migrate._upgrade_engine(url)
     with engine.connect() as connection:
         for name, rows in written.items():
@@ -155,7 +155,10 @@ def check_rows(url, written):
             for row in rows:
                 same = [one for one in found if all(one[column] == value for column, value in row.items())]
                 assert len(same) == 1, (name, row, found)
-                new = set(same[0]) - set(row) - {"id"}
+                generated = {one.name for one in table.columns if one.computed is not None}
+                assert generated <= {"unreported"}
+                assert all(same[0][one] == (row["version"] > row["reported"]) for one in generated), (name, row)
+                new = set(same[0]) - set(row) - generated - {"id"}
                 assert not any(same[0][column] for column in new), name
     engine.dispose()
 
