@@ -172,7 +172,7 @@ class HeartbeatWatch:
         self._orders.clear()
 
     def _update_periods(self, orders: Mapping[str, Order], now: float) -> None:
-        """Restart the silent periods of amphorae with another last heartbeat. Forget the amphorae without an order.
+        """Restart the periods after a new heartbeat, and end those of amphorae without an order.
 
         A large fleet has few new heartbeats in one round. Only the comparison, which is in C, concerns all amphorae.
         """
