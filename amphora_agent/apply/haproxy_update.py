@@ -155,7 +155,8 @@ class HaproxyUpdate:
         self._swap.mark_unfinished()
         haproxy, failed = self._haproxy, None
         try:
-            ActionRunner(haproxy.worker, haproxy.features(), haproxy.counters, plan.directory).run(actions)
+            features, counters = haproxy.features(), haproxy.counters
+            ActionRunner(haproxy.worker, features, counters, plan.directory, haproxy.usage).run(actions)
         except HaproxyError as error:
             failed = error
         except OSError as error:

@@ -29,6 +29,7 @@ from amphora_agent.haproxy.config_parser import Configuration
 from amphora_agent.haproxy.features import Features, probe_features
 from amphora_agent.haproxy.runtime_socket import Socket
 from amphora_agent.haproxy.runtime_state import Loaded
+from amphora_agent.haproxy.server_numbers import Usage
 from amphora_agent.haproxy.verify import Verifier
 from amphora_agent.haproxy.workers import Workers
 from amphora_agent.log_settings import LOG_ADDRESS, LOG_PORT
@@ -440,6 +441,9 @@ class Haproxy:
         self, wanted: Configuration, files: Path | None = None, touched: Collection[tuple[str, str]] | None = None
     ) -> Loaded:
         return self._verifier.verify(wanted, files, touched)
+
+    def usage(self, backend: str, names: Collection[str]) -> dict[str, Usage] | None:
+        return self._verifier.usage(backend, names)
 
     def features(self) -> Features:
         if self._features is None:

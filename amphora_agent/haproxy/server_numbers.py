@@ -16,6 +16,7 @@ import csv
 import itertools
 import re
 from collections.abc import Collection, Iterator, Mapping
+from typing import NamedTuple
 
 from amphora_agent.haproxy.config_parser import Server
 from amphora_agent.haproxy.runtime_socket import Socket
@@ -28,6 +29,15 @@ _TABLE = "# pxname,"
 _LINE = re.compile(r"^(\d+) (\S+) (\d+) (\S+) ", re.MULTILINE)
 # States in which a server has no administrative state, in HAProxy's words.
 _ORDINARY = ("UP", "no check")
+# The state of a disabled server. HAProxy has other words for a server that another server or a name disables.
+_MAINTENANCE = "MAINT"
+
+
+class Usage(NamedTuple):
+    """HAProxy's numbers of a server and its backend, and the number of its running requests."""
+
+    numbers: tuple[str, str]
+    used: int
 
 
 class ServerNumbers:
@@ -75,6 +85,18 @@ class ServerNumbers:
         self._servers.update({name: int(rows[name]["sid"]) for name in kept})
         return {(self._backend, name): state for name, state in states.items() if state is not None}
 
+    def usage(self, worker: Socket, names: Collection[str]) -> dict[str, Usage] | None:
+        """Return the usage of servers; None if it has to be read from the list."""
+        if len(names) > _MAX_ASKED or not self._servers.keys() >= set(names):
+            return None
+        found = {}
+        answer = worker.ask(";".join(f"show stat {self._number} 4 {self._servers[name]}" for name in names))
+        for row in _rows(answer):
+            number, used = row.get("sid", ""), row.get("scur", "")
+            if row["# pxname"] == self._backend and used.isdecimal():
+                found[row["svname"]] = Usage((self._number, number), int(used))
+        return found if found.keys() == set(names) else None
+
     def _next_numbers(self, count: int, gone: Collection[str]) -> Iterator[int]:
         """Return the numbers that HAProxy gives to this many added servers."""
         if not count:
@@ -86,7 +108,7 @@ class ServerNumbers:
 def _is_ordinary(server: Server) -> bool:
     """Whether `show stat` has everything that a verification compares."""
     elsewhere = server.checked and (server.value("addr") or server.value("port"))
-    return not (server.disabled or elsewhere) and server.weight > 0
+    return not elsewhere and server.weight > 0
 
 
 def _rows(answer: str) -> Iterator[dict[str, str]]:
@@ -99,12 +121,13 @@ def _state(row: Mapping[str, str]) -> ServerState | None:
     host, _, port = row.get("addr", "").rpartition(":")
     weight = row.get("uweight", "")
     numbers = (row.get("sid", ""), port, weight)
-    if row.get("status") not in _ORDINARY or not all(number.isdecimal() for number in numbers):
+    maintenance = row.get("status") == _MAINTENANCE
+    if not (maintenance or row.get("status") in _ORDINARY) or not all(number.isdecimal() for number in numbers):
         return None
     return ServerState(
-        up=True,
+        up=not maintenance,
         weight=int(weight),
-        maintenance=False,
+        maintenance=maintenance,
         draining=False,
         address=host.strip("[]"),
         port=int(port),

@@ -15,7 +15,7 @@ from amphora_agent.haproxy import runtime_state
 from amphora_agent.haproxy.config_parser import Configuration
 from amphora_agent.haproxy.runtime_socket import Socket
 from amphora_agent.haproxy.runtime_state import Loaded, ServerState
-from amphora_agent.haproxy.server_numbers import ServerNumbers
+from amphora_agent.haproxy.server_numbers import ServerNumbers, Usage
 from amphora_agent.haproxy.tls_store import TlsStore
 
 
@@ -56,6 +56,11 @@ class Verifier:
             store.verify()
         self._loaded = found
         return found
+
+    def usage(self, backend: str, names: Collection[str]) -> dict[str, Usage] | None:
+        """Return the usage of servers by their numbers; None for a small backend, or if a number is unknown."""
+        numbers = self._numbers.get(backend) if self._loaded is not None else None
+        return None if numbers is None else numbers.usage(self._worker, names)
 
     def _verify_all(self, wanted: Configuration) -> tuple[Loaded, str]:
         proxies = self._worker.ask(runtime_state.PROXIES)

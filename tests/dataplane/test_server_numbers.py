@@ -3,14 +3,19 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import pytest
 from every_haproxy import RuntimeSocket, on_every_haproxy
+from peers import MEMBER6, Answer
 from wanted import id_of, listener, load_balancer, member, pool
 
 from amphora_agent.errors import HaproxyError
 from amphora_agent.haproxy.config_parser import parse
+from amphora_agent.haproxy.features import probe_features
+from amphora_agent.haproxy.runtime_actions import RemoveServer
+from amphora_agent.haproxy.runtime_commands import REMOVAL_SECONDS, ActionRunner
 from amphora_agent.haproxy.runtime_state import SERVERS, parse_servers
 from amphora_agent.haproxy.server_numbers import LARGE, ServerNumbers
 from amphora_agent.haproxy.verify import Verifier
@@ -39,6 +44,9 @@ class Asked(RuntimeSocket):
     def __init__(self, amphora) -> None:
         self.questions: list[str] = []
         self.ask = lambda question: self.questions.append(question) or amphora.ask_haproxy(question)
+
+    def order(self, command: str, success: str = "") -> None:
+        assert self.ask(command).strip() == success
 
 
 class Pool:
@@ -112,25 +120,38 @@ def test_the_agent_reads_the_list_once(large):
     assert lists(range(LARGE + 1), f"m{LARGE}") == 1
     assert lists(range(LARGE + 1), "m3", m3={"weight": 7}) == 0
     assert lists(range(1, LARGE + 1), "m0", "m3") == 0
-    assert lists(range(1, LARGE + 1), "m3", m3={"admin_state_up": False}) == 1
+    assert lists(range(1, LARGE + 1), "m3", m3={"admin_state_up": False}) == 0
+    assert lists(range(1, LARGE + 1), "m3", m3={"weight": 0}) == 1
     assert lists(range(LARGE + 1), "m0", "m3") == 0
     large.order("m3", "drain")
     with pytest.raises(HaproxyError, match="gets no new requests"):
         lists(range(LARGE + 1), "m3", "m4", m4={"weight": 7})
 
 
-@pytest.mark.parametrize("changed", [{"admin_state_up": False}, {"weight": 0}], ids=["disabled", "weight 0"])
-def test_a_state_that_statistics_do_not_express_is_not_returned(large, changed):
+def test_a_state_that_statistics_do_not_express_is_not_returned(large):
     numbers = ServerNumbers.parse(large.list(), BACKEND)
-    large.push(range(LARGE), m3=changed)
+    large.push(range(LARGE), m3={"weight": 0})
     assert large.read(numbers, "m3") is None
+
+
+def test_the_states_of_disabled_and_enabled_servers_equal_those_of_the_list(large):
+    numbers = ServerNumbers.parse(large.list(), BACKEND)
+    large.push(range(LARGE), m3={"admin_state_up": False, "weight": 7})
+    (state,) = large.read(numbers, "m3").values()
+    assert (state.maintenance, state.weight, state.serves) == (True, 7, False)
+    large.push(range(LARGE), m3={"weight": 7})
+    assert [state.serves for state in large.read(numbers, "m3").values()] == [True]
+    # A new server can be disabled.
+    large.push(range(LARGE + 1), m3={"weight": 7}, **{f"m{LARGE}": {"admin_state_up": False}})
+    assert [state.maintenance for state in large.read(numbers, f"m{LARGE}").values()] == [True]
 
 
 def test_an_administrative_state_is_not_hidden(large):
     numbers = ServerNumbers.parse(large.list(), BACKEND)
-    for state in ("drain", "maint"):
-        large.order("m3", state)
-        assert large.read(numbers, "m3") is None
+    large.order("m3", "drain")
+    assert large.read(numbers, "m3") is None
+    large.order("m3", "maint")
+    assert [state.maintenance for state in large.read(numbers, "m3").values()] == [True]
     large.order("m3", "ready")
     assert len(large.read(numbers, "m3")) == 1
 
@@ -143,6 +164,56 @@ def test_numbers_of_another_worker_are_not_used(large):
     large.push(range(100, LARGE + 100), timeout=60_001, m200={"weight": 7})
     assert large.read(numbers, "m200") is None
     assert len(large.read(ServerNumbers.parse(large.list(), BACKEND), "m200")) == 1
+
+
+class Counters:
+    """Records the servers whose counters are read before their removal."""
+
+    def __init__(self) -> None:
+        self.read: list[tuple[str, str]] = []
+
+    def sample_servers(self, servers) -> None:
+        self.read += servers
+
+
+def test_a_server_is_removed_without_a_list(large, tmp_path):
+    large.push(range(LARGE), m3={"weight": 7})
+    expected = {name: str(number) for name, number in ServerNumbers.parse(large.list(), BACKEND)._servers.items()}
+    verifier = Verifier(large.socket)
+    wanted = parse(large.text)
+    verifier.verify(wanted)
+    verifier.verify(wanted, touched=[(BACKEND, id_of("member", "m3"))])
+    gone, counters = id_of("member", "m7"), Counters()
+    runner = ActionRunner(large.socket, probe_features(large.socket), counters, tmp_path, verifier.usage)
+    large.socket.questions.clear()
+    runner.run([RemoveServer(BACKEND, gone, disabled=False)])
+    assert not [one for one in large.socket.questions if one.startswith(("show servers", SERVERS))]
+    assert [server for _, server in counters.read] == [expected[gone]]
+    assert (BACKEND, gone) not in parse_servers(large.list())
+
+
+def test_a_member_of_a_large_pool_is_removed_during_requests(served):
+    """The removal waits for running requests. A connection that became idle later would cause a reload."""
+
+    def slow_answer(_seen) -> Answer:
+        # Most removals begin during a request of this member.
+        time.sleep(REMOVAL_SECONDS / 4)
+        return Answer()
+
+    kept, changing = member(served.web("kept")), member(served.web("changing", MEMBER6, answer=slow_answer))
+    idle = [member(place(n), weight=0) for n in range(LARGE)]
+
+    def push(*members) -> str:
+        return served.push(load_balancer(listener(80), pool("pool", kept, *members, *idle))).how
+
+    served.push(load_balancer())
+    push(changing)
+    with served.client.load(4) as load:
+        for _ in range(5):
+            assert push() == "runtime"
+            assert push(changing) == "runtime"
+            load.goes_on(8)
+    assert load.failures == []
 
 
 def test_a_small_backend_has_no_numbers(served):
