@@ -7,6 +7,8 @@ import json
 import logging
 import secrets
 import uuid
+import zlib
+from types import SimpleNamespace
 
 import pytest
 from agent_heartbeats import decode
@@ -16,7 +18,7 @@ from hypothesis import strategies as st
 from amphora_agent.config import load
 from amphora_agent.errors import SettingsError
 from amphora_agent.paths import Paths
-from amphora_agent.stats import former_workers
+from amphora_agent.stats import former_workers, heartbeat_codec
 from amphora_agent.stats.former_workers import COUNTED
 from amphora_agent.stats.haproxy_stats import NONE, Counters, key, parse
 from amphora_agent.stats.heartbeat_codec import LARGEST, datagrams, encode
@@ -210,6 +212,20 @@ def test_several_datagrams_have_the_content_of_one():
     assert seen == members
     assert sum("l" in heartbeat.document["listeners"] for heartbeat in opened) == 1
     assert sum("q:l" in heartbeat.document["pools"] for heartbeat in opened) == 1
+
+
+def test_each_part_of_a_large_report_is_compressed_once(monkeypatch):
+    compressed = []
+
+    def compress(text, level):
+        compressed.append(text)
+        return zlib.compress(text, level)
+
+    monkeypatch.setattr(heartbeat_codec, "zlib", SimpleNamespace(**{**vars(zlib), "compress": compress}))
+    members = {str(uuid.uuid4()): "no check" for _ in range(10_000)}
+    parts = list(datagrams(AMPHORA, KEY, 7, 1, document(members)))
+    assert max(map(len, parts)) <= LARGEST
+    assert len(compressed) == len(parts) <= 6
 
 
 @pytest.mark.parametrize("place", [0, 5, 22, 30, 40, -1])
