@@ -12,7 +12,7 @@ import ipaddress
 import json
 import re
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from ipaddress import IPv4Interface, IPv4Network, IPv6Interface, IPv6Network
 from typing import Any
@@ -196,6 +196,12 @@ class Bundle:
             **({"virtual_servers": model.to_document(self.virtual_servers)} if self.virtual_servers else {}),
         }
 
+    def to_json(self) -> str:
+        """Return the document of `to_document` in JSON."""
+        head = json.dumps(replace(self, virtual_servers=()).to_document())
+        servers = f', "virtual_servers": {model.to_json(self.virtual_servers)}' if self.virtual_servers else ""
+        return f"{head[:-1]}{servers}}}"
+
 
 def _plain(value: Any) -> Any:
     """Return a value of a bundle in the types of JSON: addresses become texts."""
@@ -216,10 +222,13 @@ def digest(body: bytes) -> str:
     return hashlib.sha256(body).hexdigest()
 
 
-def parse(body: bytes) -> Bundle:
-    """Parse a request body. A `MalformedBundle` names the wrong key."""
+def parse(body: bytes, known: Sequence[VirtualServer] = ()) -> Bundle:
+    """Parse a request body. A `MalformedBundle` names the wrong key.
+
+    Members of ``known`` virtual servers need no parsing (`model.parse`).
+    """
     try:
-        return _bundle(json.loads(body, object_pairs_hook=_reject_duplicate_keys), _file)
+        return _bundle(json.loads(body, object_pairs_hook=_reject_duplicate_keys), _file, known)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise MalformedBundle(
             "read the bundle", str(error).strip("'\""), "See docs/reference/agent-api.md for the format."
@@ -258,7 +267,9 @@ def _typed(value: Any, kind: type, where: str) -> Any:
     return value
 
 
-def _bundle(document: Any, read_file: Callable[[Any, str], File]) -> Bundle:
+def _bundle(
+    document: Any, read_file: Callable[[Any, str], File], known: Sequence[VirtualServer] = ()
+) -> Bundle:
     head = ("format", "amphora_id", "load_balancer_id", "generation")
     parts = ("haproxy", "files", "pings", "limits", "interfaces", "allowed", "vrrp")
     found = _keys(document, "the bundle", (*head, *parts), optional=["virtual_servers"])
@@ -288,7 +299,7 @@ def _bundle(document: Any, read_file: Callable[[Any, str], File]) -> Bundle:
         interfaces=interfaces,
         allowed=allowed,
         vrrp=None if found["vrrp"] is None else _vrrp(found["vrrp"], interfaces),
-        virtual_servers=model.parse(found.get("virtual_servers", [])),
+        virtual_servers=model.parse(found.get("virtual_servers", []), known),
     )
 
 

@@ -135,7 +135,8 @@ class Applier:
 
     def apply_body(self, body: bytes) -> ApplyResult:
         """Apply a bundle in its wire format. Raises the errors of `apply_bundle`, and `MalformedBundle`."""
-        return self.apply_bundle(parse(body), digest(body))
+        served = self._served
+        return self.apply_bundle(parse(body, () if served is None else served.virtual_servers), digest(body))
 
     def apply_bundle(self, bundle: Bundle, received: str) -> ApplyResult:
         """Apply a bundle, or return the result of a newer bundle in the queue.

@@ -63,12 +63,12 @@ class Draft:
             "digest": self.confirmed.digest,
             "text": None if file is None else self._text_path.name,
             "text_sha256": None if text is None else digest(text.encode()),
-            "bundle": replace(self.confirmed.bundle, haproxy=None).to_document(),
         }
+        record = f'{json.dumps(document)[:-1]}, "bundle": {replace(self.confirmed.bundle, haproxy=None).to_json()}}}'
         try:
             if file is not None:
                 _link(file, self._text_path)
-            write(self._new_path, json.dumps(document), durable=False)
+            write(self._new_path, record, durable=False)
         except OSError:
             self.discard()
             raise

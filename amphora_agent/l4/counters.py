@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from operator import add, lt
 from typing import Any
 
-from amphora_agent.l4.model import Host
-
 SUMMED = ("total_connections", "bytes_in", "bytes_out", "request_errors")
 # Maximum number of removed virtual servers whose counters are kept. If a removed virtual server is added again, its
 # counters continue, because counters must not decrease.
@@ -36,8 +34,8 @@ class Counters(MemberCounters):
     request_errors: int = 0
 
 
-MemberPlace = tuple[str, Host, int]
-"""A member by the id of its virtual server, its address and its port."""
+MemberPlace = tuple[str, str]
+"""A member by the id of its virtual server, and `Member.place`."""
 
 
 class MonotonicCounters:

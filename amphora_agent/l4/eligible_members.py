@@ -9,7 +9,7 @@ The kernel cannot forward an IPv4 client to an IPv6 member, so each member serve
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from amphora_agent.l4.model import Member, VirtualServer
 
@@ -19,13 +19,20 @@ MemberHealth = Mapping[tuple[str, str], bool]
 
 def retained_members(server: VirtualServer, up: MemberHealth) -> tuple[Member, ...]:
     """Return the members whose flows continue."""
-    return tuple(one for one in server.members if one.enabled and up.get((server.id, one.id), True))
+    if not up:
+        return tuple([one for one in server.members if one.enabled])
+    return tuple([one for one in server.members if one.enabled and up.get((server.id, one.id), True)])
 
 
 def serving_members(server: VirtualServer, up: MemberHealth, version: int) -> tuple[Member, ...]:
     """Return the members that get new flows of an IP version, in the order of the bundle."""
-    able = [one for one in retained_members(server, up) if one.weight and one.address.version == version]
-    return tuple(one for one in able if not one.backup) or tuple(able)
+    return serving_of(retained_members(server, up), version)
+
+
+def serving_of(retained: Sequence[Member], version: int) -> tuple[Member, ...]:
+    """Return the members that get new flows of an IP version; ``retained`` are the result of `retained_members`."""
+    able = [one for one in retained if one.weight and one.address.version == version]
+    return tuple([one for one in able if not one.backup]) or tuple(able)
 
 
 def vip_families(server: VirtualServer) -> tuple[int, ...]:

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import ipaddress
+import json
 import re
 import uuid
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 Host = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -56,7 +58,10 @@ class Monitor:
 
 @dataclass(frozen=True)
 class Member:
-    """One member. ``check_address`` and ``check_port`` are None for its own address and port."""
+    """One member. ``check_address`` and ``check_port`` are None for its own address and port.
+
+    The texts are cached, because a change of one member writes the texts of all members.
+    """
 
     id: str
     address: Host
@@ -66,6 +71,23 @@ class Member:
     enabled: bool
     check_address: Host | None = None
     check_port: int | None = None
+
+    @cached_property
+    def address_text(self) -> str:
+        return str(self.address)
+
+    @cached_property
+    def place(self) -> str:
+        """Address and port in the notation of nft."""
+        return f"{self.address_text} . {self.port}"
+
+    @cached_property
+    def document_text(self) -> str:
+        """The member in JSON."""
+        return json.dumps(_plain(self), separators=(",", ":"))
+
+
+_MEMBER_KEYS = Member.__dataclass_fields__.keys()
 
 
 @dataclass(frozen=True)
@@ -86,9 +108,13 @@ class VirtualServer:
     log_format: str | None = None
 
 
-def parse(value: Any) -> tuple[VirtualServer, ...]:
-    """Return the virtual servers of a bundle's list; raises ValueError, KeyError or TypeError."""
-    found = tuple(_server(item) for item in _of(list, value, "virtual_servers"))
+def parse(value: Any, known: Sequence[VirtualServer] = ()) -> tuple[VirtualServer, ...]:
+    """Return the virtual servers of a bundle's list; raises ValueError, KeyError or TypeError.
+
+    The result contains the same objects as ``known`` for equal members, which are compared and not parsed.
+    """
+    before = {server.id: {member.id: member for member in server.members} for server in known}
+    found = tuple(_server(item, before) for item in _of(list, value, "virtual_servers"))
     for what, values in (
         ("id", [one.id for one in found]),
         ("protocol and port", [(one.protocol, one.port) for one in found]),
@@ -112,6 +138,29 @@ def reject_scope(value: str, where: str) -> str:
 def to_document(servers: Sequence[VirtualServer]) -> list[dict[str, Any]]:
     """Return the list that `parse` reads."""
     return [_plain(server) for server in servers]
+
+
+def to_json(servers: Sequence[VirtualServer]) -> str:
+    """Return the list that `parse` reads, in JSON."""
+    return f"[{','.join(map(_server_text, servers))}]"
+
+
+def _server_text(server: VirtualServer) -> str:
+    head = json.dumps(head_document(server), separators=(",", ":"))
+    return f'{head[:-1]},"members":[{",".join([member.document_text for member in server.members])}]}}'
+
+
+def head_document(server: VirtualServer) -> dict[str, Any]:
+    """Return the document of a virtual server without its members."""
+    document: dict[str, Any] = _plain(replace(server, members=()))
+    del document["members"]
+    return document
+
+
+def member_document(member: Member) -> dict[str, Any]:
+    """Return a document of `parse_members`."""
+    document: dict[str, Any] = _plain(member)
+    return document
 
 
 def _plain(value: Any) -> Any:
@@ -168,13 +217,11 @@ def _address(value: Any, where: str) -> Host:
     return ipaddress.ip_address(reject_scope(_of(str, value, where), where))
 
 
-def _server(value: Any) -> VirtualServer:
+def _server(value: Any, known: Mapping[str, Mapping[str, Member]]) -> VirtualServer:
     found = _keys(VirtualServer, value, "a virtual server", _OPTIONAL)
     name = _id(found["id"], "the id of a virtual server")
     where = f"virtual server {name}:"
-    members = tuple(_member(item, where) for item in _of(list, found["members"], f"{where} members"))
-    if len({one.id for one in members}) != len(members):
-        raise ValueError(f"{where} two members have the same id")
+    members = parse_members(found["members"], known.get(name, {}), where)
     listed = _of(list, found["addresses"], f"{where} addresses")
     addresses = tuple(_address(item, f"{where} address") for item in listed)
     if not addresses or len(set(addresses)) != len(addresses):
@@ -209,6 +256,41 @@ def _persistence(value: Any, where: str) -> Persistence:
         timeout=_number(found["timeout"], 1, LONGEST, f"{where} timeout"),
         prefix_v4=_number(found["prefix_v4"], 0, 32, f"{where} prefix_v4"),
         prefix_v6=_number(found["prefix_v6"], 0, 128, f"{where} prefix_v6"),
+    )
+
+
+def parse_members(value: Any, known: Mapping[str, Member], where: str) -> tuple[Member, ...]:
+    """Return the members of a list; see `parse`."""
+    members = tuple(
+        [_known_member(item, known) or _member(item, where) for item in _of(list, value, f"{where} members")]
+    )
+    refuse_repeated(members, where)
+    return members
+
+
+def refuse_repeated(members: Sequence[Member], where: str) -> None:
+    """Raise ValueError if two members have the same id."""
+    if len({one.id for one in members}) != len(members):
+        raise ValueError(f"{where} two members have the same id")
+
+
+def _known_member(value: Any, known: Mapping[str, Member]) -> Member | None:
+    """Return the known member that a document describes, exactly in the notation of this module; None otherwise."""
+    if not known or type(value) is not dict or value.keys() != _MEMBER_KEYS or type(value["id"]) is not str:
+        return None
+    found = known.get(value["id"])
+    # The types are compared too, because True equals 1.
+    return (
+        found
+        if found is not None
+        and value["address"] == found.address_text
+        and (type(value["port"]), value["port"]) == (int, found.port)
+        and (type(value["weight"]), value["weight"]) == (int, found.weight)
+        and value["backup"] is found.backup
+        and value["enabled"] is found.enabled
+        and value["check_address"] == (None if found.check_address is None else str(found.check_address))
+        and (type(value["check_port"]), value["check_port"]) == (type(found.check_port), found.check_port)
+        else None
     )
 
 

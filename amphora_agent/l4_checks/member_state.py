@@ -7,8 +7,10 @@ first check of a member decides at once. Before the first check, the member gets
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from amphora_agent.l4.model import Member, VirtualServer
@@ -46,6 +48,11 @@ class State:
     since: float
     reason: str
 
+    @cached_property
+    def document_text(self) -> str:
+        """The state in JSON. It is cached, because a change of one member writes the states of all members."""
+        return json.dumps(asdict(self), separators=(",", ":"))
+
 
 States = Mapping[MemberKey, State]
 
@@ -82,7 +89,8 @@ def carry_over(
     known: States, before: Sequence[VirtualServer], wanted: Sequence[VirtualServer], now: float
 ) -> dict[MemberKey, State]:
     """Return states for new virtual servers. A member that served without checks counts as up."""
-    unchecked = (server for server in before if server.monitor is None)
+    pools = {server.pool_id for server in wanted if server.monitor is not None}
+    unchecked = (server for server in before if server.monitor is None and server.pool_id in pools)
     serving = {(server.pool_id, member.id) for server in unchecked for member in server.members if member.enabled}
     served = State(up=True, proven=True, against=0, since=now, reason="served before the first check")
     found, new, with_others = {}, [], set()
@@ -102,6 +110,7 @@ def member_health(servers: Iterable[VirtualServer], states: States) -> dict[tupl
     return {
         (server.id, member.id): state.up
         for server in servers
+        if server.monitor is not None
         for member in server.members
         if (state := _state_of(server, member, states)) is not None
     }
@@ -140,13 +149,14 @@ def last_change(server: VirtualServer, member: Member, states: States) -> tuple[
     return (None, "") if state is None else (state.since, state.reason)
 
 
-def to_document(states: States) -> list[list[Any]]:
-    """Return the states as JSON values."""
-    return [[pool, member, asdict(state)] for (pool, member), state in states.items()]
+def to_json(states: States) -> str:
+    """Return the states in JSON. Ids of pools and members are UUIDs, which need no quoting."""
+    rows = [f'["{pool}","{member}",{state.document_text}]' for (pool, member), state in states.items()]
+    return f"[{','.join(rows)}]"
 
 
 def from_document(value: Any) -> dict[MemberKey, State]:
-    """Return the states of a document of `to_document`; raises KeyError, TypeError or ValueError."""
+    """Return the states of a document of `to_json`; raises KeyError, TypeError or ValueError."""
     types = {"up": bool, "proven": bool, "against": int, "since": float, "reason": str}
     return {
         (str(pool), str(member)): State(**{name: kind(plain[name]) for name, kind in types.items()})

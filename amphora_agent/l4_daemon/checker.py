@@ -26,6 +26,7 @@ from amphora_agent.l4_checks.schedule import Schedule
 from amphora_agent.l4_daemon import persisted_state
 from amphora_agent.l4_daemon.persisted_state import DesiredState, StateFiles
 from amphora_agent.l4_flow_log.writer import FlowLog
+from amphora_agent.l4_nftables import limits
 from amphora_agent.l4_nftables.engine import NftablesEngine
 
 FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 0.5, 30.0
@@ -183,20 +184,20 @@ class Checker:
             return self._describe(with_members=request.get("members") is True)
         if operation == "rows":
             return stat_rows.render_rows(self._describe(with_members=True)["servers"])
-        if operation not in ("check", "serve", "differs"):
+        if operation not in ("serve", "differs"):
             raise ValueError(f"unknown operation {operation!r}")
-        if operation == "check":
-            self._engine.check_servers(model.parse(request["servers"]))
-            return {}
         if operation == "differs":
-            return {"differs": self._find_drift(persisted_state.parse_desired(request))}
-        self._serve(persisted_state.parse_desired(request))
-        return self._describe()
+            return {"differs": self._find_drift(str(request["digest"]), empty=request["empty"] is True)}
+        if "change" in request and request["base"] != self._desired.digest:
+            return {"unknown": True}
+        self._serve(persisted_state.parse_desired(request, self._desired))
+        # The agent needs the state only when it stops the L4 daemon.
+        return {} if self._desired.servers else self._describe()
 
     def _serve(self, desired: DesiredState) -> None:
         before = self._desired
         states = member_state.carry_over(self._states, before.servers, desired.servers, time.time())
-        self._engine.check_servers(desired.servers)
+        limits.check_servers(desired.servers)
         try:
             self._apply(desired, states)
             self._files.write_servers(desired)
@@ -210,13 +211,14 @@ class Checker:
         self._save()
         self._schedule_checks(desired.servers)
 
-    def _find_drift(self, desired: DesiredState) -> list[str]:
+    def _find_drift(self, digest: str, *, empty: bool) -> list[str]:
         """Return differences in the kernel. A member state that is not applied yet is not a difference."""
-        if not desired.servers and not self._desired.servers:
+        present = self._desired
+        if empty and not present.servers:
             return []
-        if desired.digest != self._desired.digest:
+        if digest != present.digest:
             return ["the checker serves other virtual servers than the confirmed bundle"]
-        return list(self._engine.find_drift(desired.servers, self._applied_health, paired=desired.paired))
+        return list(self._engine.find_drift(present.servers, self._applied_health, paired=present.paired))
 
     def _describe(self, *, with_members: bool = False) -> dict[str, Any]:
         """Return the whole state. Counters of members take longer, so they are optional."""
@@ -248,7 +250,7 @@ class Checker:
             for member in server.members:
                 since, reason = member_state.last_change(server, member, self._states)
                 status = member_state.member_status(server, member, self._states)
-                found = counters.get((server.id, member.address, member.port))
+                found = counters.get((server.id, member.place))
                 plain = {"status": status, "since": since, "reason": reason, "weight": member.weight}
                 members[member.id] = {**plain, **({} if found is None else asdict(found))}
             pool = {"id": server.pool_id, "status": member_state.pool_status(server, self._states), "members": members}

@@ -23,10 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from amphora_agent.errors import ConfigurationRefused, ServiceError, VirtualServersError
-from amphora_agent.l4 import model
+from amphora_agent.l4 import edits, model
 from amphora_agent.l4.counters import SUMMED, Counters
 from amphora_agent.l4.model import VirtualServer
 from amphora_agent.l4_daemon import ELSEWHERE, PACKAGES
+from amphora_agent.l4_nftables import limits
 from amphora_agent.paths import Paths
 from amphora_agent.services.control import ServiceManager, ServicePolicy
 from amphora_agent.source_checksum import source_checksum
@@ -85,11 +86,12 @@ class CheckerState:
     flow_log: dict[str, int] = field(default_factory=dict)
 
 
-def _desired_document(operation: str, servers: Sequence[VirtualServer], *, paired: bool) -> dict[str, Any]:
-    """Return the request for a desired state, with the SHA-256 of the state in hexadecimal."""
-    document = {"paired": paired, "servers": model.to_document(servers)}
-    digest = hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
-    return {"op": operation, "digest": digest, **document}
+_Desired = tuple[str, tuple[VirtualServer, ...]]
+
+
+def _digest(servers: Sequence[VirtualServer], *, paired: bool) -> str:
+    """Return the SHA-256 of a desired state in hexadecimal."""
+    return hashlib.sha256(f"{paired} {model.to_json(servers)}".encode()).hexdigest()
 
 
 class CheckerClient:
@@ -100,6 +102,9 @@ class CheckerClient:
         self._services = services
         self._lock = threading.Lock()
         self._version = source_checksum(PACKAGES, ELSEWHERE)
+        # The virtual servers that the L4 daemon has confirmed, with their digest. The next request contains only the
+        # differences from them. None if they are unknown.
+        self._served: _Desired | None = None
         # Last state of an ended L4 daemon. This state has a separate lock, because `_lock` is held during each request
         # to the daemon, and readers must not wait for a request.
         self._final_state_lock = threading.Lock()
@@ -110,8 +115,8 @@ class CheckerClient:
         if not servers:
             return
         with self._lock:
+            limits.check_servers(servers)
             self._ensure_running()
-            self._request({"op": "check", "servers": model.to_document(servers)}, SERVE_TIMEOUT_SECONDS)
 
     def serve(self, servers: Sequence[VirtualServer], *, paired: bool = False) -> None:
         """Serve exactly these virtual servers; returns when the kernel does.
@@ -122,27 +127,42 @@ class CheckerClient:
         with self._lock:
             if not servers and not self._exists():
                 return
-            document = _desired_document("serve", servers, paired=paired)
+            desired = _digest(servers, paired=paired), tuple(servers)
             if not servers and not self._may_be_forwarding():
                 # After a failed change, the L4 daemon may answer late, so the time-out is long. If no daemon runs, the
                 # request fails at once.
                 with suppress(VirtualServersError, ConfigurationRefused):
-                    if (state := _parse_state(self._request(document, SERVE_TIMEOUT_SECONDS))).sums:
+                    if (state := _parse_state(self._serve(desired, paired=paired))).sums:
                         self._keep_final_state(state)
                 self._stop()
                 return
             self._ensure_running()
-            state = _parse_state(self._request(document, SERVE_TIMEOUT_SECONDS))
+            answer = self._serve(desired, paired=paired)
             if not servers:
-                self._keep_final_state(state)
+                self._keep_final_state(_parse_state(answer))
                 self._stop()
+
+    def _serve(self, desired: _Desired, *, paired: bool) -> dict[str, Any]:
+        """Request a desired state by its differences, or completely if the L4 daemon has another former state."""
+        digest, servers = desired
+        request = {"op": "serve", "digest": digest, "paired": paired}
+        known, self._served = self._served, None
+        answer = {"unknown": True}
+        if known is not None:
+            change = {"base": known[0], "change": edits.change_document(known[1], servers)}
+            answer = self._request({**request, **change}, SERVE_TIMEOUT_SECONDS)
+        if answer.get("unknown"):
+            answer = self._request({**request, "servers": model.to_document(servers)}, SERVE_TIMEOUT_SECONDS)
+        self._served = desired
+        return answer
 
     def find_drift(self, servers: Sequence[VirtualServer], *, paired: bool = False) -> list[str]:
         """Return the differences from the state that `serve` would leave, as sentences."""
         if not servers and not self._exists():
             return []
         try:
-            answer = self._request(_desired_document("differs", servers, paired=paired), SERVE_TIMEOUT_SECONDS)
+            request = {"op": "differs", "digest": _digest(servers, paired=paired), "empty": not servers}
+            answer = self._request(request, SERVE_TIMEOUT_SECONDS)
             return [str(one) for one in answer["differs"]]
         except (VirtualServersError, ConfigurationRefused) as error:
             return [f"the L4 daemon for UDP and SCTP listeners: {error.happened}"]
@@ -226,6 +246,7 @@ class CheckerClient:
             time.sleep(_POLL_SECONDS)
 
     def _stop(self) -> None:
+        self._served = None
         self._services.stop(SERVICE)
         for path in (self._paths.checker_socket, self._paths.virtual_servers, self._paths.virtual_states):
             path.unlink(missing_ok=True)

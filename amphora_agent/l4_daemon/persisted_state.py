@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from amphora_agent.l4 import model
+from amphora_agent.l4 import edits, model
 from amphora_agent.l4.counters import MonotonicCounters
 from amphora_agent.l4.model import VirtualServer
 from amphora_agent.l4.stderr_log import log
@@ -29,9 +29,14 @@ class DesiredState:
     paired: bool
 
 
-def parse_desired(found: Mapping[str, Any]) -> DesiredState:
-    """Return the desired state of a request or a file; raises KeyError, TypeError or ValueError."""
-    return DesiredState(str(found["digest"]), model.parse(found["servers"]), found["paired"] is True)
+def parse_desired(found: Mapping[str, Any], before: DesiredState | None = None) -> DesiredState:
+    """Return the desired state of a request or a file; raises KeyError, TypeError or ValueError.
+
+    A request may contain the differences from the state ``before``.
+    """
+    known = () if before is None else before.servers
+    servers = edits.apply_change(known, found["change"]) if "change" in found else model.parse(found["servers"], known)
+    return DesiredState(str(found["digest"]), servers, found["paired"] is True)
 
 
 @dataclass
@@ -61,23 +66,24 @@ class StateFiles:
 
     def write_servers(self, desired: DesiredState) -> None:
         """Write the virtual servers that are served; raises OSError if the disk is full, for example."""
-        servers = model.to_document(desired.servers)
-        self._replace(SERVERS, {"digest": desired.digest, "paired": desired.paired, "servers": servers})
+        head = json.dumps({"digest": desired.digest, "paired": desired.paired})
+        self._replace(SERVERS, f'{head[:-1]}, "servers": {model.to_json(desired.servers)}}}')
 
     def write_states(self, states: Mapping[MemberKey, State], counters: MonotonicCounters) -> None:
         """Write states and counters. After an error the next process checks all members anew."""
         with _logged_errors(STATES, may_lack=False):
-            self._replace(STATES, {"states": member_state.to_document(states), "counted": counters.to_document()})
+            counted = json.dumps(counters.to_document())
+            self._replace(STATES, f'{{"states": {member_state.to_json(states)}, "counted": {counted}}}')
 
     def _read(self, name: str) -> Any:
         with open(f"{self._directory}/{name}", encoding="utf-8") as file:  # noqa: PTH123 (pathlib needs a megabyte)
             return json.load(file)
 
-    def _replace(self, name: str, document: Any) -> None:
+    def _replace(self, name: str, text: str) -> None:
         temporary = f"{self._directory}/.{name}.tmp"
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(document, file, separators=(",", ":"))
+            file.write(text)
         os.replace(temporary, f"{self._directory}/{name}")  # noqa: PTH105 (pathlib needs a megabyte)
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The forwarding engine on nftables: loads the table of `ruleset` into the kernel.
 
-Invariant: one transaction for each change. `check_servers` refuses everything that the engine does not support, before
+Invariant: one transaction for each change. `limits.check_servers` refuses everything that the engine does not support, before
 anything is changed. `apply` disturbs no flow of a member that stays, not even in a new process: the new process reads
 the assigned marks from the kernel.
 
@@ -19,12 +19,12 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from amphora_agent.errors import ConfigurationRefused, VirtualServersError
+from amphora_agent.errors import VirtualServersError
 from amphora_agent.l4.counters import Counters, MemberCounters, MemberPlace
 from amphora_agent.l4.eligible_members import MemberHealth
 from amphora_agent.l4.model import VirtualServer
-from amphora_agent.l4_nftables import conntrack, conntrack_marks, ruleset
-from amphora_agent.l4_nftables.conntrack_marks import MAX_MEMBERS, MAX_SERVERS, SERVER_MASK, Marks
+from amphora_agent.l4_nftables import conntrack, conntrack_marks, kernel_table, limits, ruleset, table_listing
+from amphora_agent.l4_nftables.conntrack_marks import SERVER_MASK, Marks
 from amphora_agent.l4_nftables.least_connections import NO_LOADS, Loads
 from amphora_agent.l4_nftables.ruleset import FAMILY, TABLE, ServicePlace, Table
 from amphora_agent.network import libnftables
@@ -33,12 +33,10 @@ from amphora_agent.network.libnftables import STATELESS, NftError
 COUNT_SHARE, LEAST_SHARE = 100, 20
 PERIOD_SECONDS, MIN_PERIOD_SECONDS, IDLE_SECONDS = 1.0, 0.2, 10.0
 _LIST = f"list table {FAMILY} {TABLE}\n"
-_COUNT = f"list counters table {FAMILY} {TABLE}\n"
 _REMEDY = "Use a kernel with nf_tables, and install libnftables1 or nftables."
 _DECLARED = re.compile(r"^\t(chain|map|set|counter) (\S+) \{", re.MULTILINE)
 _LIST_SET = f"list set {FAMILY} {TABLE} {{}}\n"
 _ELEMENT = re.compile(r"(0x[0-9a-f]{8}) counter packets (\d+) bytes (\d+)")
-_COUNTED = re.compile(r"counter (\w+)-(\S+) \{\s+packets (\d+) bytes (\d+)")
 _BASE = re.compile(r'(0x[0-9a-f]{8}) : "in-([0-9a-f-]{36})"')
 _TARGET = re.compile(r"(0x[0-9a-f]{8}) : ([0-9a-f.:]+) \. (\d+)")
 
@@ -53,9 +51,9 @@ class NftablesEngine:
     def __init__(self) -> None:
         self._table: Table | None = None
         self._marks = conntrack_marks.NO_MARKS
-        # The kernel's listing of the table, and the generation of the kernel's ruleset, both read after the L4 daemon's
-        # last change. If the listing differs later, another program has changed the table.
-        self._listed = ""
+        # The checksum of the kernel's chains and rules, and the generation of the kernel's ruleset, both read after the
+        # L4 daemon's last change. If the generation differs later, the L4 daemon compares the whole table.
+        self._structure: int | None = None
         self._generation: int | None = None
         # Flows that the L4 daemon must still end: flows with these marks, and flows without a mark to these VIPs (with
         # protocol and port).
@@ -67,33 +65,12 @@ class NftablesEngine:
         self._loads = NO_LOADS
         self._loads_read_at = self._counted_at = self._loads_due = 0.0
 
-    def check_servers(self, servers: Sequence[VirtualServer]) -> None:
-        """Refuse virtual servers that the rules do not support; raises ConfigurationRefused."""
-        if len(servers) > MAX_SERVERS:
-            raise ConfigurationRefused(
-                "serve the UDP and SCTP listeners",
-                f"the load balancer has {len(servers)} of them, and an amphora serves at most {MAX_SERVERS}",
-            )
-        for server in servers:
-            if server.algorithm == "LEAST_CONNECTIONS" and server.persistence is not None:
-                raise ConfigurationRefused(
-                    f"serve listener {server.id}",
-                    "with session persistence, the client's address selects the member, so LEAST_CONNECTIONS "
-                    "has no effect",
-                    "Choose the algorithm SOURCE_IP, or remove the session persistence.",
-                    object_id=server.id,
-                )
-            if len(server.members) > MAX_MEMBERS:
-                raise ConfigurationRefused(
-                    f"serve listener {server.id}", f"it has more than {MAX_MEMBERS} members", object_id=server.id
-                )
-
     def apply(self, servers: Sequence[VirtualServer], up: MemberHealth, *, paired: bool = False) -> None:
         """Forward exactly for these virtual servers, and end the flows of all other members.
 
         Raises VirtualServersError if nftables refuses the rules; the previous rules are still in force.
         """
-        self.check_servers(servers)
+        limits.check_servers(servers)
         with suppress(VirtualServersError):
             # If the kernel cannot count the flows now, the L4 daemon distributes new flows by the previous counts.
             self._update_loads(servers, at_once=self._loads_due - self._loads_read_at < PERIOD_SECONDS)
@@ -101,7 +78,7 @@ class NftablesEngine:
         if former is None or not self._apply_difference(former, servers, up, paired=paired):
             self._table = None
             self._rebuild(servers, up, paired=paired)
-        self._record_listing()
+            self._record_structure()
         # Packets create flows to removed members until the kernel has the new rules, so the flows are ended afterwards.
         self._end_flows()
 
@@ -110,23 +87,27 @@ class NftablesEngine:
     ) -> bool:
         """Apply the difference; returns False if the kernel refuses it."""
         marks = conntrack_marks.assign_marks(self._marks, servers)
-        table = ruleset.build_table(servers, up, marks, paired=paired, loads=self._loads)
+        table = ruleset.build_table(servers, up, marks, paired=paired, loads=self._loads, former=former)
+        generation = self._generation
         try:
             if commands := ruleset.diff_commands(former, table):
                 libnftables.run_commands(commands)
         except NftError:
             return False
-        self._record_table(table, marks, ruleset.target_marks(former), ruleset.service_places(former))
+        gone = {int(mark, 16) for mark in ruleset.target_marks(former) - ruleset.target_marks(table)}
+        self._record_table(table, marks, gone, ruleset.service_places(former))
+        if commands:
+            self._record_structure(None if generation is None else generation + 1)
         return True
 
     def _rebuild(self, servers: Sequence[VirtualServer], up: MemberHealth, *, paired: bool) -> None:
         """Rebuild the table, whatever a previous process or an operator left."""
         listed = self._list_table()
-        before = {*self._marks.members.values()}
+        before = self._marks.whole
         # A missing table does not mean that flows with marks are gone. So the L4 daemon then uses the assignment of
         # marks in its memory.
         self._marks = _parse_marks(listed) if _BASE.search(listed) else self._marks
-        before |= {*self._marks.members.values()}
+        before |= self._marks.whole
         marks = conntrack_marks.assign_marks(self._marks, servers)
         table = ruleset.build_table(servers, up, marks, paired=paired, loads=self._loads)
         present = {name: word for word, name in _DECLARED.findall(listed)}
@@ -136,12 +117,16 @@ class NftablesEngine:
             # nftables refuses the change if another program has changed the table. So the whole table is created again,
             # which loses its counters.
             self._run(ruleset.DELETE_COMMANDS + ruleset.diff_commands(ruleset.EMPTY, table))
-        self._record_table(table, marks, before, set())
+        kept = {int(mark, 16) for mark in ruleset.target_marks(table)}
+        self._record_table(table, marks, before - kept, set())
 
-    def _record_table(self, table: Table, marks: Marks, members: set[int], places: set[ServicePlace]) -> None:
-        """Record the new table, and the flows of former members and places that have to end."""
+    def _record_table(self, table: Table, marks: Marks, gone: set[int], places: set[ServicePlace]) -> None:
+        """Record the new table, and the flows that have to end: those of ``gone`` members, and to new places.
+
+        ``places`` are those of the former table.
+        """
         self._table, self._marks = table, marks
-        self._marks_to_end |= members - ruleset.target_marks(table)
+        self._marks_to_end |= gone
         served = ruleset.service_places(table)
         self._unmarked_places = (self._unmarked_places | served - places) & served
 
@@ -156,20 +141,30 @@ class NftablesEngine:
         conntrack.end_unmarked_flows(self._unmarked_places)
         self._unmarked_places.clear()
 
-    def _record_listing(self) -> None:
-        self._listed = ""
-        self._generation = libnftables.ruleset_generation()
-        self._listed = self._list_table()
+    def _record_structure(self, expected: int | None = None) -> None:
+        """Record the chains and rules after a change. Another generation than expected makes the next change compare."""
+        self._generation = None
+        generation = libnftables.ruleset_generation()
+        self._structure = self._read_structure()
+        self._generation = generation if expected in (None, generation) else None
 
     def _is_unchanged(self) -> bool:
         """Return whether the table is unchanged. Lists it only if any rule of the namespace has changed."""
         generation = libnftables.ruleset_generation()
-        if generation is not None and generation == self._generation and self._listed:
+        if generation is not None and generation == self._generation:
             return True
-        if self._list_table() != self._listed:
+        if self._table is None or self._read_structure() != self._structure:
+            return False
+        if not table_listing.has_elements(self._list_table(), self._table):
             return False
         self._generation = generation
         return True
+
+    def _read_structure(self) -> int | None:
+        try:
+            return kernel_table.structure(TABLE) if libnftables.table_exists(FAMILY, TABLE) else None
+        except NftError as error:
+            raise VirtualServersError("forward UDP and SCTP", str(error), _REMEDY) from error
 
     def _list_table(self) -> str:
         return self._run(_LIST, STATELESS) if libnftables.table_exists(FAMILY, TABLE) else ""
@@ -180,7 +175,7 @@ class NftablesEngine:
             return ["the state of the forwarding rules is unknown"]
         found = []
         marks = conntrack_marks.assign_marks(self._marks, servers)
-        wanted = ruleset.build_table(servers, up, marks, paired=paired, loads=self._loads)
+        wanted = ruleset.build_table(servers, up, marks, paired=paired, loads=self._loads, former=self._table)
         if ruleset.diff_commands(self._table, wanted):
             found.append("the forwarding rules belong to another configuration")
         if not self._is_unchanged():
@@ -200,7 +195,6 @@ class NftablesEngine:
         if not self._apply_difference(former, servers, up, paired=paired):
             self._table = None
             raise VirtualServersError("distribute new flows by LEAST_CONNECTIONS", "the kernel refused", _REMEDY)
-        self._record_listing()
         self._loads_due = (ended := time.monotonic()) + LEAST_SHARE * (ended - begun)
 
     def _update_loads(self, servers: Sequence[VirtualServer], *, at_once: bool = False) -> bool:
@@ -248,9 +242,13 @@ class NftablesEngine:
 
     def _named_counters(self) -> dict[str, dict[str, tuple[int, int]]]:
         found: dict[str, dict[str, tuple[int, int]]] = {}
-        if libnftables.table_exists(FAMILY, TABLE):
-            for word, name, packets, size in _COUNTED.findall(self._run(_COUNT)):
-                found.setdefault(name, {})[word] = int(packets), int(size)
+        try:
+            counted = kernel_table.counters(TABLE) if libnftables.table_exists(FAMILY, TABLE) else {}
+        except NftError as error:
+            raise VirtualServersError("count the flows of UDP and SCTP", str(error), _REMEDY) from error
+        for name, values in counted.items():
+            word, _, server = name.partition("-")
+            found.setdefault(server, {})[word] = values
         return found
 
     def member_counters(self) -> Mapping[MemberPlace, MemberCounters]:
@@ -263,13 +261,14 @@ class NftablesEngine:
         )
         open_, nothing = self._flows_by_mark(), (0, 0)
         return {
-            (owner, *place): MemberCounters(
+            (owner, place): MemberCounters(
                 active_connections=open_.get(mark, 0),
                 total_connections=flows_.get(mark, nothing)[0],
                 bytes_in=in_.get(mark, nothing)[1],
                 bytes_out=out.get(mark, nothing)[1],
             )
-            for (owner, place), mark in self._marks.members.items()
+            for owner, marks in self._marks.members.items()
+            for place, mark in ((place, int(text, 16)) for place, text in marks.items())
         }
 
     def _flows_by_mark(self) -> Mapping[int, int]:
@@ -290,8 +289,8 @@ class NftablesEngine:
         for one in (_parse_marks(listed), self._marks):
             # The marks in the kernel and in memory may differ. The L4 daemon ends the flows of all these marks, because
             # another virtual server may get a mark later.
-            self._marks_to_end |= {*one.servers.values(), *one.members.values()}
-        self._table, self._marks, self._listed, self._generation = None, conntrack_marks.NO_MARKS, "", None
+            self._marks_to_end |= {*one.servers.values(), *one.whole}
+        self._table, self._marks, self._structure, self._generation = None, conntrack_marks.NO_MARKS, None, None
         self._loads = NO_LOADS
         self._unmarked_places.clear()
         self._end_flows()
@@ -305,9 +304,8 @@ class NftablesEngine:
 
 def _parse_marks(listed: str) -> Marks:
     owners = {int(base, 16): name for base, name in _BASE.findall(listed)}
-    members = {}
-    for text, address, port in _TARGET.findall(listed):
-        mark = int(text, 16)
-        if owner := owners.get(mark & SERVER_MASK):
-            members[owner, (ipaddress.ip_address(address), int(port))] = mark
+    members: dict[str, dict[str, str]] = {}
+    for mark, address, port in _TARGET.findall(listed):
+        if owner := owners.get(int(mark, 16) & SERVER_MASK):
+            members.setdefault(owner, {})[f"{ipaddress.ip_address(address)} . {port}"] = mark
     return Marks({name: base for base, name in owners.items()}, members)

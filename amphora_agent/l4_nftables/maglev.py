@@ -79,15 +79,18 @@ def _mix(value: int) -> int:
             return mixed
 
 
+def turn_counts(weights: Sequence[int]) -> list[int]:
+    """Return the number of turns for each weight; at least one."""
+    least = gcd(*weights)
+    total = sum(weights) // max(1, least)
+    if total <= _MAX_TURNS:
+        return [each // least for each in weights]
+    return [max(1, round(each / least * _MAX_TURNS / total)) for each in weights]
+
+
 def turn_table(members: Weighted) -> list[int]:
     """Return the member of each turn: members in proportion to their weights, evenly spread."""
-    weights = [weight for _, weight in members]
-    if not members:
-        return []
-    least = gcd(*weights)
-    total = sum(weights) // least
-    exact = total <= _MAX_TURNS
-    turns = [each // least if exact else max(1, round(each / least * _MAX_TURNS / total)) for each in weights]
+    turns = turn_counts([weight for _, weight in members])
     positions = [
         ((2 * turn + 1) / (2 * count), number, member)
         for number, ((member, _), count) in enumerate(zip(members, turns, strict=True))

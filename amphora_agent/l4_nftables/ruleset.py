@@ -21,14 +21,14 @@ counters of removed virtual servers.
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from amphora_agent.l4 import eligible_members
 from amphora_agent.l4.eligible_members import MemberHealth
-from amphora_agent.l4.model import Host, VirtualServer
-from amphora_agent.l4_nftables import least_connections, maglev
-from amphora_agent.l4_nftables.conntrack_marks import SERVER_MASK, Marks
+from amphora_agent.l4.model import Host, Member, VirtualServer
+from amphora_agent.l4_nftables import least_connections, maglev, turns
+from amphora_agent.l4_nftables.conntrack_marks import SERVER_MASK, Marks, MemberMarks, notation
 from amphora_agent.l4_nftables.least_connections import NO_LOADS, Loads
 
 FAMILY, TABLE = "inet", "amphora_virtual"
@@ -43,6 +43,11 @@ _SLOT = "typeof numgen inc mod 2 : ct mark;"
 _COUNTERS = ("flows", "refused", "in", "out")
 MEMBER_COUNTERS = ("member-flows", "member-in", "member-out")
 """Sets of marks of members; each element has a counter."""
+
+
+SlotSource = tuple[tuple[Member, ...], MemberMarks, int | None, bool]
+"""What decides the slots of a map: members that get new flows, marks, the number of the turns (`least_connections`), and
+whether a hash selects the slot."""
 
 
 @dataclass(frozen=True)
@@ -69,31 +74,42 @@ class Table:
     counters: frozenset[str] = frozenset()
     maps: Mapping[str, Map] = field(default_factory=dict)
     chains: Mapping[str, Chain] = field(default_factory=dict)
+    sources: Mapping[str, SlotSource] = field(default_factory=dict)
+    """The members from which the slots were planned, by the name of the map."""
 
 
 EMPTY = Table()
+_NUMBER_TEXTS: list[str] = []
+"""Keys of slots, which all maps share."""
 DELETE_COMMANDS = f"add table {FAMILY} {TABLE}\ndelete table {FAMILY} {TABLE}\n"
 ServicePlace = tuple[Host, int, int]
 """The destination of clients: address, protocol number, port."""
 
 
 def build_table(
-    servers: Sequence[VirtualServer], up: MemberHealth, marks: Marks, *, paired: bool, loads: Loads = NO_LOADS
+    servers: Sequence[VirtualServer],
+    up: MemberHealth,
+    marks: Marks,
+    *,
+    paired: bool,
+    loads: Loads = NO_LOADS,
+    former: Table = EMPTY,
 ) -> Table:
-    """Return the table for virtual servers.
+    """Return the table for virtual servers, which differs little from the ``former`` table.
 
     ``marks`` are the result of `conntrack_marks.assign_marks`, ``loads`` flow counts for LEAST_CONNECTIONS. With
     ``paired``, another amphora has to select the same member for a flow that it has not seen.
     """
     counters = frozenset(f"{word}-{server.id}" for server in servers for word in _COUNTERS)
-    maps = dict(_maps(servers, up, marks, loads, paired=paired))
+    sources: dict[str, SlotSource] = {}
+    maps = dict(_maps(servers, up, marks, loads, former, sources, paired=paired))
     chains = dict(_CHAINS)
     for server in servers:
         limit = [f"ct count over {server.connection_limit} goto refused-{server.id}"] if server.connection_limit else []
         chains[f"limited-{server.id}"] = Chain("", tuple(limit))
         chains[f"refused-{server.id}"] = Chain("", (f'counter name "refused-{server.id}" {_REFUSE}',))
         chains[f"serve-{server.id}"] = Chain("", tuple(_serve_rules(server, maps, loads, paired=paired)))
-    return Table(counters, maps, chains)
+    return Table(counters, maps, chains, sources)
 
 
 def service_places(table: Table) -> set[ServicePlace]:
@@ -102,13 +118,16 @@ def service_places(table: Table) -> set[ServicePlace]:
     return {(ipaddress.ip_address(address), int(number), int(port)) for address, number, port in keys}
 
 
-def target_marks(table: Table) -> set[int]:
-    """Return the marks of all members that may have flows."""
-    return {int(mark, 16) for version in (4, 6) for mark in _elements_of(table, f"targets-{version}")}
+def target_marks(table: Table) -> Set[str]:
+    """Return the marks of all members that may have flows, in the notation of nft."""
+    return _elements_of(table, MEMBER_COUNTERS[0]).keys()
+
+
+_NO_ELEMENTS: Mapping[str, str] = {}
 
 
 def _elements_of(table: Table, name: str) -> Mapping[str, str]:
-    return table.maps[name].elements if name in table.maps else {}
+    return table.maps[name].elements if name in table.maps else _NO_ELEMENTS
 
 
 _CHAINS = {
@@ -137,9 +156,17 @@ _CHAINS = {
 
 
 def _maps(
-    servers: Sequence[VirtualServer], up: MemberHealth, marks: Marks, loads: Loads, *, paired: bool
+    servers: Sequence[VirtualServer],
+    up: MemberHealth,
+    marks: Marks,
+    loads: Loads,
+    former: Table,
+    sources: dict[str, SlotSource],
+    *,
+    paired: bool,
 ) -> Iterator[tuple[str, Map]]:
-    bases = {server.id: f"{marks.servers[server.id]:#010x}" for server in servers}
+    bases = {server.id: notation(marks.servers[server.id]) for server in servers}
+    retained = {server.id: eligible_members.retained_members(server, up) for server in servers}
     for word in ("in", "out"):
         yield word, Map("type mark : counter;", {base: f'"{word}-{name}"' for name, base in bases.items()})
     hidden = {bases[server.id]: "" for server in servers if server.client_address == "hidden"}
@@ -152,13 +179,16 @@ def _maps(
             for address in server.addresses:
                 if address.version == version:
                     services[f"{address} . {number} . {server.port}"] = f"goto serve-{server.id}"
-            for member in eligible_members.retained_members(server, up):
-                if member.address.version == version:
-                    mark = marks.members[server.id, (member.address, member.port)]
-                    targets[f"{mark:#010x}"] = f"{member.address} . {member.port}"
+            own = marks.members[server.id]
+            targets.update(
+                {own[one.place]: one.place for one in retained[server.id] if one.address.version == version}
+            )
             if version in eligible_members.vip_families(server):
-                slots = _slots(server, up, marks, version, loads, paired=paired)
-                yield f"slots-{server.id}-{version}", Map(_SLOT, slots)
+                name = f"slots-{server.id}-{version}"
+                number = loads.number if uses_least_connections(server) else None
+                serving = eligible_members.serving_of(retained[server.id], version)
+                sources[name] = serving, own, number, _is_hashed(server, paired=paired)
+                yield name, Map(_SLOT, _slots(sources[name], loads, loads.expected.get(server.id, 0), name, former))
         yield f"servers-{version}", Map(f"type {_TYPES[version]} . inet_proto . inet_service : verdict;", services)
         yield f"targets-{version}", Map(f"type mark : {_TYPES[version]} . inet_service;", targets)
         all_marks |= dict.fromkeys(targets, "")
@@ -166,19 +196,33 @@ def _maps(
         yield word, Map("type mark; counter;", all_marks, "set")
 
 
-def _slots(
-    server: VirtualServer, up: MemberHealth, marks: Marks, version: int, loads: Loads, *, paired: bool
-) -> dict[str, str]:
-    members = eligible_members.serving_members(server, up, version)
-    marked = {(int(one.address) << 16) | one.port: marks.members[server.id, (one.address, one.port)] for one in members}
-    if uses_least_connections(server):
-        weights = {marks.members[server.id, (one.address, one.port)]: one.weight for one in members}
-        known = [(mark, weight, loads.flows.get(mark, 0)) for mark, weight in weights.items()]
-        turns = least_connections.plan_turns(known, loads.expected.get(server.id, 0))
-        return {str(number): f"{mark:#010x}" for number, mark in enumerate(turns)}
-    weighted = [((int(one.address) << 16) | one.port, one.weight) for one in members]
-    table = maglev.hash_table(weighted) if _is_hashed(server, paired=paired) else maglev.turn_table(weighted)
-    return {str(number): f"{marked[member]:#010x}" for number, member in enumerate(table)}
+def _slots(source: SlotSource, loads: Loads, expected: int, name: str, former: Table) -> Mapping[str, str]:
+    """Return the mark of each slot. ``former`` has the present slots of the map with this name."""
+    before = _elements_of(former, name)
+    if former.sources.get(name) == source:
+        return before
+    members, marks, number, hashed = source
+    found: Sequence[str]
+    if number is not None:
+        known = [(mark := int(marks[one.place], 16), one.weight, loads.flows.get(mark, 0)) for one in members]
+        found = [notation(mark) for mark in least_connections.plan_turns(known, expected)]
+    elif hashed:
+        keys = {(int(one.address) << 16) | one.port: one for one in members}
+        table = maglev.hash_table([(key, one.weight) for key, one in keys.items()])
+        texts = {key: marks[one.place] for key, one in keys.items()}
+        found = [texts[key] for key in table]
+    else:
+        present = list(before.values()) if name in former.sources and _is_list_of_turns(former.sources[name]) else []
+        weights: dict[str, int] = {}
+        for one in members:
+            weights[marks[one.place]] = weights.get(marks[one.place], 0) + one.weight
+        found = turns.plan_turns(present, weights)
+    _NUMBER_TEXTS.extend(map(str, range(len(_NUMBER_TEXTS), len(found))))
+    return dict(zip(_NUMBER_TEXTS, found, strict=False))
+
+
+def _is_list_of_turns(source: SlotSource) -> bool:
+    return source[2] is None and not source[3]
 
 
 def _is_hashed(server: VirtualServer, *, paired: bool) -> bool:
@@ -267,18 +311,29 @@ def _additions(before: Table, after: Table) -> Iterator[str]:
 
 
 def _content_changes(before: Table, after: Table) -> Iterator[str]:
-    nothing = Map("", {})
     changed = [name for name, chain in after.chains.items() if _rules(before, name) != chain.rules]
     yield from (_command("flush", "chain", name) for name in changed if _rules(before, name))
+    # The sets of counters share their elements, so their differences are searched once.
+    known: dict[tuple[int, int], tuple[list[str], list[str]]] = {}
     for name, one in after.maps.items():
-        former = before.maps.get(name, nothing).elements
-        gone = [key for key, value in former.items() if one.elements.get(key) != value]
-        added = ((key, value) for key, value in one.elements.items() if former.get(key) != value)
-        new = [f"{key} : {value}" if value else key for key, value in added]
+        former = _elements_of(before, name)
+        pair = id(former), id(one.elements)
+        if pair not in known:
+            known[pair] = _element_changes(former, one.elements)
+        gone, new = known[pair]
         yield from _element_commands("delete", name, gone)
         yield from _element_commands("add", name, new)
     for name in changed:
         yield from (_command("add", "rule", name, rule) for rule in after.chains[name].rules)
+
+
+def _element_changes(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[list[str], list[str]]:
+    """Return the keys of removed elements, and the texts of added elements."""
+    if before == after:
+        return [], []
+    gone = [key for key, value in before.items() if after.get(key) != value]
+    added = [(key, value) for key, value in after.items() if before.get(key) != value]
+    return gone, [f"{key} : {value}" if value else key for key, value in added]
 
 
 def _rules(table: Table, name: str) -> tuple[str, ...]:
