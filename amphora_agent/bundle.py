@@ -267,9 +267,7 @@ def _typed(value: Any, kind: type, where: str) -> Any:
     return value
 
 
-def _bundle(
-    document: Any, read_file: Callable[[Any, str], File], known: Sequence[VirtualServer] = ()
-) -> Bundle:
+def _bundle(document: Any, read_file: Callable[[Any, str], File], known: Sequence[VirtualServer] = ()) -> Bundle:
     head = ("format", "amphora_id", "load_balancer_id", "generation")
     parts = ("haproxy", "files", "pings", "limits", "interfaces", "allowed", "vrrp")
     found = _keys(document, "the bundle", (*head, *parts), optional=["virtual_servers"])

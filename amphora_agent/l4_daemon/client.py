@@ -115,8 +115,8 @@ class CheckerClient:
         if not servers:
             return
         with self._lock:
-            limits.check_servers(servers)
             self._ensure_running()
+            limits.check_servers(servers)
 
     def serve(self, servers: Sequence[VirtualServer], *, paired: bool = False) -> None:
         """Serve exactly these virtual servers; returns when the kernel does.
@@ -145,9 +145,9 @@ class CheckerClient:
     def _serve(self, desired: _Desired, *, paired: bool) -> dict[str, Any]:
         """Request a desired state by its differences, or completely if the L4 daemon has another former state."""
         digest, servers = desired
-        request = {"op": "serve", "digest": digest, "paired": paired}
+        request: dict[str, Any] = {"op": "serve", "digest": digest, "paired": paired}
         known, self._served = self._served, None
-        answer = {"unknown": True}
+        answer: dict[str, Any] = {"unknown": True}
         if known is not None:
             change = {"base": known[0], "change": edits.change_document(known[1], servers)}
             answer = self._request({**request, **change}, SERVE_TIMEOUT_SECONDS)

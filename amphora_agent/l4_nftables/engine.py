@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The forwarding engine on nftables: loads the table of `ruleset` into the kernel.
 
-Invariant: one transaction for each change. `limits.check_servers` refuses everything that the engine does not support, before
-anything is changed. `apply` disturbs no flow of a member that stays, not even in a new process: the new process reads
-the assigned marks from the kernel.
+Invariant: one transaction for each change. `limits.check_servers` refuses everything that the engine does not support,
+before anything is changed. `apply` disturbs no flow of a member that stays, not even in a new process: the new process
+reads the assigned marks from the kernel.
+
+The kernel counts the changes to its rules. While only the engine changes them, the engine compares no rules. Otherwise
+it compares the whole table at the next change and at the drift check.
 
 A count of flows requires a dump of all flows. The dump takes at most one part in `COUNT_SHARE` of the time. For
 LEAST_CONNECTIONS the count and the resulting change take at most one part in `LEAST_SHARE`. While no flow begins, the
@@ -142,7 +145,7 @@ class NftablesEngine:
         self._unmarked_places.clear()
 
     def _record_structure(self, expected: int | None = None) -> None:
-        """Record the chains and rules after a change. Another generation than expected makes the next change compare."""
+        """Record the chains and rules after a change. If others changed rules too, the next change compares the table."""
         self._generation = None
         generation = libnftables.ruleset_generation()
         self._structure = self._read_structure()

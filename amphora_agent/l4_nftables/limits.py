@@ -21,8 +21,7 @@ def check_servers(servers: Sequence[VirtualServer]) -> None:
         if server.algorithm == "LEAST_CONNECTIONS" and server.persistence is not None:
             raise ConfigurationRefused(
                 f"serve listener {server.id}",
-                "with session persistence, the client's address selects the member, so LEAST_CONNECTIONS "
-                "has no effect",
+                "with session persistence, the client's address selects the member, so LEAST_CONNECTIONS has no effect",
                 "Choose the algorithm SOURCE_IP, or remove the session persistence.",
                 object_id=server.id,
             )

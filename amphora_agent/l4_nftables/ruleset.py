@@ -21,7 +21,8 @@ counters of removed virtual servers.
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from amphora_agent.l4 import eligible_members
@@ -46,8 +47,8 @@ MEMBER_COUNTERS = ("member-flows", "member-in", "member-out")
 
 
 SlotSource = tuple[tuple[Member, ...], MemberMarks, int | None, bool]
-"""What decides the slots of a map: members that get new flows, marks, the number of the turns (`least_connections`), and
-whether a hash selects the slot."""
+"""What decides the slots of a map: members that get new flows, their marks, the number of the list of turns
+(`least_connections`), and whether a hash selects the slot."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ def service_places(table: Table) -> set[ServicePlace]:
     return {(ipaddress.ip_address(address), int(number), int(port)) for address, number, port in keys}
 
 
-def target_marks(table: Table) -> Set[str]:
+def target_marks(table: Table) -> AbstractSet[str]:
     """Return the marks of all members that may have flows, in the notation of nft."""
     return _elements_of(table, MEMBER_COUNTERS[0]).keys()
 
@@ -180,14 +181,12 @@ def _maps(
                 if address.version == version:
                     services[f"{address} . {number} . {server.port}"] = f"goto serve-{server.id}"
             own = marks.members[server.id]
-            targets.update(
-                {own[one.place]: one.place for one in retained[server.id] if one.address.version == version}
-            )
+            targets.update({own[one.place]: one.place for one in retained[server.id] if one.address.version == version})
             if version in eligible_members.vip_families(server):
                 name = f"slots-{server.id}-{version}"
-                number = loads.number if uses_least_connections(server) else None
+                turns_number = loads.number if uses_least_connections(server) else None
                 serving = eligible_members.serving_of(retained[server.id], version)
-                sources[name] = serving, own, number, _is_hashed(server, paired=paired)
+                sources[name] = serving, own, turns_number, _is_hashed(server, paired=paired)
                 yield name, Map(_SLOT, _slots(sources[name], loads, loads.expected.get(server.id, 0), name, former))
         yield f"servers-{version}", Map(f"type {_TYPES[version]} . inet_proto . inet_service : verdict;", services)
         yield f"targets-{version}", Map(f"type mark : {_TYPES[version]} . inet_service;", targets)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Set
+from collections.abc import Set as AbstractSet
 
 from amphora_agent.l4_nftables.ruleset import Table
 
@@ -25,12 +25,12 @@ def has_elements(listed: str, table: Table) -> bool:
     )
 
 
-def _elements(text: str) -> Set[str]:
+def _elements(text: str) -> AbstractSet[str]:
     found = _ELEMENTS.search(text)
     return set() if found is None else {one.removesuffix(" counter") for one in _SEPARATOR.split(found[1].strip())}
 
 
-def _same(listed: Set[str], wanted: Set[str]) -> bool:
+def _same(listed: AbstractSet[str], wanted: AbstractSet[str]) -> bool:
     # The C library writes some IPv6 addresses differently, for example those of ::ffff:0:0/96.
     return listed == wanted or {*map(_canonical, listed)} == {*map(_canonical, wanted)}
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """ROUND_ROBIN: the member of each turn, with few different turns after a change.
 
-Invariant: each member has exactly the number of turns of `maglev.turn_counts`. Up to `SMALL` turns, a member's turns are
-evenly spread. A longer list keeps the turns of the list before it: a new turn takes the place of another one, which
-moves to the end. So one changed member of thousands changes as many turns as it has, and not the whole list.
+Invariant: each member has exactly the number of turns of `maglev.turn_counts`. In lists of up to `SMALL` turns, the
+turns of a member are evenly spread. A longer list keeps the turns of the list before it: a new turn takes the place of
+another one, which moves to the end. So one changed member of thousands changes only as many turns as it has.
 """
 
 from __future__ import annotations
@@ -27,19 +27,21 @@ def plan_turns(before: Sequence[str], weights: Mapping[str, int]) -> list[str]:
         missing = {one: count - present[one] for one, count in counts.items() if count > present[one]}
         # A list with many different turns is planned anew, because its turns are then evenly spread again.
         if sum(surplus.values()) + sum(missing.values()) <= total // 4:
-            return _change_turns(list(before), surplus, missing, total)
+            return _change_turns(list(before), surplus, missing)
     names = list(weights)
     return [names[number] for number in maglev.turn_table(weighted)]
 
 
-def _change_turns(turns: list[str], surplus: dict[str, int], missing: Mapping[str, int], total: int) -> list[str]:
-    """Remove surplus turns and add missing turns; ``total`` is the new length."""
+def _change_turns(turns: list[str], surplus: dict[str, int], missing: Mapping[str, int]) -> list[str]:
+    """Remove surplus turns and add missing turns."""
     free = []
     for slot in range(len(turns) - 1, -1, -1) if surplus else ():
         if surplus.get(turns[slot]):
             surplus[turns[slot]] -= 1
             free.append(slot)
-    added = [one for _, one in sorted(((2 * n + 1) / count, one) for one, count in missing.items() for n in range(count))]
+    added = [
+        one for _, one in sorted(((2 * n + 1) / count, one) for one, count in missing.items() for n in range(count))
+    ]
     holes = sorted(free)
     while holes and added:
         turns[holes.pop(0)] = added.pop()
@@ -51,5 +53,4 @@ def _change_turns(turns: list[str], surplus: dict[str, int], missing: Mapping[st
         slot = (2 * number + 1) * len(turns) // (2 * len(added))
         turns.append(turns[slot])
         turns[slot] = one
-    assert len(turns) == total
     return turns

@@ -184,7 +184,8 @@ def checking(turning, tmp_path):
 
 
 def question(op, *servers):
-    return {"op": op, "digest": f"{len(servers)}", "paired": False, "servers": to_document(servers)}
+    empty = {"empty": not servers}
+    return {"op": op, "digest": f"{len(servers)}", "paired": False, "servers": to_document(servers), **empty}
 
 
 def test_idle_amphora_without_listeners_has_no_drift(checking):

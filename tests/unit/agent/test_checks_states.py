@@ -169,7 +169,7 @@ def test_texts_of_pools(members, found, word):
 
 def test_states_survive_a_restart():
     known = {key(member(1)): DOWN, key(member(2)): member_state.initial_state(3.0, others=True)}
-    assert member_state.from_document(json.loads(json.dumps(member_state.to_document(known)))) == known
+    assert member_state.from_document(json.loads(member_state.to_json(known))) == known
     for wrong in ([["one"]], [[1, 2, {}]], 5, None):
         with pytest.raises((KeyError, TypeError, ValueError)):
             member_state.from_document(wrong)

@@ -117,17 +117,17 @@ def test_turns_are_spread_in_proportion_to_weights():
 def test_marks_are_stable_and_freed_marks_are_reused_late():
     one, two = server(member(1), member(2)), server(member(1), number=2)
     first = conntrack_marks.assign_marks(conntrack_marks.NO_MARKS, [one, two])
-    assert len({*first.servers.values(), *first.members.values()}) == 5
+    assert len({*first.servers.values(), *first.whole}) == 5
     second = conntrack_marks.assign_marks(
         first, [replace(one, members=(member(2), member(3))), server(member(4), number=3)]
     )
-    place = {number: (member(number).address, 53) for number in range(1, 5)}
+    place = {number: member(number).place for number in range(1, 5)}
     assert second.servers[one.id] == first.servers[one.id]
-    assert second.members[one.id, place[2]] == first.members[one.id, place[2]]
-    assert not {second.members[one.id, place[3]]} & {*first.members.values()}
+    assert second.members[one.id][place[2]] == first.members[one.id][place[2]]
+    assert second.members[one.id][place[3]] not in first.members[one.id].values()
     assert second.servers[str(uuid.UUID(int=3 << 96))] not in first.servers.values()
     third = conntrack_marks.assign_marks(second, [replace(one, members=(member(2), member(3), member(5)))])
-    assert third.members[one.id, (member(5).address, 53)] == first.members[one.id, place[1]], "free again"
+    assert third.members[one.id][member(5).place] == first.members[one.id][place[1]], "free again"
 
 
 # -- rules ----------------------------------------------------------------------------------------------------------
@@ -258,12 +258,12 @@ def test_many_expected_flows_are_shared_by_weight(expected):
 def test_turns_restart_after_a_count_of_flows():
     one = server(member(1), member(2), algorithm="LEAST_CONNECTIONS")
     given = conntrack_marks.assign_marks(conntrack_marks.NO_MARKS, [one])
-    first, second = (given.members[one.id, (each.address, each.port)] for each in one.members)
-    loads = least_connections.Loads({first: 3}, {}, {one.id: 0}, 7)
+    first, second = (given.members[one.id][each.place] for each in one.members)
+    loads = least_connections.Loads({int(first, 16): 3}, {}, {one.id: 0}, 7)
     for paired in (False, True):
         made = ruleset.build_table([one], {}, given, paired=paired, loads=loads)
         slots = made.maps[f"slots-{one.id}-4"].elements
-        assert [slots[f"{n}"] for n in range(5)] == [f"{mark:#010x}" for mark in (second,) * 3 + (first, second)]
+        assert [slots[f"{n}"] for n in range(5)] == [*(second,) * 3, first, second]
         rule = next(line for line in made.chains[f"serve-{one.id}"].rules if "numgen" in line)
         assert rule.endswith('-4 comment "7"')
         later = ruleset.build_table([one], {}, given, paired=paired, loads=replace(loads, number=8))
