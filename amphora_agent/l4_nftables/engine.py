@@ -145,7 +145,7 @@ class NftablesEngine:
         self._unmarked_places.clear()
 
     def _record_structure(self, expected: int | None = None) -> None:
-        """Record the chains and rules after a change. If others changed rules too, the next change compares the table."""
+        """Record the chains and rules after a change, and whether only the expected change has happened."""
         self._generation = None
         generation = libnftables.ruleset_generation()
         self._structure = self._read_structure()
