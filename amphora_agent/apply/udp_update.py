@@ -116,7 +116,8 @@ def _changes_within(old: VirtualServer, new: VirtualServer) -> Iterator[str]:
     yield from (f"member {name} added" for name in latter if name not in former)
     yield from (f"member {name} removed" for name in former if name not in latter)
     for name, member in latter.items():
-        if name in former and former[name] != member:
+        # Unchanged members are mostly the same objects (`model.parse`).
+        if name in former and former[name] is not member and former[name] != member:
             yield f"member {name}: {_member_change(former[name], member)}"
     if former == latter and old.members != new.members:
         yield "members in another order"
