@@ -26,7 +26,6 @@ from amphora_agent.l4_checks.schedule import Schedule
 from amphora_agent.l4_daemon import persisted_state
 from amphora_agent.l4_daemon.persisted_state import DesiredState, StateFiles
 from amphora_agent.l4_flow_log.writer import FlowLog
-from amphora_agent.l4_nftables import limits
 from amphora_agent.l4_nftables.engine import NftablesEngine
 
 FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 0.5, 30.0
@@ -197,7 +196,7 @@ class Checker:
     def _serve(self, desired: DesiredState) -> None:
         before = self._desired
         states = member_state.carry_over(self._states, before.servers, desired.servers, time.time())
-        limits.check_servers(desired.servers)
+        self._engine.check_servers(desired.servers)
         try:
             self._apply(desired, states)
             self._files.write_servers(desired)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The forwarding engine on nftables: loads the table of `ruleset` into the kernel.
 
-Invariant: one transaction for each change. `limits.check_servers` refuses everything that the engine does not support,
-before anything is changed. `apply` disturbs no flow of a member that stays, not even in a new process: the new process
+Invariant: one transaction for each change. `check_servers` refuses everything that the engine does not support, before
+anything is changed. `apply` disturbs no flow of a member that stays, not even in a new process: the new process
 reads the assigned marks from the kernel.
 
 The kernel counts the changes to its rules. While only the engine changes them, the engine compares no rules. Otherwise
@@ -68,12 +68,16 @@ class NftablesEngine:
         self._loads = NO_LOADS
         self._loads_read_at = self._counted_at = self._loads_due = 0.0
 
+    def check_servers(self, servers: Sequence[VirtualServer]) -> None:
+        """Refuse virtual servers that the rules do not support; raises ConfigurationRefused."""
+        limits.check_servers(servers)
+
     def apply(self, servers: Sequence[VirtualServer], up: MemberHealth, *, paired: bool = False) -> None:
         """Forward exactly for these virtual servers, and end the flows of all other members.
 
         Raises VirtualServersError if nftables refuses the rules; the previous rules are still in force.
         """
-        limits.check_servers(servers)
+        self.check_servers(servers)
         with suppress(VirtualServersError):
             # If the kernel cannot count the flows now, the L4 daemon distributes new flows by the previous counts.
             self._update_loads(servers, at_once=self._loads_due - self._loads_read_at < PERIOD_SECONDS)

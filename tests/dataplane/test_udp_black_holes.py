@@ -175,7 +175,7 @@ def test_a_failed_flush_is_repeated(lab, inner, clients, monkeypatch):
     inner.run(engine.apply, servers, gone)
     assert {flow.ask().member for flow in some} == {"b2"}
     assert inner.run(engine.find_drift, servers, gone) == []
-    fails_once(monkeypatch, engine, "_record_listing")
+    fails_once(monkeypatch, engine, "_record_structure")
     with pytest.raises(VirtualServersError):
         inner.run(engine.apply, servers, {(servers[0].id, name_of("member", "b2")): False})
     inner.run(engine.apply, servers, {(servers[0].id, name_of("member", "b2")): False})
