@@ -46,7 +46,9 @@ class Schedule:
 
     def set_targets(self, targets: Mapping[MemberKey, Target]) -> None:
         """Check these targets from now on. An unchanged target keeps its schedule."""
-        for key in [key for key, job in self._jobs.items() if targets.get(key) != job.target]:
+        # Most targets are the same objects as before, and a comparison of their values takes longer.
+        other = [key for key, job in self._jobs.items() if targets.get(key) is not job.target]
+        for key in [key for key in other if targets.get(key) != self._jobs[key].target]:
             self._end(self._jobs.pop(key))
         new = [key for key in targets if key not in self._jobs]
         random.shuffle(new)

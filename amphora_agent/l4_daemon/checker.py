@@ -20,7 +20,7 @@ from amphora_agent.l4.event_loop import EventLoop, Timer
 from amphora_agent.l4.model import VirtualServer
 from amphora_agent.l4.stderr_log import log
 from amphora_agent.l4_checks import member_state
-from amphora_agent.l4_checks.check import Factories, target_of
+from amphora_agent.l4_checks.check import Factories, Target, target_of
 from amphora_agent.l4_checks.member_state import MemberKey, States, Status
 from amphora_agent.l4_checks.schedule import Schedule
 from amphora_agent.l4_daemon import persisted_state
@@ -53,6 +53,7 @@ class Checker:
         self._counters = loaded.counters
         self._states = member_state.carry_over(loaded.states, (), loaded.desired.servers, time.time())
         self._monitors: dict[MemberKey, model.Monitor] = {}
+        self._targets: dict[MemberKey, tuple[model.Member, Target]] = {}
         # Member health in the kernel's rules. A new L4 daemon assumes the health that the previous process recorded.
         self._applied_health = member_state.member_health(loaded.desired.servers, self._states)
         # The previous process may have applied other states than it recorded, so the L4 daemon applies the recorded
@@ -150,9 +151,17 @@ class Checker:
                 self._is_saved = False
 
     def _schedule_checks(self, servers: Sequence[VirtualServer]) -> None:
-        found = member_state.checked_members(servers)
-        self._monitors = {key: server.monitor for key, (server, _) in found.items() if server.monitor is not None}
-        self._schedule.set_targets({key: target_of(found[key][1], monitor) for key, monitor in self._monitors.items()})
+        # Equal monitors and targets stay the same objects, so that the schedule finds the changed ones quickly.
+        former, present = self._targets, {id(one): one for one in self._monitors.values()}.values()
+        same = {one: one for one in present}
+        monitors = {one.id: same.get(one.monitor, one.monitor) for one in servers if one.monitor is not None}
+        self._monitors, self._targets = {}, {}
+        for key, (server, member) in member_state.checked_members(servers).items():
+            monitor = self._monitors[key] = monitors[server.id]
+            known = former.get(key)
+            is_same = known is not None and known[0] is member and known[1].monitor is monitor
+            self._targets[key] = known if is_same and known is not None else (member, target_of(member, monitor))
+        self._schedule.set_targets({key: target for key, (_, target) in self._targets.items()})
         if self._rebalance_timer is None:
             self._schedule_rebalance()
 
