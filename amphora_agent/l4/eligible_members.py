@@ -30,7 +30,7 @@ def serving_members(server: VirtualServer, up: MemberHealth, version: int) -> tu
 
 
 def serving_of(retained: Sequence[Member], version: int) -> tuple[Member, ...]:
-    """Return the members that get new flows of an IP version; ``retained`` are the result of `retained_members`."""
+    """Return those of the retained members that get new flows of an IP version."""
     able = [one for one in retained if one.weight and one.address.version == version]
     return tuple([one for one in able if not one.backup]) or tuple(able)
 

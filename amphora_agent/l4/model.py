@@ -275,7 +275,7 @@ def refuse_repeated(members: Sequence[Member], where: str) -> None:
 
 
 def _known_member(value: Any, known: Mapping[str, Member]) -> Member | None:
-    """Return the known member that a document describes, exactly in the notation of this module; None otherwise."""
+    """Return the known member that a document describes in the notation of this module; None otherwise."""
     if not known or type(value) is not dict or value.keys() != _MEMBER_KEYS or type(value["id"]) is not str:
         return None
     found = known.get(value["id"])

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from test_udp_rules import member, server
 
 import amphora_agent
 from amphora_agent.errors import ConfigurationRefused, VirtualServersError
@@ -204,6 +205,7 @@ class Answering(threading.Thread):
 
 
 SUMS = {"total_connections": 4, "bytes_in": 10, "bytes_out": 20, "request_errors": 1}
+REFUSED = {"wanted": "forward", "happened": "no", "remedy": "", "object_id": "listener", "refused": True}
 NONE = {"digest": None, "error": None, "birth": "b", "servers": {}, "former": {}}
 
 
@@ -291,6 +293,36 @@ def test_stop_does_not_wait_for_output(paths, monkeypatch):
             silent.close()
             waiting.join()
     assert failed
+
+
+def test_a_request_with_differences_is_repeated_completely(paths):
+    """The checker has another former state, for example after the loss of its file."""
+    version = {"version": VERSION}
+    asked = Answering(paths, version, {}, version, {"unknown": True}, {}, version, {}, version, {"error": REFUSED})
+    checker = CheckerClient(paths, Services())
+    one, other = server(member(1)), server(member(1), member(2))
+    for wanted in (one, other, one):
+        checker.serve([wanted])
+    with pytest.raises(ConfigurationRefused):
+        checker.serve([other])
+    asked.join()
+    requests = [each for each in asked.questions if each["op"] == "serve"]
+    assert ["change" in each for each in requests] == [False, True, False, True, True]
+    assert all(("servers" in each) != ("change" in each) for each in requests)
+    assert requests[3]["base"] == requests[2]["digest"]
+
+
+def test_after_a_failed_request_the_next_one_is_complete(paths):
+    version = {"version": VERSION}
+    asked = Answering(paths, version, {}, version, {"error": REFUSED}, version, {})
+    checker = CheckerClient(paths, Services())
+    one, other = server(member(1)), server(member(1), member(2))
+    checker.serve([one])
+    with pytest.raises(ConfigurationRefused):
+        checker.serve([other])
+    checker.serve([one])
+    asked.join()
+    assert "servers" in asked.questions[-1]
 
 
 @pytest.mark.parametrize(("refused", "kind"), [(True, ConfigurationRefused), (False, VirtualServersError)])

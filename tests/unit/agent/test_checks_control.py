@@ -17,6 +17,7 @@ from test_checks_states import MONITOR, SERVER, member, server
 
 from amphora_agent.l4 import event_loop
 from amphora_agent.l4.counters import Counters
+from amphora_agent.l4.edits import change_document
 from amphora_agent.l4.event_loop import EventLoop, make_nonblocking
 from amphora_agent.l4.model import to_document
 from amphora_agent.l4_daemon import control_socket
@@ -193,6 +194,20 @@ def test_idle_amphora_without_listeners_has_no_drift(checking):
     checker, _, _ = checking
     assert checker.handle_request(question("differs")) == {"differs": []}
     assert checker.handle_request(question("differs", server(member(1))))["differs"] != []
+
+
+def test_differences_apply_to_the_state_that_they_name(checking):
+    checker, engine, _ = checking
+    one, other = server(member(1)), server(member(1), member(2))
+    checker.handle_request(question("serve", one))
+    before = engine.told
+    change = {"op": "serve", "digest": "next", "paired": False, "change": change_document([one], [other])}
+    assert checker.handle_request({**change, "base": "another"}) == {"unknown": True}
+    assert engine.told == before
+    assert checker.handle_request({**change, "base": "1"}) == {}
+    assert engine.told[0] == (other,)
+    assert checker.handle_request({"op": "state"})["digest"] == "next"
+    assert checker.handle_request({**change, "base": "1"}) == {"unknown": True}
 
 
 def test_a_queued_state_is_no_drift(checking):
