@@ -88,7 +88,7 @@ def create(settings: Settings, paths: Paths, identity: Identity, inheritance: In
         vrrp_state.refresh()
         sender.send_soon()
 
-    parts = Components(paths, haproxy, keepalived, inner, virtual)
+    parts = Components(paths, haproxy, keepalived, inner, virtual, collector.priority)
     applier = Applier(settings, parts, on_applied=after, set_ping_targets=responder.set_targets)
     drift_checker = DriftChecker(applier, parts)
     repair = DriftRepair(drift_checker, drift, sender.settings.audit_interval, sender.send_now)

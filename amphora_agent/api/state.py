@@ -70,7 +70,8 @@ def blueprint(
 
     @routes.put("/v2/bundle")
     def put_bundle() -> ResponseReturnValue:
-        return applier.apply_body(request.get_data()).document()
+        with applier.priority.changing():
+            return applier.apply_body(request.get_data()).document()
 
     @routes.get("/v2/bundle")
     def get_bundle() -> ResponseReturnValue:

@@ -65,6 +65,7 @@ class Applier:
     ) -> None:
         self._settings = settings
         self._parts = parts
+        self.priority = parts.priority
         self._paths = parts.paths
         self._on_applied = on_applied
         self._lock = threading.Lock()
@@ -362,6 +363,7 @@ class Applier:
         try:
             if actions is not None:
                 early = haproxy.run_actions(plan, actions)
+                self.priority.served()
             with haproxy.checking(plan) as check:
                 if actions is not None:
                     early = early or haproxy.verify_actions(plan, actions)

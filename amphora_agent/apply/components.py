@@ -12,6 +12,7 @@ from amphora_agent.apply.config_swap import ConfigSwap
 from amphora_agent.apply.file_sets import FileSets
 from amphora_agent.apply.haproxy_update import HaproxyUpdate
 from amphora_agent.apply.udp_update import UdpUpdate
+from amphora_agent.change_priority import ChangePriority
 from amphora_agent.haproxy.process import Haproxy
 from amphora_agent.keepalived.process import Keepalived
 from amphora_agent.network.namespace import Namespace
@@ -26,11 +27,18 @@ class Components:
     """The parts that the applier changes and the drift check reads."""
 
     def __init__(
-        self, paths: Paths, haproxy: Haproxy, keepalived: Keepalived, inner: Namespace, checker: CheckerClient
+        self,
+        paths: Paths,
+        haproxy: Haproxy,
+        keepalived: Keepalived,
+        inner: Namespace,
+        checker: CheckerClient,
+        priority: ChangePriority,
     ) -> None:
         self.paths = paths
         self.haproxy = haproxy
         self.keepalived = keepalived
+        self.priority = priority
         self.plumbing = Plumbing(inner)
         self.files = FileSets(paths)
         self.swap = ConfigSwap(paths)

@@ -7,6 +7,7 @@ Invariant: this module imports almost nothing, because the responder is a proces
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 
 from amphora_agent.errors import HaproxyError
 
@@ -24,11 +25,20 @@ class Socket:
         self._path = path
         self._half_close = half_close
 
-    def ask(self, question: str, shown: str = "", *, seconds: float = ANSWER_SECONDS, most: int | None = None) -> str:
+    def ask(
+        self,
+        question: str,
+        shown: str = "",
+        *,
+        seconds: float = ANSWER_SECONDS,
+        most: int | None = None,
+        between: Callable[[], None] | None = None,
+    ) -> str:
         """Send one or several commands, with semicolons between them; return the answer.
 
         Errors contain `shown` instead of a question with a secret. Each part of the answer has a time-out in `seconds`.
-        An answer ends after `most` bytes. Raises HaproxyError without an answer.
+        An answer ends after `most` bytes. Raises HaproxyError without an answer. `between` is called before each part
+        is read. HAProxy continues a long answer only when its former parts are read.
         """
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
@@ -38,7 +48,11 @@ class Socket:
                 if self._half_close:
                     connection.shutdown(socket.SHUT_WR)
                 parts, size = [], 0
-                while (most is None or size < most) and (data := connection.recv(65536)):
+                while most is None or size < most:
+                    if between is not None:
+                        between()
+                    if not (data := connection.recv(65536)):
+                        break
                     parts.append(data)
                     size += len(data)
         except OSError as error:

@@ -15,6 +15,8 @@ from amphora_agent.stats.collector import Collector
 
 _log = logging.getLogger(__name__)
 SAMPLE_SECONDS = 1.0
+# A sample or a heartbeat of many members waits this number of seconds for changes, altogether.
+GIVE_WAY_SECONDS = 0.2
 
 
 class Sender:
@@ -70,7 +72,7 @@ class Sender:
         while not self._stopping.is_set():
             try:
                 if time.monotonic() >= sample_due:
-                    self._collector.sample()
+                    self._collector.sample(self._collector.priority.background(GIVE_WAY_SECONDS))
                     sample_due = time.monotonic() + self._collector.pause
                 if self._is_requested() or time.monotonic() >= due:
                     due = time.monotonic() + self._settings.interval

@@ -13,12 +13,13 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from amphora_agent.change_priority import BackgroundWork, ChangePriority, never_wait
 from amphora_agent.errors import AgentError, HaproxyError
 from amphora_agent.haproxy.old_workers import OldWorker
 from amphora_agent.haproxy.runtime_socket import Socket
@@ -42,9 +43,13 @@ PAUSE_FACTOR, MAX_PAUSE_SECONDS = 100.0, 5.0
 
 
 class Collector:
-    """Samples of HAProxy's workers, and counters over them. Thread-safe."""
+    """Samples of HAProxy's workers, and counters over them. Thread-safe.
+
+    ``priority``: the priority of changes over regular samples and heartbeats.
+    """
 
     def __init__(self, paths: Paths, store: ServiceManager | None = None, udp: UdpStats | None = None) -> None:
+        self.priority = ChangePriority()
         self._paths = paths
         self._udp = udp
         self._store = store
@@ -58,6 +63,16 @@ class Collector:
         self._published = ""
         self._answer_seconds = 0.0
         self._recover_held()
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Take the lock. A sample that has the lock no longer waits for changes, one of which may wait here."""
+        with self.priority.waiting_for_background():
+            self._lock.acquire()
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     def _recover_held(self) -> None:
         """Recover the connections that a former agent has stored."""
@@ -82,16 +97,16 @@ class Collector:
             else:
                 self._held.append(held)
 
-    def sample(self) -> None:
-        """Read each running worker and the L4 daemon."""
-        with self._lock:
-            self._sample()
+    def sample(self, work: BackgroundWork | None = None) -> None:
+        """Read each running worker and the L4 daemon. As background `work`, it gives way to changes."""
+        with self._locked():
+            self._sample(work or BackgroundWork(self.priority, 0.0))
         if self._udp is not None:
             self._udp.sample()
 
     def sample_servers(self, servers: Sequence[tuple[str, str]]) -> None:
         """Read these servers of the present worker, by HAProxy's ids of backend and server."""
-        with self._lock, suppress(HaproxyError):
+        with self._locked(), suppress(HaproxyError):
             for backend, server in servers:
                 answer = self._worker.ask(f"show info;show stat {backend} 4 {server}")
                 if (found := haproxy_stats.parse(answer)) is not None and (identity := _identity(found.pid)):
@@ -125,8 +140,8 @@ class Collector:
     def hold(self, drain: float) -> None:
         """Read the present worker, and keep it readable while it stops, for ``drain`` seconds."""
         until = time.monotonic() + drain - min(MARGIN_SECONDS, drain / 4)
-        with self._lock:
-            self._sample()
+        with self._locked():
+            self._sample(BackgroundWork(self.priority, 0.0))
             identity = _identity(self._latest.pid) if self._latest is not None else ""
             if not identity:
                 return
@@ -159,14 +174,14 @@ class Collector:
 
     def finish(self, pid: int, grace: float) -> int:
         """End a stopping worker after ``grace`` seconds; returns the number of closed connections."""
-        with self._lock:
+        with self._locked():
             held = next((one for one in self._held if one.pid == pid), None)
             return self._finish(held, grace, release=True) if held is not None else 0
 
     def finish_all(self, grace: float) -> int:
         """End all stopping workers and read their counters; the workers stay until they are released."""
         deadline = time.monotonic() + grace
-        with self._lock:
+        with self._locked():
             return sum(
                 self._finish(held, max(0.0, deadline - time.monotonic()), release=False) for held in list(self._held)
             )
@@ -192,15 +207,15 @@ class Collector:
                 self._store.drop(held.name)
         held.close()
 
-    def _sample(self) -> None:
+    def _sample(self, work: BackgroundWork) -> None:
         found = None
         begun = time.monotonic()
         try:
             with suppress(HaproxyError):
                 # Without an answer of HAProxy, `_latest` becomes None, and the heartbeat has no objects of HAProxy.
-                answer = self._worker.ask(haproxy_stats.QUESTION)
-                self._answer_seconds = time.monotonic() - begun
-                found = haproxy_stats.parse(answer, self._latest)
+                answer = self._worker.ask(haproxy_stats.QUESTION, between=work.give_way)
+                self._answer_seconds = time.monotonic() - begun - work.waited
+                found = haproxy_stats.parse(answer, self._latest, work.give_way)
         finally:
             # Other threads read `_latest` without the lock, also while HAProxy answers. So `_latest` changes in one
             # assignment.
@@ -308,8 +323,8 @@ class Collector:
         others = self._udp.pools() if self._udp is not None else {}
         return {**found, **{name: pool["members"] for name, pool in others.items()}} if others else found
 
-    def write(self) -> None:
-        """Write changed counters to disk, many rows less often; raises OSError."""
+    def write(self, work: BackgroundWork | None = None) -> None:
+        """Write changed counters to disk, many rows less often; raises OSError. `work` gives way to changes."""
         if self._udp is not None:
             self._udp.write()
         with self._lock:
@@ -318,7 +333,7 @@ class Collector:
             soon = rows <= FEW_ROWS or settlements != self._totals.settlements
             if not soon and time.monotonic() - at < WRITE_SECONDS:
                 return
-            text = self._totals.text()
+            text = self._totals.text(work.give_way if work is not None else never_wait)
             if text != before:
                 write_atomically(self._paths.totals, text)
             self._written = text, time.monotonic(), self._totals.settlements

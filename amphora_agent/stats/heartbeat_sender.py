@@ -12,7 +12,7 @@ from typing import Any
 from amphora_agent.config import Settings
 from amphora_agent.paths import Paths, write_atomically
 from amphora_agent.stats import heartbeat_codec
-from amphora_agent.stats.active_sender import Sender
+from amphora_agent.stats.active_sender import GIVE_WAY_SECONDS, Sender
 from amphora_agent.stats.collector import Collector
 from amphora_agent.stats.report_differences import ReportDifferences
 from amphora_agent.version import agent_version
@@ -82,6 +82,8 @@ class HeartbeatSender(Sender):
         return requested or self._collector.statuses() != self._reported
 
     def _send(self) -> None:
+        work = self._collector.priority.background(GIVE_WAY_SECONDS)
+        work.give_way()
         if self._epoch is None:
             self._epoch = next_epoch(self._paths)
         self._reported = self._collector.statuses()
@@ -89,7 +91,7 @@ class HeartbeatSender(Sender):
         facts["usage"] = self._usage()
         document = {**self._collector.document(self._generation()), **facts}
         try:
-            self._collector.write()
+            self._collector.write(work)
         except OSError as error:
             self._record_error("write the counters", error)
         if self._is_complete:
@@ -106,5 +108,6 @@ class HeartbeatSender(Sender):
             sizes.append(len(datagram))
             for target in settings.targets:
                 self._send_to(target, datagram)
+            work.give_way()
         if difference is None:
             self._differences.record(document, first, sizes)

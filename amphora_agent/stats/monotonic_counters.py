@@ -11,6 +11,7 @@ from operator import add, lt
 from pathlib import Path
 from typing import Any
 
+from amphora_agent.change_priority import GiveWay, never_wait
 from amphora_agent.stats.former_workers import COUNTED
 from amphora_agent.stats.haproxy_stats import NONE, Counts
 
@@ -86,14 +87,16 @@ class MonotonicCounters:
     def document(self) -> dict[str, Any]:
         return {"columns": COUNTED, "settled": self._settled, "living": self._running}
 
-    def text(self) -> str:
+    def text(self, give_way: GiveWay = never_wait) -> str:
         """Return the `document` as JSON.
 
-        One call of the encoder for 10,000 rows would delay the other threads of the agent, which may change members.
+        One call of the encoder for 10,000 rows would delay the other threads of the agent, which may change members. So
+        `give_way` is called after some rows.
         """
-        running = ",".join(f"{json.dumps(identity)}:{_encode(rows)}" for identity, rows in self._running.items())
+        encoded = ((json.dumps(identity), _encode(rows, give_way)) for identity, rows in self._running.items())
+        running = ",".join(f"{identity}:{rows}" for identity, rows in encoded)
         columns = json.dumps(COUNTED, separators=(",", ":"))
-        return f'{{"columns":{columns},"settled":{_encode(self._settled)},"living":{{{running}}}}}'
+        return f'{{"columns":{columns},"settled":{_encode(self._settled, give_way)},"living":{{{running}}}}}'
 
     @classmethod
     def restored(cls, document: Mapping[str, Any]) -> MonotonicCounters:
@@ -125,8 +128,9 @@ class MonotonicCounters:
             return cls()
 
 
-def _encode(rows: Mapping[str, Counts]) -> str:
+def _encode(rows: Mapping[str, Counts], give_way: GiveWay) -> str:
     items, parts = iter(rows.items()), []
     while some := dict(islice(items, _ENCODED_AT_ONCE)):
+        give_way()
         parts.append(json.dumps(some, separators=(",", ":"))[1:-1])
     return f"{{{','.join(parts)}}}"

@@ -12,6 +12,8 @@ from amphora_agent.paths import Paths
 from amphora_agent.stats.collector import MAX_PAUSE_SECONDS, PAUSE_FACTOR, Collector
 
 ANSWER_SECONDS = 0.02
+# Longer than any correct wait of these tests.
+LONG = 60.0
 
 
 class SlowHaproxy(threading.Thread):
@@ -72,3 +74,44 @@ def test_the_pause_after_many_rows_depends_on_the_time_of_haproxy(sampled):
 
 def test_few_rows_are_read_without_a_pause(sampled):
     assert sampled(20).pause == 0.0
+
+
+def test_a_sample_waits_for_a_change(sampled):
+    collector = sampled(200)
+    ended = threading.Event()
+
+    def sample():
+        collector.sample(collector.priority.background(LONG))
+        ended.set()
+
+    with collector.priority.changing():
+        threading.Thread(target=sample, daemon=True).start()
+        assert not ended.wait(10 * ANSWER_SECONDS)
+    assert ended.wait(LONG / 2)
+    assert collector.pause < MAX_PAUSE_SECONDS, "the wait counts as time of HAProxy"
+
+
+def test_a_change_does_not_wait_for_a_sample_that_waits_for_the_change(sampled):
+    collector = sampled(200)
+    sampling = threading.Event()
+    work = collector.priority.background(LONG)
+
+    class Noted:
+        """The work, and an event that the sample has the lock of the collector."""
+
+        waited = 0.0
+
+        def give_way(self):
+            sampling.set()
+            work.give_way()
+
+    with collector.priority.changing():
+        thread = threading.Thread(target=collector.sample, args=[Noted()], daemon=True)
+        thread.start()
+        assert sampling.wait(LONG)
+        begun = time.monotonic()
+        collector.sample_servers([("3", "1")])
+        assert time.monotonic() - begun < LONG / 2
+        collector.priority.served()
+        thread.join(LONG / 2)
+    assert not thread.is_alive()

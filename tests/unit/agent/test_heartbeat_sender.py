@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from amphora_agent.change_priority import ChangePriority
 from amphora_agent.config import Target
 from amphora_agent.paths import Paths
 from amphora_agent.stats.heartbeat_sender import HeartbeatSender
@@ -21,13 +22,14 @@ class Collector:
     """One pool with many members."""
 
     is_large = False
+    priority = ChangePriority()
     pause = 0.0
 
     def __init__(self):
         self.members = dict.fromkeys(MEMBERS, "UP")
         self.samples = 0
 
-    def sample(self):
+    def sample(self, _work=None):
         self.samples += 1
 
     def statuses(self):
@@ -37,7 +39,7 @@ class Collector:
         pools = {"pool:listener": {"status": "UP", "members": dict(self.members)}}
         return {"generation": generation, "listeners": {"listener": {"status": "OPEN"}}, "pools": pools}
 
-    def write(self):
+    def write(self, _work=None):
         pass
 
 

@@ -10,6 +10,7 @@ import zlib
 
 import pytest
 
+from amphora_agent.change_priority import ChangePriority
 from amphora_agent.config import Settings, Target
 from amphora_agent.octavia_api_v1 import host_info
 from amphora_agent.paths import Paths
@@ -73,18 +74,19 @@ class Counting:
     """A collector whose listener gets ten bytes between heartbeats."""
 
     pause = 0.0
+    priority = ChangePriority()
 
     def __init__(self):
         self.bytes = 0
 
-    def sample(self):
+    def sample(self, _work=None):
         self.bytes += 10
 
     def document(self, generation):
         assert generation is None
         return known(self.bytes)
 
-    def write(self):
+    def write(self, _work=None):
         pass
 
 

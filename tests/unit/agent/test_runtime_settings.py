@@ -13,6 +13,7 @@ from agent_heartbeats import decode
 
 from amphora_agent import config, runtime_settings
 from amphora_agent.api.settings import LiveSettings
+from amphora_agent.change_priority import ChangePriority
 from amphora_agent.config import Settings, Target
 from amphora_agent.drift.repair import DriftRepair
 from amphora_agent.drift.report import DriftReport
@@ -213,9 +214,10 @@ class Collector:
     """A collector without HAProxy."""
 
     is_large = False
+    priority = ChangePriority()
     pause = 0.0
 
-    def sample(self):
+    def sample(self, _work=None):
         pass
 
     def statuses(self):
@@ -224,7 +226,7 @@ class Collector:
     def document(self, generation):
         return {"generation": generation, "listeners": {}, "pools": {}}
 
-    def write(self):
+    def write(self, _work=None):
         pass
 
 
