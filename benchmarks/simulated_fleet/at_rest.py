@@ -107,7 +107,7 @@ def read_cpu(deployment: Deployment, *, database: bool = True) -> dict[str, floa
     """Return the processor time of each process so far, in seconds."""
     found = {name: processes.cpu_seconds(pids) for name, pids in _group_processes(deployment).items()}
     if database and deployment.database_pid:
-        found["database"] = processes.cpu_seconds([deployment.database_pid])
+        found["database"] = processes.cpu_seconds(processes.family(deployment.database_pid))
     return found
 
 
