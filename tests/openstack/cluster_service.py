@@ -24,7 +24,8 @@ from amphora_driver.host import namespaces
 from amphora_driver.secret import Secret
 from sandbox import demo_hosts
 
-MONITOR = {"type": "HTTP", "delay": 1, "timeout": 1, "max_retries": 1, "max_retries_down": 1}
+# On a busy machine, one check of a new server can be late.
+MONITOR = {"type": "HTTP", "delay": 1, "timeout": 1, "max_retries": 1, "max_retries_down": 3}
 _MICROVERSION = "2.67"  # tags of servers need 2.26 at least
 _CONTROLLER, _API = "amphora-cluster", "amphora-cluster-api"
 _MODULES = {_CONTROLLER: "amphora_cluster.controller.service", _API: "amphora_cluster.api.server"}

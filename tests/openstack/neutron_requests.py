@@ -43,8 +43,8 @@ def group_named(admin, deployment, name):
 
 
 def rules_of_groups(admin, deployment):
-    """The numbers of rules of the groups with a name."""
+    """The numbers of rules of the groups with a name, the oldest group first."""
     found = {}
-    for one in groups_of(admin, deployment):
+    for one in sorted(groups_of(admin, deployment), key=lambda group: (group.created_at, group.id)):
         found.setdefault(one.name, []).append(len(one.security_group_rules))
     return found
