@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import socket
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 ROUTE, NETFILTER = 0, 12
 REQUEST, ACK, REPLACE, DUMP = 1, 4, 0x100, 0x300
@@ -20,6 +21,12 @@ TYPE_MASK = 0x3FFF
 # Length, type, flags, sequence number and port of a netlink message.
 _HEAD = struct.Struct("=IHHII")
 _SO_ATTACH_FILTER = 26
+# Flag of a message of a dump during which the objects have changed (NLM_F_DUMP_INTR).
+_INTERRUPTED = 0x10
+# The kernel sends a dump in blocks of at most 32 KiB.
+_BUFFER = 1 << 17
+# Length, type and flags of a netlink message.
+_MESSAGE = struct.Struct("=IHH")
 
 
 def open_socket(protocol: int, groups: int = 0, timeout: float | None = None) -> socket.socket:
@@ -42,6 +49,32 @@ def message(kind: int, flags: int, body: bytes, number: int = 1) -> bytes:
 def netfilter_message(kind: int, flags: int, family: int, attributes: bytes) -> bytes:
     """Return a request to netfilter (linux/netfilter/nfnetlink.h)."""
     return message(kind, flags, struct.pack("=BBH", family, 0, 0) + attributes)
+
+
+def dump(link: socket.socket, request: bytes) -> Iterator[tuple[bytes, list[tuple[int, int]]]]:
+    """Yield the blocks of the answer to a dump request, with start and end of each message.
+
+    Raises:
+        OSError: the kernel refuses the request, or does not answer in time.
+        InterruptedError: the objects have changed during the dump, which may be incomplete.
+    """
+    link.send(request)
+    last = False
+    while not last:
+        answer = link.recv(_BUFFER)
+        at, stop, spans = 0, len(answer), []
+        while at < stop and not last:
+            size, kind, flags = _MESSAGE.unpack_from(answer, at)
+            if kind == ERROR:
+                number = -struct.unpack_from("=i", answer, at + 16)[0]
+                raise OSError(number, f"the kernel refused (error {number})")
+            if flags & _INTERRUPTED:
+                raise InterruptedError(errno.EINTR, "the objects have changed during the dump")
+            last = kind == DONE
+            if not last:
+                spans.append((at, at + size))
+            at += (size + 3) & ~3
+        yield answer, spans
 
 
 def attribute(kind: int, value: bytes) -> bytes:

@@ -98,22 +98,7 @@ def _number(kind: int, value: int) -> bytes:
 
 def _dump(link: socket.socket, only: bytes = b"") -> Iterator[tuple[bytes, list[tuple[int, int]]]]:
     """Yield blocks of a dump, with start and end of each message. ``only`` selects flows by attributes."""
-    link.send(netlink.netfilter_message(_GET, netlink.DUMP, socket.AF_UNSPEC, only))
-    unpack = struct.Struct("=IH").unpack_from
-    while True:
-        answer = link.recv(_BUFFER)
-        at, stop, spans, last = 0, len(answer), [], False
-        while at < stop and not last:
-            size, kind = unpack(answer, at)
-            if kind == netlink.ERROR:
-                _raise_error(answer, at)
-            last = kind == netlink.DONE
-            if not last:
-                spans.append((at, at + size))
-            at += (size + 3) & ~3
-        yield answer, spans
-        if last:
-            return
+    return netlink.dump(link, netlink.netfilter_message(_GET, netlink.DUMP, socket.AF_UNSPEC, only))
 
 
 def _flows(link: socket.socket, only: bytes = b"") -> Iterator[tuple[bytes, int]]:

@@ -6,10 +6,7 @@ libnftables reads all elements of all sets before it lists anything of a table: 
 
 from __future__ import annotations
 
-import socket
-import struct
 import zlib
-from collections.abc import Iterator
 
 from amphora_agent.l4 import netlink
 from amphora_agent.network.libnftables import NftError
@@ -23,13 +20,14 @@ _BYTES, _PACKETS = 1, 2
 _INET = 1
 _RULE_KINDS = (_GET_CHAINS, _GET_RULES, _GET_SETS)
 _TIMEOUT_SECONDS = 30.0
-_BUFFER = 1 << 17
+# Number of attempts to read objects that other programs change at the same time.
+_ATTEMPTS = 5
 
 
 def counters(table: str) -> dict[str, tuple[int, int]]:
     """Return packets and bytes of the named counters of a table of the family inet; raises NftError."""
     found = {}
-    for message in _dump(_GET_OBJECTS, table):
+    for message in _read(_GET_OBJECTS, table):
         values = netlink.attributes(message)
         data = netlink.attributes(values.get(_OBJECT_DATA, b""))
         if int.from_bytes(values.get(_OBJECT_TYPE, b""), "big") == _COUNTER:
@@ -42,35 +40,34 @@ def structure(table: str) -> int:
     """Return a checksum of chains, rules and declarations of sets, without elements; raises NftError."""
     found = 0
     for kind in _RULE_KINDS:
-        for message in _dump(kind, table):
+        for message in _read(kind, table):
             found = zlib.crc32(message, found)
     return found
 
 
-def _dump(kind: int, table: str) -> Iterator[bytes]:
-    """Yield the attributes of each message of a dump."""
+def _read(kind: int, table: str) -> list[bytes]:
+    """Return the attributes of each object of a table.
+
+    A change of any rules of the namespace interrupts a dump, which is then repeated.
+    """
+    for _ in range(_ATTEMPTS):
+        try:
+            return _dump(kind, table)
+        except InterruptedError:
+            continue
+        except OSError as error:
+            raise NftError(f"the kernel's table cannot be read: {error}") from error
+    raise NftError(f"the kernel's table cannot be read: other programs changed rules during {_ATTEMPTS} attempts")
+
+
+def _dump(kind: int, table: str) -> list[bytes]:
     wanted = table.encode() + b"\0"
-    try:
-        with netlink.open_socket(netlink.NETFILTER, timeout=_TIMEOUT_SECONDS) as link:
-            link.send(netlink.netfilter_message(kind, netlink.DUMP, _INET, netlink.attribute(_TABLE, wanted)))
-            for message in _messages(link):
-                # Older kernels ignore the name in a request, so messages of other tables are omitted here.
-                if netlink.attributes(message).get(_TABLE) == wanted:
-                    yield message
-    except OSError as error:
-        raise NftError(f"the kernel's table cannot be read: {error}") from error
-
-
-def _messages(link: socket.socket) -> Iterator[bytes]:
-    while True:
-        answer = link.recv(_BUFFER)
-        at = 0
-        while at < len(answer):
-            size, kind = struct.unpack_from("=IH", answer, at)
-            if kind == netlink.ERROR:
-                number = -struct.unpack_from("=i", answer, at + 16)[0]
-                raise OSError(number, f"the kernel refused (error {number})")
-            if kind == netlink.DONE:
-                return
-            yield answer[at + netlink.FIRST_ATTRIBUTE : at + size]
-            at += (size + 3) & ~3
+    request = netlink.netfilter_message(kind, netlink.DUMP, _INET, netlink.attribute(_TABLE, wanted))
+    with netlink.open_socket(netlink.NETFILTER, timeout=_TIMEOUT_SECONDS) as link:
+        every = [
+            answer[at + netlink.FIRST_ATTRIBUTE : end]
+            for answer, spans in netlink.dump(link, request)
+            for at, end in spans
+        ]
+    # Older kernels ignore the name in a request, so messages of other tables are omitted here.
+    return [one for one in every if netlink.attributes(one).get(_TABLE) == wanted]

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 # Time-out in seconds of one answer of RabbitMQ, of a socket of octavia-driver-agent, or of Octavia's API.
 _TIMEOUT = 5.0
+# Longest length of an answer of octavia-driver-agent, in digits.
+_MOST_DIGITS = 6
 # Requests that change nothing. A check always sends a request, because octavia-driver-agent reads forever from a
 # connection that closes without a request.
 _EMPTY_REQUESTS = {
@@ -208,11 +210,11 @@ def _socket_error(path: str, document: bytes) -> str | None:
             client.connect(path)
             # The protocol of octavia-driver-agent: the document's length in decimal digits, a newline, the document.
             client.sendall(b"%d\n%s" % (len(document), document))
-            size = 0
-            # octavia-driver-agent closes the connection after its answer. It logs an error if the client closes first.
-            while part := client.recv(4096):
-                size += len(part)
-            return None if size else f"{path} closed the connection without an answer"
+            with client.makefile("rb") as answer:
+                length = answer.readline(_MOST_DIGITS + 1).strip()
+                # The whole answer is read, because octavia-driver-agent logs an error if the client closes before.
+                received = length.isdigit() and answer.read(int(length))
+            return None if received else f"{path} closed the connection without an answer"
     except OSError as error:
         return f"{path}: {error.strerror or error}"
 

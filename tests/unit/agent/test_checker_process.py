@@ -21,9 +21,11 @@ import amphora_agent
 from amphora_agent.errors import ConfigurationRefused, VirtualServersError
 from amphora_agent.l4.counters import Counters
 from amphora_agent.l4.event_loop import EventLoop, make_nonblocking
+from amphora_agent.l4.model import Persistence
 from amphora_agent.l4_daemon import ELSEWHERE, PACKAGES, client
 from amphora_agent.l4_daemon.client import CheckerClient, CheckerState, ListenerState, PoolState
 from amphora_agent.l4_daemon.persisted_state import DesiredState, StateFiles
+from amphora_agent.l4_nftables.conntrack_marks import MAX_SERVERS
 from amphora_agent.paths import Paths
 from amphora_agent.source_checksum import source_checksum
 from amphora_agent.stats.udp_stats import UdpStats
@@ -293,6 +295,28 @@ def test_stop_does_not_wait_for_output(paths, monkeypatch):
             silent.close()
             waiting.join()
     assert failed
+
+
+@pytest.mark.parametrize(
+    ("wanted", "word"),
+    [
+        ([server(member(1))], ""),
+        ([server(member(1), algorithm="LEAST_CONNECTIONS")], ""),
+        ([server(member(1), algorithm="LEAST_CONNECTIONS", persistence=Persistence(60, 32, 128))], "persistence"),
+        ([server(member(1), number=number) for number in range(1, MAX_SERVERS + 2)], f"at most {MAX_SERVERS}"),
+    ],
+    ids=["servable", "least connections", "with persistence", "too many"],
+)
+def test_the_check_of_a_bundle_refuses_what_the_rules_do_not_support(paths, wanted, word):
+    asked = Answering(paths, {"version": VERSION})
+    checker = CheckerClient(paths, Services())
+    if word:
+        with pytest.raises(ConfigurationRefused, match=word):
+            checker.check_servers(wanted)
+    else:
+        checker.check_servers(wanted)
+    asked.join()
+    assert [one["op"] for one in asked.questions] == ["version"], "a check changes nothing"
 
 
 def test_a_request_with_differences_is_repeated_completely(paths):

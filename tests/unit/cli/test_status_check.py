@@ -66,6 +66,9 @@ class Sockets:
         self.closed_early = 0
         # Seconds between the two parts of an answer.
         self.pause = 0.0
+        # Answered connections stay open until this event.
+        self.may_close = threading.Event()
+        self.may_close.set()
         self._listeners = []
         for name in ("status", "stats", "get"):
             listener = socket.socket(socket.AF_UNIX)
@@ -89,6 +92,7 @@ class Sockets:
                         self.closed_early += 1
                     else:
                         asking.sendall(b"{}")
+                        self.may_close.wait(60)
 
     def close(self):
         for listener in self._listeners:
@@ -175,6 +179,14 @@ def test_the_check_reads_the_complete_answers(check, healthy, sockets):
     sockets.pause = 0.3
     assert check()[0] == 0
     assert sockets.closed_early == 0
+
+
+def test_the_check_does_not_wait_for_the_end_of_a_connection(check, healthy, sockets):
+    sockets.may_close.clear()
+    try:
+        assert check()[0] == 0
+    finally:
+        sockets.may_close.set()
 
 
 def test_without_a_database_the_other_checks_run(check, place, amphoractl):
