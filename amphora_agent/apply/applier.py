@@ -352,8 +352,8 @@ class Applier:
     def _check_candidate(self, attempt: _Attempt, plan: HaproxyPlan, network: NetworkUpdate) -> RuntimeResult | None:
         """Have HAProxy and keepalived check their files.
 
-        To save time, the agent carries out a runtime update during the check, if the network stays the same. Returns
-        the result of the runtime update.
+        To save time, the agent carries out a runtime update before the end of the check, if the network stays the same.
+        Returns the result of the runtime update.
         """
         reach(Point.CHECKING)
         self._reserve_space(attempt.draft, plan.file)
@@ -364,11 +364,16 @@ class Applier:
             if actions is not None:
                 early = haproxy.run_actions(plan, actions)
                 self.priority.served()
-            with haproxy.checking(plan) as check:
-                if actions is not None:
-                    early = early or haproxy.verify_actions(plan, actions)
+                if early is None and not haproxy.needs_check(plan, actions):
+                    early = haproxy.verify_actions(plan, actions)
+            if isinstance(early, Loaded):
                 confirmed_bundle.sync_candidate(attempt.draft, plan.file)
-                check.wait()
+            else:
+                with haproxy.checking(plan) as check:
+                    if actions is not None:
+                        early = early or haproxy.verify_actions(plan, actions)
+                    confirmed_bundle.sync_candidate(attempt.draft, plan.file)
+                    check.wait()
             reach(Point.CHECKED)
             network.begin()
             self._parts.keepalived.check_configuration(attempt.bundle.vrrp_instance)

@@ -20,7 +20,7 @@ from amphora_agent.apply.file_sets import FileSets
 from amphora_agent.bundle import Bundle, File
 from amphora_agent.errors import AgentError, ConfigurationRefused, HaproxyError
 from amphora_agent.failpoints import Point, reach
-from amphora_agent.haproxy import config_file, config_parser, tls_diff
+from amphora_agent.haproxy import config_check, config_file, config_parser, tls_diff
 from amphora_agent.haproxy.config_check import Check
 from amphora_agent.haproxy.config_diff import Decision, Reload, Runtime, Unchanged, compare_configurations
 from amphora_agent.haproxy.config_file import Document
@@ -141,6 +141,10 @@ class HaproxyUpdate:
         file = self._haproxy.write_candidate(document, self._swap.current())
         with self._haproxy.checking(document, file, wanted, bundle.files) as check:
             check.wait()
+
+    def needs_check(self, plan: HaproxyPlan, actions: Sequence[Action]) -> bool:
+        """Return whether another HAProxy has to check the candidate after these actions."""
+        return plan.before is None or config_check.is_needed(plan.before, plan.document, plan.wanted, actions)
 
     def checking(self, plan: HaproxyPlan) -> AbstractContextManager[Check]:
         """Have another HAProxy check the candidate within the block."""

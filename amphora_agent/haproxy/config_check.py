@@ -12,13 +12,13 @@ import subprocess
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from operator import attrgetter
 from pathlib import Path
 
 from amphora_agent.bundle import File
 from amphora_agent.errors import AgentError, ConfigurationRefused, MachineError
 from amphora_agent.haproxy.config_file import Document
-from amphora_agent.haproxy.config_parser import Configuration, Section
+from amphora_agent.haproxy.config_parser import Configuration, Section, common_lines
+from amphora_agent.haproxy.runtime_actions import Action, RemoveServer, SetMaintenance, SetWeight
 
 # HAProxy must read a configuration within MIN_READ_SECONDS, plus READ_SECONDS_PER_SERVER for each server. On a busy
 # machine, HAProxy needs a minute for 10,000 servers.
@@ -43,6 +43,10 @@ _REFERRING = frozenset({"use-server", "force-persist", "ignore-persist", "server
 # Prefix of sample fetches that read the state of any server (HAProxy manual, 7.3.2). If a configuration uses such a
 # fetch, the text that HAProxy checks must contain all servers.
 _STATE_FETCH = "srv_"
+# The parts of a server line that HAProxy checks itself when a runtime command changes them.
+_CHECKED_AT_RUNTIME = re.compile(r" (?:weight [0-9]{1,3}|disabled)(?= |$)")
+# HAProxy refuses lines of more than 64 words. A line below this limit may get the longest of the parts above.
+_MAX_WORDS = 60
 
 
 def read_timeout(configuration: Configuration) -> float:
@@ -124,6 +128,37 @@ def _shows_a_key(message: str, files: Sequence[File]) -> bool:
     return False
 
 
+def is_needed(before: Document, wanted: Document, configuration: Configuration, actions: Sequence[Action]) -> bool:
+    """Return whether a check of a document may have another result than the check of the document before.
+
+    No check is needed if HAProxy has carried out all actions, and the texts differ in removed servers, weights and the
+    word ``disabled`` only. HAProxy has then accepted each line of the document, in this order.
+
+    Args:
+        before: the document that HAProxy has checked and runs.
+        configuration: the parsed text of the wanted document.
+        actions: the actions of the runtime update from one document to the other.
+    """
+    verified = RemoveServer | SetMaintenance | SetWeight
+    if before.head != wanted.head or not all(isinstance(one, verified) for one in actions):
+        return True
+    same = common_lines(before.text, wanted.text)
+    old, new = (text[same.begin : len(text) - same.end].split("\n") for text in (before.text, wanted.text))
+    accepted = map(_accepted_part, old)
+    if any(len(line.split()) > _MAX_WORDS or _accepted_part(line) not in accepted for line in new):
+        return True
+    return _refers_to_servers(configuration)
+
+
+def _accepted_part(line: str) -> str:
+    return _CHECKED_AT_RUNTIME.sub("", line) if line.lstrip().startswith("server ") else line
+
+
+def _refers_to_servers(configuration: Configuration) -> bool:
+    """Whether a line or a server may refer to a server."""
+    return _fetches_state(configuration) or not all(map(_is_simple, configuration.sections))
+
+
 def omit_checked_servers(text: str, wanted: Configuration, accepted: Configuration) -> str:
     """Return a short text whose check has the same result as the check of the text of `wanted`.
 
@@ -132,8 +167,7 @@ def omit_checked_servers(text: str, wanted: Configuration, accepted: Configurati
     `accepted`, so equal lines are the same objects. HAProxy 2.6 compares each server of a backend with each other:
     10,000 servers take a second or more.
     """
-    fetches_state = any(_STATE_FETCH in word for one in wanted.sections for line in one.lines for word in line.words)
-    if wanted.size < MIN_SERVERS or fetches_state:
+    if wanted.size < MIN_SERVERS or _fetches_state(wanted):
         return text
     lines = text.split("\n")
     ends = (*(section.number for section in wanted.sections[1:]), len(wanted.rows) + 1)
@@ -152,11 +186,14 @@ def omit_checked_servers(text: str, wanted: Configuration, accepted: Configurati
     return "\n".join(lines)
 
 
+def _fetches_state(configuration: Configuration) -> bool:
+    return any(_STATE_FETCH in word for one in configuration.sections for line in one.lines for word in line.words)
+
+
 def _is_simple(section: Section) -> bool:
     """Whether HAProxy checks each server of the backend independently of the others."""
-    names = {server.name for server in section.servers}
     return (
-        len(names) == len(section.servers)
+        len(section.by_name) == len(section.servers)
         and not any(line.words[0] in _REFERRING for line in section.lines)
-        and not any(map(attrgetter("related"), section.servers))
+        and not section.related
     )

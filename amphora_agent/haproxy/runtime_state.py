@@ -176,7 +176,7 @@ def find_partial_difference(wanted: Configuration, touched: Collection[tuple[str
         wanted_count = len(wanted.backends[backend].servers)
         if (count := found.members.get(backend, 0)) != wanted_count:
             return f"{backend} has {count} members, not {wanted_count}"
-    return _member_difference({key: wanted.servers[key] for key in touched if key in wanted.servers}, found.servers)
+    return _member_difference(wanted.find_servers(touched), found.servers)
 
 
 def _enabled(sections: dict[str, Section]) -> dict[str, Section]:

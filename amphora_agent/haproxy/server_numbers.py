@@ -66,7 +66,7 @@ class ServerNumbers:
 
         Args:
             names: the changed servers, also the removed ones.
-            wanted: all servers of the configuration, by backend and name.
+            wanted: those of the changed servers that the configuration has, by backend and name.
 
         Returns None if the states have to be read from the list.
         """

@@ -92,7 +92,8 @@ class Verifier:
     ) -> tuple[int, dict[tuple[str, str], ServerState]]:
         """Return the number of servers of a backend, and the states of the named ones."""
         numbers = self._numbers.pop(backend, None)
-        if numbers is not None and (states := numbers.read(self._worker, names, wanted.servers)) is not None:
+        servers = wanted.find_servers([(backend, name) for name in names])
+        if numbers is not None and (states := numbers.read(self._worker, names, servers)) is not None:
             self._numbers[backend] = numbers
             return len(numbers), states
         answer = self._worker.ask(f"{runtime_state.SERVERS} {backend}")
