@@ -73,7 +73,7 @@ def test_haproxy_accepts_each_change_that_has_no_check(tmp_path):
     """Random changes of a configuration that HAProxy accepts, decided by the agent and checked by HAProxy."""
     chance = random.Random(23)
     needed, accepted = [], []
-    while len(accepted) < 25:
+    while len(accepted) < 30:
         old = [line for n in range(6) for line in _lines(chance, n)]
         new = [_changed(chance, line) for line in old if chance.random() < 0.8 or "server" not in line]
         before, after = (Document("", "backend b\n" + "\n".join(lines) + "\n") for lines in (old, new))
@@ -89,12 +89,12 @@ def test_haproxy_accepts_each_change_that_has_no_check(tmp_path):
 
 
 def _lines(chance, number):
-    if chance.random() < 0.1:
+    if chance.random() < 0.2:
         yield chance.choice(OTHER)
     words = [f"    server s{number} 192.0.2.1:{8000 + number}"]
     words += [f"weight {chance.randrange(1, 256)}"] if chance.random() < 0.5 else []
     words += [word for word in ("check", "disabled", "backup") if chance.random() < 0.2]
-    words += ["track b/s2"] if chance.random() < 0.05 else []
+    words += ["track b/s2"] if chance.random() < 0.1 else []
     yield " ".join(words)
 
 
