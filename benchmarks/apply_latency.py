@@ -51,7 +51,7 @@ def main():
     print(f" {'live: best':>10} {'p50 ms':>7} {'answer: best':>12} {'p50':>7} {'p90':>7}", end="")
     print(f" {'agent':>7} {'-c':>7} {'haproxy':>7}  (CPU ms)")
     with tempfile.TemporaryDirectory(prefix="apl-") as folder:
-        lab = Lab(f"ap{os.getpid()}", Path(folder), Authority("controllers"))
+        lab = Lab(f"ap{os.getpid()}", Path(folder), Authority("controllers"), failpoints=False)
         try:
             for size in chosen.sizes.split(","):
                 members, _, pools = size.partition("/")

@@ -10,11 +10,10 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from operator import is_
 
 from amphora_agent.haproxy import runtime_actions as act
 from amphora_agent.haproxy import tls_diff
-from amphora_agent.haproxy.config_parser import Configuration, Section, Server
+from amphora_agent.haproxy.config_parser import Configuration, Section, Server, changed_range
 from amphora_agent.haproxy.features import MINIMAL_FEATURES, Features
 from amphora_agent.haproxy.tls_diff import TlsChanges
 
@@ -79,7 +78,7 @@ def compare_configurations(
         if before.servers is after.servers and before.lines is after.lines:
             # The parser reuses the objects of unchanged lines, so identical objects mean an unchanged section.
             continue
-        was, now = _changed_range(before.servers, after.servers)
+        was, now = changed_range(before.servers, after.servers)
         change = _section_actions(before, after, {server.name: server for server in was}, now, new, features)
         if isinstance(change, Reload):
             return change
@@ -143,18 +142,6 @@ def _describe_change(old: Section, new: Section) -> str:
 
 def _summary(reasons: list[str]) -> str:
     return "; ".join(reasons[:3]) + (f"; and {len(reasons) - 3} more" if len(reasons) > 3 else "")
-
-
-def _changed_range(old: Sequence[Server], new: Sequence[Server]) -> tuple[Sequence[Server], Sequence[Server]]:
-    first = _common_length(old, new)
-    old, new = old[first:], new[first:]
-    last = _common_length(old[::-1], new[::-1])
-    return old[: len(old) - last], new[: len(new) - last]
-
-
-def _common_length(old: Sequence[Server], new: Sequence[Server]) -> int:
-    alike = list(map(is_, old, new))
-    return len(alike) if all(alike) else alike.index(False)
 
 
 def _section_actions(

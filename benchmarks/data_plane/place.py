@@ -89,7 +89,7 @@ class Place:
             # The amphora inherits the processors of this thread.
             os.sched_setaffinity(0, self.balancing)
             (folder / "amphora").mkdir()
-            self.lab = Lab(f"pl{os.getpid()}", folder / "amphora", Authority("controllers"))
+            self.lab = Lab(f"pl{os.getpid()}", folder / "amphora", Authority("controllers"), failpoints=False)
             self._closing.callback(self.lab.close)
             for task in Path("/proc/self/task").iterdir():
                 os.sched_setaffinity(int(task.name), self.loading)

@@ -215,6 +215,7 @@ class Amphora:
         self.authority = authority
         self._directory = directory
         self._forked = forked
+        self.failpoints = True
         self._process: subprocess.Popen | preloaded_agent.Outermost | None = None
         self._connection: http.client.HTTPSConnection | None = None
         for name in ("etc", "var", "points"):
@@ -256,7 +257,7 @@ class Amphora:
 
     def start(self) -> None:
         namespace = f"/run/netns/{self.network.name(self.place)}"
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), VARIABLE: str(self.points)}
+        environment = os.environ | {"PYTHONPATH": str(ROOT)} | ({VARIABLE: str(self.points)} if self.failpoints else {})
         spec, log = self._directory / "spec.json", self._directory / "log"
         if self._forked and preloaded_agent.possible(sys.executable, environment):
             pid = preloaded_agent.boot(sys.executable, spec, namespace, environment, log, ends_with=os.getpid())
