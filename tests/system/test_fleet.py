@@ -91,7 +91,7 @@ def test_statements_and_memory_do_not_follow_the_number_of_amphorae(tmp_path):
 
     for name in ("controller", "reporter"):
         assert growth("statements", name) < 3, (small["statements"], large["statements"])
-    # A poll reads each job, and due statuses and statistics by an index. A load balancer has twelve statuses.
+    # A poll reads open changes, due statuses and due statistics by an index. A load balancer has twelve statuses.
     assert large["rows"]["reporter"] < 10 * LARGE, (small["rows"], large["rows"])
     for name in ("controller0", "health", "reporter"):
         assert growth("memory", name) < 2, (small["memory"], large["memory"])
