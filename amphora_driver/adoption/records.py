@@ -17,7 +17,7 @@ import msgspec
 import sqlalchemy as sa
 
 from amphora_driver.database import clock
-from amphora_driver.database.rows import to_struct
+from amphora_driver.database.rows import plain_columns, to_struct
 from amphora_driver.database.tables import URGENT, amphora, job, object_status, request
 from amphora_driver.database.tables_fleet import adoption, process
 from amphora_driver.errors import Conflict, UnknownObject
@@ -245,7 +245,7 @@ def record_load_balancer(
 
 def read_progress(connection: sa.Connection, load_balancer_id: str) -> Progress:
     """Return the state of the new amphorae."""
-    row = connection.execute(sa.select(job).where(job.c.load_balancer_id == load_balancer_id)).first()
+    row = connection.execute(sa.select(*plain_columns(job)).where(job.c.load_balancer_id == load_balancer_id)).first()
     if row is None:
         return Progress(recorded=False)
     query = sa.select(amphora.c.state, amphora.c.confirmed).where(amphora.c.load_balancer_id == load_balancer_id)

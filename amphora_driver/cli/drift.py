@@ -27,6 +27,7 @@ from amphora_driver.certificates.trust_store import TrustStore
 from amphora_driver.cli import queries
 from amphora_driver.cli.command import AMPHORA, LOAD_BALANCER, Command, argument
 from amphora_driver.cli.formatting import escape_unprintable
+from amphora_driver.database.rows import plain_columns
 from amphora_driver.database.tables import amphora, amphora_heartbeat, job
 from amphora_driver.database.vault import Vault
 from amphora_driver.deadline import Deadline
@@ -144,7 +145,7 @@ class DiagnoseAmphora(Command):
 
 def _read_row(connection: sa.Connection, text: str) -> tuple[str, Mapping[str, Any]]:
     chosen = queries.find_amphora_id(connection, text)
-    columns = [column for column in amphora.c if column.name != "heartbeat_key"]
+    columns = plain_columns(amphora, "heartbeat_key")
     seen = amphora_heartbeat.c
     heard = (seen.seen_at, seen.generation.label("heard_generation"), seen.holds_vip)
     together = amphora.outerjoin(amphora_heartbeat, seen.amphora_id == amphora.c.id)

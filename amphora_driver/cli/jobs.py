@@ -16,6 +16,7 @@ import sqlalchemy as sa
 from amphora_driver.cli import queries
 from amphora_driver.cli.command import Lister, Table
 from amphora_driver.cli.formatting import Age, Remaining, Value
+from amphora_driver.database.rows import plain_columns
 from amphora_driver.database.tables import job, object_status
 
 HEAD = (
@@ -38,7 +39,7 @@ class ListJobs(Lister):
         has_waiting = job.c.load_balancer_id.in_(sa.select(object_status.c.load_balancer_id).where(waiting))
         undone = sa.or_(job.c.dirty, job.c.committed < job.c.generation, job.c.read_back, has_waiting)
         # The query omits the column `reread`, because the table does not show this text, which may be long.
-        shown = (column for column in job.c if column.name != "reread")
+        shown = plain_columns(job, "reread")
         columns = (*shown, pending.label("pending"), to_report.label("to_report"), since.label("since"))
         query = sa.select(*columns).where(undone, queries.IS_LOAD_BALANCER).order_by(since, job.c.load_balancer_id)
         rows = self.app.read(lambda connection: connection.execute(query).all())

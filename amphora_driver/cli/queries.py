@@ -17,6 +17,7 @@ import msgspec
 import sqlalchemy as sa
 
 from amphora_driver.database.joined_rows import join_rows, read_rows
+from amphora_driver.database.rows import plain_columns
 from amphora_driver.database.tables import amphora, amphora_heartbeat, desired_object, job, object_status, request
 from amphora_driver.database.tables_fleet import failover, silent_amphora
 from amphora_driver.errors import UnknownObject
@@ -112,7 +113,7 @@ def list_load_balancers(connection: sa.Connection, *conditions: sa.ColumnElement
     """Return the load balancers that meet the conditions on the table `job`, ordered by id."""
     chosen = sa.select(job.c.load_balancer_id).where(IS_LOAD_BALANCER, *conditions)
     more = (count_pending().label("pending"), count_unreported().label("to_report"), pending_since().label("since"))
-    columns = (*(column for column in job.c if column.name != "reread"), *more)
+    columns = (*plain_columns(job, "reread"), *more)
     work = sa.select(*columns).where(job.c.load_balancer_id.in_(chosen)).order_by(job.c.load_balancer_id)
     rows = connection.execute(work).all()
 
@@ -150,9 +151,9 @@ def amphora_query(*, with_ports: bool = False) -> sa.Select[Any]:
     The ports and partners of an amphora are longer than all its other values together.
     """
     heard = amphora_heartbeat.c
-    omitted = {"heartbeat_key"} if with_ports else {"heartbeat_key", "plugged", "partners"}
+    omitted = ("heartbeat_key",) if with_ports else ("heartbeat_key", "plugged", "partners")
     columns = (
-        *(column for column in amphora.c if column.name not in omitted),
+        *plain_columns(amphora, *omitted),
         *(heard.seen_at, heard.holds_vip, heard.agent_version, heard.generation.label("heard")),
         *(job.c.generation.label("wanted"), job.c.op, job.c.topology),
         *(silent_amphora.c.kind.label("silent"), silent_amphora.c.verdict),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows as typed objects, long lists in parts of one statement, and hints for indexes."""
+"""Rows as typed objects, long lists in parts of one statement, columns, and hints for indexes."""
 
 from __future__ import annotations
 
@@ -18,6 +18,14 @@ CHUNK = 500
 def chunks(values: Sequence[T]) -> Iterator[Sequence[T]]:
     """Yield the values in parts of at most `CHUNK`."""
     return (values[start : start + CHUNK] for start in range(0, len(values), CHUNK))
+
+
+def plain_columns(table: sa.Table, *omitted: str) -> list[sa.Column[Any]]:
+    """Return the columns of a table except the omitted and generated ones.
+
+    Generated columns serve as indexes only, and the records of the status page do not contain them.
+    """
+    return [one for one in table.c if one.computed is None and one.name not in omitted]
 
 
 def force_index(query: sa.Select[Any], table: sa.Table, name: str) -> sa.Select[Any]:

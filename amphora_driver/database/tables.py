@@ -50,7 +50,9 @@ desired_object = sa.Table(
 
 # One row for each load balancer, with three generations (numbers of its configuration): desired (`generation`),
 # `applied`, and `committed` by Octavia. `read_back` requests a read of the objects in `reread` from Octavia; `reread`
-# is NULL for all objects.
+# is NULL for all objects. The database computes `exceptional` for an index, so that polls read few rows of a fleet:
+# those that wait for Octavia or for a read, and those with another operation than APPLY.
+_IS_EXCEPTIONAL = "committed < generation OR read_back OR op <> 'apply'"
 job = sa.Table(
     "job",
     metadata,
@@ -92,6 +94,7 @@ job = sa.Table(
     # Number of processes that crashed or lost the lease during this job. Progress of the job sets this number to zero.
     sa.Column("crashes", sa.Integer, nullable=False, default=0, server_default="0"),
     sa.Column("error", sa.Text, nullable=True),
+    sa.Column("exceptional", sa.Boolean, sa.Computed(_IS_EXCEPTIONAL, persisted=True), index=True),
     sa.Index("ix_job_dirty_due_at", "dirty", "due_at"),
 )
 # Value of `due_at` for a job that is due now. An URGENT job stays URGENT.
@@ -182,7 +185,8 @@ notification = sa.Table(
     sa.Column("payload", Body, nullable=True),
 )
 
-# `confirmed` is the newest generation that the agent has confirmed. The vault encrypts `heartbeat_key`.
+# `confirmed` is the newest generation that the agent has confirmed. The vault encrypts `heartbeat_key`. The database
+# computes `unready` for an index. With an index of `state`, a server could use it to read almost all amphorae.
 amphora = sa.Table(
     "amphora",
     metadata,
@@ -224,8 +228,9 @@ amphora = sa.Table(
     sa.Column("created_at", sa.Double, nullable=False),
     # Time of the boot request, at which the boot time-out starts.
     sa.Column("booted_at", sa.Double, nullable=True),
-    sa.Column("ready_at", sa.Double, nullable=True),
+    sa.Column("ready_at", sa.Double, nullable=True, index=True),
     sa.Column("reason", sa.Text, nullable=True),
+    sa.Column("unready", sa.Boolean, sa.Computed("state <> 'ready'", persisted=True), index=True),
 )
 
 # This table is separate from `amphora`, because health managers write its rows in bulk every few seconds. `epoch` and

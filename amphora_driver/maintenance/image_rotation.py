@@ -23,6 +23,7 @@ from oslo_config.cfg import ConfigOpts
 from amphora_driver import failpoints
 from amphora_driver.database import clock
 from amphora_driver.database.engine import Database
+from amphora_driver.database.rows import plain_columns
 from amphora_driver.database.tables import amphora, job, object_status
 from amphora_driver.maintenance import image_rotation_plan as plan
 from amphora_driver.maintenance.duty_loop import run_duty
@@ -252,11 +253,13 @@ class ImageRotator:
         return msgspec.structs.replace(snapshot, facts={of: complete(facts) for of, facts in snapshot.facts.items()})
 
     def _read_facts(self, connection: sa.Connection, load_balancer_ids: Sequence[str]) -> dict[str, LoadBalancerFacts]:
-        works = connection.execute(sa.select(job).where(job.c.load_balancer_id.in_(load_balancer_ids))).all()
+        works = connection.execute(
+            sa.select(*plain_columns(job)).where(job.c.load_balancer_id.in_(load_balancer_ids))
+        ).all()
         live: defaultdict[str, list[plan.AmphoraFacts]] = defaultdict(list)
         # For each load balancer and retiring amphora: whether the amphora drains.
         retiring: defaultdict[str, dict[str, bool]] = defaultdict(dict)
-        query = sa.select(amphora).where(amphora.c.load_balancer_id.in_(load_balancer_ids))
+        query = sa.select(*plain_columns(amphora)).where(amphora.c.load_balancer_id.in_(load_balancer_ids))
         for row in connection.execute(query.order_by(amphora.c.created_at, amphora.c.id)):
             if row.state == AmphoraState.RETIRING.value:
                 retiring[row.load_balancer_id][row.id] = row.drains_until is not None

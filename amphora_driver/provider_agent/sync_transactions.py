@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import sqlalchemy as sa
 
+from amphora_driver.database.rows import force_index
 from amphora_driver.database.tables import DUE_NOW, desired_object, job, object_status, request
 from amphora_driver.model.enums import Kind, Provisioning
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Member, Pool
@@ -34,8 +35,9 @@ def list_uncommitted(connection: sa.Connection) -> Sequence[Any]:
         request.c.action == "set members",
     )
     columns = (job.c.load_balancer_id, job.c.generation, job.c.committed, job.c.read_back, job.c.reread)
-    open_jobs = sa.or_(job.c.committed < job.c.generation, job.c.read_back)
-    return connection.execute(sa.select(*columns, batch.label("batch")).where(open_jobs)).all()
+    open_jobs = job.c.exceptional == sa.true(), sa.or_(job.c.committed < job.c.generation, job.c.read_back)
+    query = force_index(sa.select(*columns, batch.label("batch")), job, "exceptional")
+    return connection.execute(query.where(*open_jobs)).all()
 
 
 def list_recently_changed(connection: sa.Connection, since: float) -> list[str]:

@@ -29,10 +29,14 @@ _LOCK_VERSIONS = (
     .order_by(listener_statistics.c.listener_id, listener_statistics.c.amphora_id)
     .with_for_update()
 )
+# For several hundred ids, MariaDB sometimes expects so many rows that it reads and locks the complete table.
+_BY_LISTENER = "FORCE INDEX (PRIMARY)"
 _MARK_REPORTED = (
     listener_statistics.update()
     .where(_OF_LISTENERS, listener_statistics.c.version > listener_statistics.c.reported)
     .values(reported=listener_statistics.c.version)
+    .with_hint(_BY_LISTENER, dialect_name="mysql")
+    .with_hint(_BY_LISTENER, dialect_name="mariadb")
 )
 
 

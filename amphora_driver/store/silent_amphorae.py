@@ -15,7 +15,7 @@ import sqlalchemy as sa
 
 from amphora_driver.database import clock
 from amphora_driver.database.joined_rows import join_rows, read_rows
-from amphora_driver.database.rows import chunks, load_as
+from amphora_driver.database.rows import chunks, force_index, load_as
 from amphora_driver.database.tables import amphora, amphora_heartbeat, duty, job, object_status
 from amphora_driver.database.tables_fleet import failover, failover_event, process, silent_amphora
 from amphora_driver.errors import StoreError
@@ -123,23 +123,27 @@ _WATCHED = join_rows(
     amphora.c.id,
     *(amphora.c.id, amphora.c.load_balancer_id, amphora.c.state, amphora.c.management_address),
 ).where(amphora.c.state != AmphoraState.BOOTING.value, job.c.op == Op.APPLY)
-# A new, removed or changed amphora changes a number or a time in these results. The list of amphorae is read again only
-# after such a change. One statement with a join of all rows would need three times as long.
-_AMPHORAE = (
-    sa.select(amphora.c.state, sa.func.count(), sa.func.max(amphora.c.ready_at), sa.func.max(amphora.c.created_at))
+# A new, removed or changed amphora changes a number or a time in these results, or the number of heartbeats. The list
+# of amphorae is read again only after such a change. The indexes limit a round to the few rows of a fleet that are not
+# in normal service. Each new amphora changes the newest time of readiness.
+_LAST_READY = sa.select(sa.func.max(amphora.c.ready_at))
+_UNREADY = (
+    force_index(sa.select(amphora.c.state, sa.func.count()), amphora, "unready")
+    .add_columns(sa.func.max(amphora.c.ready_at), sa.func.max(amphora.c.created_at))
+    .where(amphora.c.unready == sa.true())
     .group_by(amphora.c.state)
     .order_by(amphora.c.state)
 )
-_JOBS = sa.select(job.c.op, sa.func.count()).group_by(job.c.op).order_by(job.c.op)
-_OF_OTHER_JOBS = (
-    sa.select(job.c.op, sa.func.count())
-    .join(amphora, amphora.c.load_balancer_id == job.c.load_balancer_id)
-    .where(job.c.op != Op.APPLY)
+_JOBS = (
+    force_index(sa.select(job.c.op, sa.func.count()), job, "exceptional")
+    .where(job.c.exceptional == sa.true(), job.c.op != Op.APPLY)
     .group_by(job.c.op)
     .order_by(job.c.op)
 )
-# A client reads a few long texts seven times as fast as tens of thousands of rows. So the database joins the heartbeats
-# of all amphorae whose ids begin with the same two characters.
+_AMPHORAE_OF_JOBS = _JOBS.join(amphora, amphora.c.load_balancer_id == job.c.load_balancer_id)
+_FINGERPRINT = _LAST_READY, _UNREADY, _JOBS, _AMPHORAE_OF_JOBS
+# A client reads a long text seven times as fast as tens of thousands of rows. So the database joins the heartbeats of
+# all amphorae: 65 bytes each, of at most 16 MiB. For texts of groups, the server would sort all rows.
 # Each heartbeat is a member of a JSON object, which a decoder in C reads: "AMPHORA":[EPOCH,SEQUENCE].
 _HEARTBEAT: sa.ColumnElement[str] = (
     sa.literal_column("'\"'")
@@ -152,10 +156,8 @@ _HEARTBEAT: sa.ColumnElement[str] = (
 )
 _ORDERS = msgspec.json.Decoder(dict[str, tuple[int, int]])
 _HEARTBEATS = sa.select(
-    sa.func.count().label("number"),
-    sa.func.sum(sa.func.length(_HEARTBEAT)).label("size"),
-    sa.func.aggregate_strings(_HEARTBEAT, ",").label("joined"),
-).group_by(sa.func.substr(amphora_heartbeat.c.amphora_id, 1, 2))
+    sa.func.count().label("number"), sa.func.aggregate_strings(_HEARTBEAT, ",").label("joined")
+).select_from(amphora_heartbeat)
 _LAST_HEARD = (
     sa.select(amphora.c.id, sa.func.coalesce(amphora_heartbeat.c.seen_at, amphora.c.ready_at).label("at"))
     .outerjoin(amphora_heartbeat, amphora_heartbeat.c.amphora_id == amphora.c.id)
@@ -175,8 +177,14 @@ def load_liveness_snapshot(connection: sa.Connection, known: WatchedAmphorae | N
     now = clock.now(connection)
     held = sa.select(duty.c.owner, duty.c.epoch, now.label("at")).where(duty.c.name == DUTY, duty.c.leased_until > now)
     mine = connection.execute(held).first()
-    watched = _load_watched(connection, known)
+    fingerprint = [tuple(row) for statement in _FINGERPRINT for row in connection.execute(statement)]
     orders = load_heartbeat_orders(connection)
+    # The deletion of an amphora also deletes its heartbeat.
+    fingerprint.append((len(orders),))
+    if known is None or known.fingerprint != fingerprint:
+        watched = WatchedAmphorae(read_rows(connection, _WATCHED, AmphoraLiveness), fingerprint)
+    else:
+        watched = known
     return LivenessSnapshot(
         owner=None if mine is None else mine.owner,
         watched=watched,
@@ -188,30 +196,25 @@ def load_liveness_snapshot(connection: sa.Connection, known: WatchedAmphorae | N
     )
 
 
-def _load_watched(connection: sa.Connection, known: WatchedAmphorae | None) -> WatchedAmphorae:
-    groups = _AMPHORAE, _JOBS, _OF_OTHER_JOBS
-    fingerprint = [tuple(row) for statement in groups for row in connection.execute(statement)]
-    if known is not None and known.fingerprint == fingerprint:
-        return known
-    return WatchedAmphorae(read_rows(connection, _WATCHED, AmphoraLiveness), fingerprint)
-
-
 def load_heartbeat_orders(connection: sa.Connection) -> dict[str, tuple[int, int]]:
     """Return epoch and sequence of the last heartbeat of every amphora.
 
     Raises:
         StoreError: the server has shortened a text.
     """
-    found: dict[str, tuple[int, int]] = {}
-    for row in connection.execute(_HEARTBEATS):
-        if len(row.joined) != int(row.size) + row.number - 1:
-            raise StoreError(
-                "read the last heartbeats",
-                "the server has shortened a text",
-                "Raise max_allowed_packet of the database server to at least 16 MiB.",
-            )
-        found |= _ORDERS.decode(f"{{{row.joined}}}")
+    number, joined = connection.execute(_HEARTBEATS).one()
+    try:
+        found = _ORDERS.decode(f"{{{joined or ''}}}")
+    except msgspec.DecodeError as error:
+        raise _shortened(str(error)) from error
+    if len(found) != number:
+        raise _shortened(f"{len(found)} of {number} heartbeats arrived")
     return found
+
+
+def _shortened(happened: str) -> StoreError:
+    remedy = "Raise max_allowed_packet of the database server to at least 16 MiB."
+    return StoreError("read the last heartbeats", f"the server has shortened a text ({happened})", remedy)
 
 
 def read_last_heard(connection: sa.Connection, amphora_ids: Collection[str]) -> dict[str, float | None]:

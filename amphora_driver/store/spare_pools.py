@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import sqlalchemy as sa
 
-from amphora_driver.database.rows import load_as
+from amphora_driver.database.rows import load_as, plain_columns
 from amphora_driver.database.tables import URGENT, amphora, amphora_heartbeat, job
 from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.model.loadbalancer import Profile
@@ -141,7 +141,7 @@ def count_users(connection: sa.Connection, pool_id: str) -> int:
 
 def list_pools(connection: sa.Connection) -> Sequence[sa.Row[Any]]:
     """Return the `job` rows of all pools, without the column `reread`, which pools do not use."""
-    columns = (one for one in job.c if one.name != "reread")
+    columns = plain_columns(job, "reread")
     return connection.execute(sa.select(*columns).where(job.c.op == OP).order_by(job.c.load_balancer_id)).all()
 
 

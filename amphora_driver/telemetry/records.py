@@ -16,6 +16,7 @@ import msgspec
 import sqlalchemy as sa
 
 from amphora_driver.database import clock, tables, tables_fleet
+from amphora_driver.database.rows import plain_columns
 from amphora_driver.errors import StoreError
 from amphora_driver.model.enums import Kind
 
@@ -95,7 +96,7 @@ def read_options(conf: ConfigOpts) -> dict[str, dict[str, Any]]:
 def sent_columns(table: sa.Table) -> tuple[sa.Column[Any], ...]:
     """Return the columns of a table that a document may contain: none of them is binary or generated."""
     # Binary values are left out, because all of them are encrypted secrets. Generated columns serve as indexes only.
-    sent = (one for one in table.c if one.computed is None and one not in _OMITTED)
+    sent = (one for one in plain_columns(table) if one not in _OMITTED)
     return tuple(one for one in sent if not isinstance(one.type, sa.LargeBinary))
 
 

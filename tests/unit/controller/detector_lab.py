@@ -103,7 +103,7 @@ class DetectorLab:
 
     def amphora(self, load_balancer_id, amphora_id, state="ready"):
         row = {"id": amphora_id, "load_balancer_id": load_balancer_id, "role": "STANDALONE", "state": state}
-        more = {"heartbeat_key": b"", "created_at": 1.0, "ready_at": 1.0, "management_address": "203.0.113.7"}
+        more = {"heartbeat_key": b"", "created_at": 1.0, "ready_at": self.now, "management_address": "203.0.113.7"}
         self.write(amphora.insert().values(**row, **more))
         self.speaking.add(amphora_id)
 

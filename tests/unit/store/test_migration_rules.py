@@ -38,6 +38,8 @@ def test_each_migration_follows_the_rules(tmp_path, schema):
 
 
 BATCH = 'with op.batch_alter_table("process") as table: '
+# On SQLite, Alembic cannot copy a table with a generated column.
+WITHOUT_GENERATED = 'op.drop_index("ix_job_exceptional"); op.drop_column("job", "exceptional")\n    '
 
 
 @pytest.mark.parametrize(
@@ -59,7 +61,8 @@ BATCH = 'with op.batch_alter_table("process") as table: '
         (BATCH + 'table.create_unique_constraint("once", ["host"])', "process: adds the unique constraint host"),
         (BATCH + 'table.create_check_constraint("few", "jobs < 9")', "process: adds the check jobs < 9"),
         (
-            'with op.batch_alter_table("job") as table: table.alter_column("writes", server_default=None)',
+            WITHOUT_GENERATED
+            + 'with op.batch_alter_table("job") as table: table.alter_column("writes", server_default=None)',
             "job.writes: has no default any more",
         ),
         ('op.execute("UPDATE process SET jobs = 0")', "process: changes rows"),

@@ -1,17 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The generated column `unreported`: polls read due rows only, and older processes keep it exact during an upgrade."""
 
-import json
-import shutil
-import threading
 from functools import partial
 
-import msgspec
 import pytest
 import sqlalchemy as sa
-from test_two_schema_versions import start_at
+from older_process import older_process
+from read_effort import effort
 
-from amphora_driver.database import migrate, schema_check
 from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import job, listener_statistics, object_status
 from amphora_driver.database.tables_fleet import metadata
@@ -67,64 +63,6 @@ def empty_tables(database):
     database.write(lambda c: [c.execute(table.delete()) for table in reversed(metadata.sorted_tables)])
 
 
-def effort(database, work):
-    """Return how much the database reads for `work`.
-
-    The result is the number of rows (MariaDB), of rows of the two tables that the selection of due rows reads
-    (PostgreSQL), or of instructions of the virtual machine (SQLite).
-    """
-    measure = {"sqlite": _instructions, "mysql": _handler_reads, "postgresql": _scanned_rows}
-    work_done = database.read(lambda c: measure[c.dialect.name](c, work))
-    assert work_done > 0
-    return work_done
-
-
-def _instructions(connection, work):
-    counted = []
-    driver = connection.connection.driver_connection
-    driver.set_progress_handler(lambda: counted.append(1), 10)
-    work(connection)
-    driver.set_progress_handler(None, 0)
-    return 10 * len(counted)
-
-
-def _handler_reads(connection, work):
-    def read():
-        counters = connection.exec_driver_sql("SHOW SESSION STATUS WHERE Variable_name LIKE 'Handler_%%'").all()
-        # A pushed index condition (ICP) reads an index entry that no other counter has.
-        return sum(int(value) for name, value in counters if name.startswith(("Handler_read_", "Handler_icp_attempts")))
-
-    before = read()
-    work(connection)
-    return read() - before
-
-
-def _scanned_rows(connection, work):
-    executed = []
-
-    def record(_connection, _cursor, statement, parameters, *_others):
-        # PostgreSQL may read a small table completely to find rows by their ids.
-        if "unreported" in statement:
-            executed.append((statement, parameters))
-
-    sa.event.listen(connection, "before_cursor_execute", record)
-    work(connection)
-    sa.event.remove(connection, "before_cursor_execute", record)
-    plans = [
-        connection.exec_driver_sql(f"EXPLAIN (ANALYZE, FORMAT JSON) {statement}", parameters).scalar_one()
-        for statement, parameters in executed
-    ]
-    return sum(_scanned(json.loads(one)[0]["Plan"] if isinstance(one, str) else one[0]["Plan"]) for one in plans)
-
-
-def _scanned(plan):
-    found = sum(map(_scanned, plan.get("Plans", ())))
-    if plan.get("Relation Name") in {table.name for table in TABLES}:
-        read = ("Actual Rows", "Rows Removed by Filter", "Rows Removed by Index Recheck")
-        found += sum(plan.get(one, 0) for one in read) * plan["Actual Loops"]
-    return found
-
-
 def poll(connection):
     """Read what the provider agent reads once a second, and the status page."""
     status_outbox.list_due_reports(connection, 300, "8")
@@ -137,7 +75,7 @@ def test_a_poll_reads_as_much_in_a_fleet_of_any_size(any_database):
     for number in (100, 1000):
         ids = fill(any_database, number)
         make_due(any_database, ids[:2])
-        efforts[number] = effort(any_database, poll)
+        efforts[number] = effort(any_database, poll, TABLES, "unreported")
         empty_tables(any_database)
     assert efforts[1000] < 1.5 * efforts[100]
     if any_database.engine.dialect.name != "sqlite":
@@ -151,7 +89,8 @@ def test_a_call_with_statistics_reads_as_much_for_any_number_of_due_listeners(an
     for due in (ids[:100], ids):
         make_due(any_database, due)
         after = sorted(due)[len(due) // 2]
-        efforts.append(effort(any_database, lambda c, after=after: listener_stats.list_due_totals(c, DUE, after)))
+        call = partial(listener_stats.list_due_totals, limit=DUE, after=after)
+        efforts.append(effort(any_database, call, TABLES, "unreported"))
     assert efforts[1] < 1.5 * efforts[0]
     if any_database.engine.dialect.name != "sqlite":
         assert efforts[1] < 20 * DUE
@@ -175,89 +114,41 @@ def test_due_listeners_take_turns_by_their_ids(any_database, parts):
             assert [(one.listener_id, one.version) for one in found] == [(one, 8) for one in expected[:limit]]
 
 
-class OlderProcess(threading.Thread):
-    """A process of the version with revision 0006 that writes without a pause: new rows, changes and reports."""
-
-    def __init__(self, database, ids):
-        super().__init__(name="older")
-        self.failure = None
-        self.rounds = threading.Semaphore(0)
-        self._database = database
-        self._ids = ids
-        self._stopped = threading.Event()
-
-    def run(self):
-        try:
-            number = 0
-            while not self._stopped.is_set():
-                self._write(number)
-                number += 1
-                self.rounds.release()
-        except BaseException as error:  # noqa: BLE001 - the test raises it
-            self.failure = error
-            self.rounds.release(1000)
-
-    def stop(self):
-        self._stopped.set()
-        self.join()
-        assert self.failure is None, self.failure
-
-    def _write(self, number):
-        write, of = self._database.write, self._ids[number % len(self._ids)]
-        new = [(Kind.MEMBER, f"new-{number}")]
-        write(lambda c: status_outbox.expect_confirmation(c, of, 1, new, new))
-        operating = (Operating.ERROR, Operating.ONLINE)[number // len(self._ids) % 2]
-        seen = [status_outbox.Observation(object_id=f"{of}-1", kind=Kind.MEMBER, operating=operating)]
-        write(lambda c: status_outbox.write_observations(c, of, seen))
-        write(lambda c: status_outbox.confirm_generation(c, of, 1, {}))
-        rows = [
-            statistics.Row(
-                listener_id=one, amphora_id=f"{of}-0", load_balancer_id=of, active_connections=number,
-                bytes_in=number, bytes_out=0, request_errors=0, total_connections=number,
-            )
-            for one in (of, f"new-{number}")
-        ]  # fmt: skip
-        write(lambda c: statistics.write_rows(c, rows))
-        if number % 3 == 0:
-            status = status_outbox.StatusReport(
-                object_id=f"new-{number}", kind=Kind.MEMBER, load_balancer_id=of,
-                provisioning=None, operating=None, version=1,
-            )  # fmt: skip
-            write(lambda c: status_outbox.mark_reported(c, [status]))
-            counters = dict.fromkeys(statistics._VALUES, 0)
-            total = listener_stats.ListenerTotals(listener_id=f"new-{number}", version=1, **counters)
-            write(lambda c: listener_stats.mark_totals_reported(c, [total]))
-
-
-def database_of_0006(url, folder):
-    """Return the database as a version knows it whose newest migration is 0006."""
-    shutil.copytree(schema_check.DRIVER.migrations, folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for file in folder.glob("versions/[0-9]*.py"):
-        if file.name > "0006~":
-            file.unlink()
-    return Database(url, schema=msgspec.structs.replace(schema_check.DRIVER, migrations=folder))
+def write_as_before(database, ids, number):
+    """Write new rows, changes and reports, as a process of the version with revision 0006 does."""
+    write, of = database.write, ids[number % len(ids)]
+    new = [(Kind.MEMBER, f"new-{number}")]
+    write(lambda c: status_outbox.expect_confirmation(c, of, 1, new, new))
+    operating = (Operating.ERROR, Operating.ONLINE)[number // len(ids) % 2]
+    seen = [status_outbox.Observation(object_id=f"{of}-1", kind=Kind.MEMBER, operating=operating)]
+    write(lambda c: status_outbox.write_observations(c, of, seen))
+    write(lambda c: status_outbox.confirm_generation(c, of, 1, {}))
+    rows = [
+        statistics.Row(
+            listener_id=one, amphora_id=f"{of}-0", load_balancer_id=of, active_connections=number,
+            bytes_in=number, bytes_out=0, request_errors=0, total_connections=number,
+        )
+        for one in (of, f"new-{number}")
+    ]  # fmt: skip
+    write(lambda c: statistics.write_rows(c, rows))
+    if number % 3 == 0:
+        status = status_outbox.StatusReport(
+            object_id=f"new-{number}", kind=Kind.MEMBER, load_balancer_id=of,
+            provisioning=None, operating=None, version=1,
+        )  # fmt: skip
+        write(lambda c: status_outbox.mark_reported(c, [status]))
+        counters = dict.fromkeys(statistics._VALUES, 0)
+        total = listener_stats.ListenerTotals(listener_id=f"new-{number}", version=1, **counters)
+        write(lambda c: listener_stats.mark_totals_reported(c, [total]))
 
 
 @pytest.mark.parametrize("kind", ["sqlite", "mariadb", "postgresql"])
 def test_an_older_process_writes_during_the_upgrade_and_after_it(empty, tmp_path):
-    start_at(empty, "0006")
-    database, statements = database_of_0006(empty, tmp_path / "migrations"), set()
-    sa.event.listen(database.engine, "before_cursor_execute", lambda *event: statements.add(event[2]))
-    older = OlderProcess(database, fill(database, 100))
-    older.start()
-    try:
-        for _ in range(5):
-            assert older.rounds.acquire(timeout=60)
-        assert migrate.upgrade(empty).before == "0006"
-        while older.rounds.acquire(blocking=False):
-            pass
-        for _ in range(20):
-            assert older.rounds.acquire(timeout=60)
-    finally:
-        older.stop()
-        database.dispose()
-    assert any("INTO object_status" in one for one in statements)
-    assert not any("unreported" in one for one in statements), "the older version does not know the column"
+    with older_process(empty, tmp_path / "migrations", "0006") as older:
+        ids = fill(older.database, 100)
+        older.run(lambda number: write_as_before(older.database, ids, number))
+    assert any("INTO object_status" in one for one in older.statements)
+    assert not any("unreported" in one for one in older.statements), "the older version does not know the column"
     newer = Database(empty)
     try:
         check_due_rows(newer)

@@ -11,6 +11,7 @@ from fleet_rows import identifier, rows, write
 
 from amphora_driver import config
 from amphora_driver.database import tables, tables_fleet
+from amphora_driver.database.rows import plain_columns
 from amphora_driver.errors import SchemaMismatch, StoreError
 from amphora_driver.secret import Secret
 from amphora_driver.store.process_registry import ProcessKind
@@ -135,8 +136,7 @@ def client(document, monkeypatch):
 
 
 def all_jobs(connection):
-    shown = (one for one in tables.job.c if one.name != "reread")
-    return connection.execute(sa.select(*shown)).all()
+    return connection.execute(sa.select(*plain_columns(tables.job, "reread"))).all()
 
 
 def test_a_reader_gets_the_rows(database, monkeypatch):
