@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the references that are generated from the code: options and the commands of amphoractl.
+"""Write what is generated from the code: references, and the help lines of amphoractl.
 
     python scripts/generate_references.py [DIRECTORY]
 
-DIRECTORY is docs/reference of this checkout by default. tests/unit/test_references.py compares the files with the code.
+DIRECTORY is docs/reference of this checkout by default. The help lines are a file of the package, which is written
+without a DIRECTORY only. tests/unit/test_references.py compares the files with the code.
 """
 
 from __future__ import annotations
 
 import argparse
 import io
+import json
 import sys
 import textwrap
 from importlib import metadata
@@ -22,7 +24,7 @@ from oslo_config import cfg, generator
 
 from amphora_cluster import config as cluster
 from amphora_driver import config
-from amphora_driver.cli.main import COMMANDS, READ_ONLY_OPTIONS, Amphoractl
+from amphora_driver.cli.main import COMMANDS, HELP_LINES, READ_ONLY_OPTIONS, Amphoractl
 
 ROOT = Path(__file__).parents[1]
 NAMESPACE, CLUSTER_NAMESPACE = "octavia_amphora_driver", "octavia_amphora_cluster"
@@ -103,6 +105,16 @@ def amphoractl() -> str:
         rows = [_argument(action) for action in own if action.dest != "help"]
         lines += ["", *rows] if rows else []
     return "\n".join(lines) + "\n"
+
+
+def help_lines() -> str:
+    """The first line of the help of each command of amphoractl, as a JSON object."""
+    app = Amphoractl()
+    lines = {
+        name: point.load()(app, None).get_description().partition("\n")[0].rstrip(".")
+        for name, point in sorted(app.command_manager)
+    }
+    return json.dumps(lines, indent=1) + "\n"
 
 
 def packages() -> str:
@@ -194,6 +206,8 @@ def main() -> None:
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs/reference"
     for name, make in DOCUMENTS.items():
         (folder / name).write_text(make(), encoding="utf-8")
+    if len(sys.argv) == 1:
+        HELP_LINES.write_text(help_lines(), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -24,8 +24,8 @@ from amphora_driver.errors import Conflict, UnknownObject
 from amphora_driver.model.loadbalancer import LoadBalancer
 from amphora_driver.model.secret_refs import SecretName
 from amphora_driver.store import desired_objects, failovers, generations, sealed_secrets, status_outbox
+from amphora_driver.store.generations import Op
 from amphora_driver.store.process_registry import ProcessKind
-from amphora_driver.store.requests import Op
 from amphora_driver.store.sealed_secrets import SealedSecret
 
 _MAX_REASON = 1000

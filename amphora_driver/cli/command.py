@@ -9,9 +9,12 @@ import itertools
 import logging
 import socket
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from importlib import metadata
 from typing import Any
 
 from cliff import command, lister, show
+from stevedore import ExtensionManager
 
 from amphora_driver.errors import UnknownObject
 
@@ -25,6 +28,28 @@ _MAX_NAME_LENGTH = 128
 # Maximum number of rows of a table without the option `--limit`. A command shows this number of rows in less than a
 # second.
 _PAGE = 1000
+
+
+@lru_cache(maxsize=1)
+def _entry_points() -> Any:
+    return metadata.entry_points()
+
+
+def find_plugins(group: str) -> metadata.EntryPoints:
+    """Return the entry points of a group, of all installed distributions.
+
+    The function reads the metadata of the distributions once. The library stevedore sorts all entry points by their
+    group, for which it needs as long as a command for all its imports, unless it can write a cache file.
+    """
+    found: metadata.EntryPoints = _entry_points().select(group=group)
+    return found
+
+
+class _Formatters(ExtensionManager):
+    """The output formatters of a kind of command."""
+
+    def list_entry_points(self) -> list[metadata.EntryPoint]:
+        return list(find_plugins(self.namespace))
 
 
 def argument(*names: str, **options: Any) -> Argument:
@@ -43,6 +68,15 @@ class Command(command.Command):
     # Whether the command is available in the read-only mode of amphoractl (`--status-url`).
     read_only_mode = False
 
+    def __init__(self, app: Any, app_args: argparse.Namespace | None) -> None:
+        # With the further parameter `cmd_name`, cliff would search for plug-ins of each command (hooks).
+        super().__init__(app, app_args)
+
+    def get_epilog(self) -> str:
+        # The method of the base class adds the name of another distribution. For that it reads the file list of all
+        # installed distributions. The commands belong to the distribution of amphoractl.
+        return self._epilog or ""
+
     def get_parser(self, prog_name: str) -> argparse.ArgumentParser:
         parser: argparse.ArgumentParser = super().get_parser(prog_name)
         for names, options in self.arguments:
@@ -50,7 +84,14 @@ class Command(command.Command):
         return parser
 
 
-class Lister(Command, lister.Lister):
+class _DisplayCommand(Command):
+    """A command with output formats."""
+
+    def _load_formatter_plugins(self) -> ExtensionManager:
+        return _Formatters(self.formatter_namespace, invoke_on_load=True)
+
+
+class Lister(_DisplayCommand, lister.Lister):
     """A command that lists rows."""
 
 
@@ -100,7 +141,7 @@ class PagedLister(Lister):
         return _PAGE if getattr(parsed_args, "formatter", "table") == "table" else 0
 
 
-class ShowOne(Command, show.ShowOne):
+class ShowOne(_DisplayCommand, show.ShowOne):
     """A command that shows the values of one object, by name."""
 
     def take_action(self, parsed_args: argparse.Namespace) -> tuple[tuple[str, ...], tuple[Any, ...]]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands that compare amphorae with the desired state, repair them, and diagnose them.
+"""Commands that render the desired configuration, and compare, repair or diagnose amphorae.
 
 Invariant: `diff` and `diagnose` connect to the agents with the configured certificate and change nothing. The
 commands report an agent that does not answer, and continue with the other amphorae. `repair` writes rows only, so it
@@ -35,12 +35,16 @@ from amphora_driver.errors import AgentError, AgentRefused, Conflict
 from amphora_driver.maintenance.drift_audit import load_record
 from amphora_driver.plugins import Catalogue
 from amphora_driver.queue import local_socket
+from amphora_driver.reconcile import defaults
 from amphora_driver.reconcile.desired_bundle import build_bundles
-from amphora_driver.store import config_drift
-from amphora_driver.store.requests import Op
+from amphora_driver.render import haproxy
+from amphora_driver.store import config_drift, desired_objects
+from amphora_driver.store.generations import Op
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from amphora_driver.model.loadbalancer import LoadBalancer
 
 # Time-outs in seconds for the comparison and for the diagnosis of one amphora.
 _COMPARE_TIMEOUT, _DIAGNOSE_TIMEOUT = 20.0, 60.0
@@ -52,6 +56,26 @@ _SECRET_WORDS = re.compile(r"\b(dynamic-cookie-key|password|insecure-password)([
 # The line in haproxy.cfg between the agent's part and the load balancer's part.
 _END_OF_AGENT_PART = "# From here on: the load balancer's part.\n"
 _COMPARED = ("files", "interfaces", "limits", "allowed", "pings", "vrrp", "virtual_servers")
+
+
+class RenderLoadBalancer(Command):
+    """Print the haproxy.cfg that is rendered from the recorded load balancer."""
+
+    arguments = (LOAD_BALANCER,)
+
+    def take_action(self, parsed_args: argparse.Namespace) -> int:
+        """Print the file; return 1 if a part of the load balancer cannot be rendered."""
+
+        def load(connection: sa.Connection) -> LoadBalancer:
+            chosen = queries.find_load_balancer_id(connection, parsed_args.load_balancer)
+            return desired_objects.load_tree(connection, chosen)
+
+        tree = self.app.read(load)
+        rendered = haproxy.render(tree, defaults=defaults.rendering_defaults(self.app.conf), shared_tickets=True)
+        self.app.stdout.write(rendered.text if rendered.text is not None else "# This load balancer needs no HAProxy\n")
+        for refusal in rendered.refused:
+            self.app.stderr.write(f"{escape_unprintable(str(refusal))}\n")
+        return 1 if rendered.refused else 0
 
 
 class DiffLoadBalancer(Command):

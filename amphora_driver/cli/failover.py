@@ -25,7 +25,7 @@ from amphora_driver.errors import Conflict, UnknownObject
 from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.queue import local_socket
 from amphora_driver.store import circuit_breaker, failovers, orphans, silent_amphorae
-from amphora_driver.store.requests import Op
+from amphora_driver.store.generations import Op
 from amphora_driver.store.spare_pools import ROLE
 from amphora_driver.telemetry.records import Scope
 

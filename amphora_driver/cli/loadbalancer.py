@@ -17,7 +17,7 @@ import msgspec
 import sqlalchemy as sa
 
 from amphora_driver.cli import formatting, history, queries
-from amphora_driver.cli.command import LOAD_BALANCER, Command, Lister, PagedLister, ShowOne, Table, argument
+from amphora_driver.cli.command import LOAD_BALANCER, Lister, PagedLister, ShowOne, Table, argument
 from amphora_driver.cli.formatting import Age, Counts, Remaining, Timestamp, Value, ValueList
 from amphora_driver.cli.jobs import waits_for
 from amphora_driver.cli.queries import LoadBalancerSummary
@@ -25,10 +25,9 @@ from amphora_driver.database.tables import desired_object, job, object_status, r
 from amphora_driver.errors import UnknownObject
 from amphora_driver.model.enums import Kind, Operating, Provisioning
 from amphora_driver.model.loadbalancer import LoadBalancer
-from amphora_driver.reconcile import defaults, vip_allocation
-from amphora_driver.render import haproxy
+from amphora_driver.reconcile import vip_allocation
 from amphora_driver.store import desired_objects, vip_claims
-from amphora_driver.store.requests import Op
+from amphora_driver.store.generations import Op
 from amphora_driver.telemetry.records import Scope
 
 LIST_HEAD = (
@@ -133,26 +132,6 @@ class ShowHistory(Lister):
             return history.list_events(connection, chosen, limit)
 
         return history.HEAD, map(history.to_row, self.app.read(read, Scope(load_balancer=prefix)))
-
-
-class RenderLoadBalancer(Command):
-    """Print the haproxy.cfg that is rendered from the recorded load balancer."""
-
-    arguments = (LOAD_BALANCER,)
-
-    def take_action(self, parsed_args: argparse.Namespace) -> int:
-        """Print the file; return 1 if a part of the load balancer cannot be rendered."""
-
-        def load(connection: sa.Connection) -> LoadBalancer:
-            chosen = queries.find_load_balancer_id(connection, parsed_args.load_balancer)
-            return desired_objects.load_tree(connection, chosen)
-
-        tree = self.app.read(load)
-        rendered = haproxy.render(tree, defaults=defaults.rendering_defaults(self.app.conf), shared_tickets=True)
-        self.app.stdout.write(rendered.text if rendered.text is not None else "# This load balancer needs no HAProxy\n")
-        for refusal in rendered.refused:
-            self.app.stderr.write(f"{formatting.escape_unprintable(str(refusal))}\n")
-        return 1 if rendered.refused else 0
 
 
 def _row(one: LoadBalancerSummary, now: float) -> tuple[Any, ...]:

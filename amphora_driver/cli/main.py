@@ -12,35 +12,43 @@ key and no configuration file, and refuses all other commands.
 from __future__ import annotations
 
 import argparse
-import logging
+import gc
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from importlib import metadata
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
-import sqlalchemy as sa
+from autopage.argparse import help_pager, use_color_for_parser
 from cliff.app import App
 from cliff.commandmanager import CommandManager
-from oslo_config.cfg import ConfigOpts
-from sqlalchemy.exc import DBAPIError
+from cliff.help import HelpCommand, HelpExit
 
-from amphora_driver import config
-from amphora_driver.cli.command import Command
+from amphora_driver.cli.command import Command, find_plugins
 from amphora_driver.cli.formatting import escaping_stream
-from amphora_driver.database import schema_check
-from amphora_driver.database.engine import Database, parse_url
-from amphora_driver.errors import ConfigurationError, StoreError
-from amphora_driver.store.process_registry import installed_version
-from amphora_driver.telemetry.records import Scope
-from amphora_driver.telemetry.records_client import StatusPageRecords, read_token
+from amphora_driver.errors import ConfigurationError
+from amphora_driver.installation import CONFIG_FILE, CONFIG_VARIABLE, installed_version
 
-LOG = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    import sqlalchemy as sa
+    from oslo_config.cfg import ConfigOpts
+
+    from amphora_driver.database.engine import Database
+    from amphora_driver.database.schema_check import SchemaState
+    from amphora_driver.sources import Sources
+    from amphora_driver.telemetry.records import Scope
+    from amphora_driver.telemetry.records_client import StatusPageRecords
+
 COMMANDS = "amphoractl.commands"
+# First lines of the help of the commands, by name. `scripts/generate_references.py` writes the file.
+HELP_LINES = Path(__file__).with_name("help_lines.json")
 URL_VARIABLE = "AMPHORACTL_STATUS_URL"
 TOKEN_VARIABLE = "AMPHORACTL_STATUS_TOKEN_FILE"  # noqa: S105 - the name of a variable with a path
 CA_VARIABLE = "AMPHORACTL_STATUS_CA_FILE"
+# Objects between two searches for cyclic garbage (default: 700). The imports create several 100,000 objects that remain
+# until the end of the process. The default costs a tenth of a short command.
+_GARBAGE_THRESHOLD = 50_000
 T = TypeVar("T")
 
 
@@ -54,8 +62,20 @@ class LazyCommands(CommandManager):
         command.
         """
         self.group_list.append(namespace)
-        found = {one.name.replace("_", " "): one for one in metadata.entry_points(group=namespace)}
+        found = {one.name.replace("_", " "): one for one in find_plugins(namespace)}
         self.commands |= {name: one for name, one in found.items() if name not in self.commands}
+
+
+class Help(HelpCommand):
+    """The command `help`. Without the words of a command, it prints the overview."""
+
+    _description = "print detailed help for another command"
+
+    def take_action(self, parsed_args: argparse.Namespace) -> int:
+        if parsed_args.cmd:
+            return int(super().take_action(parsed_args))
+        self.app.print_overview()
+        return 0
 
 
 class Amphoractl(App):
@@ -75,35 +95,41 @@ class Amphoractl(App):
         # escape unprintable characters.
         self.stdout: TextIO = escaping_stream(streams.get("stdout") or sys.stdout)
         self.stderr: TextIO = escaping_stream(streams.get("stderr") or sys.stderr)
-        self._conf: ConfigOpts | None = None
-        self._database: Database | None = None
-        self._records: StatusPageRecords | None = None
+        self.command_manager.add_command("help", Help)
+        self._sources: Sources | None = None
+
+    @property
+    def sources(self) -> Sources:
+        """Configuration, database or status page of the commands."""
+        if self._sources is None:
+            # SQLAlchemy and oslo.config need most of the time of an import. The version and the help need neither.
+            from amphora_driver.sources import Sources  # noqa: PLC0415
+
+            self._sources = Sources(self.options, TOKEN_VARIABLE)
+        return self._sources
 
     @property
     def records(self) -> StatusPageRecords | None:
-        """The source of the read-only mode; None in the normal mode.
-
-        The property raises ConfigurationError if the token file is missing or not usable.
-        """
-        if self._records is None and self.options.status_url:
-            path = self.options.status_token_file
-            if not path:
-                remedy = f"Name a file with the token: --status-token-file, or {TOKEN_VARIABLE}."
-                raise ConfigurationError("read from the status page", "no token file is given", remedy)
-            self._records = StatusPageRecords(self.options.status_url, read_token(path), self.options.status_ca_file)
-        return self._records
+        """See `Sources.records`."""
+        return self.sources.records
 
     @property
     def conf(self) -> ConfigOpts:
-        """The options; raises ConfigurationError if a configuration file does not exist or is not valid.
+        """See `Sources.conf`."""
+        return self.sources.conf
 
-        In the read-only mode, they are options of the process that answers: those that commands of this mode use.
-        """
-        if self.records is not None:
-            return self.records.options()
-        if self._conf is None:
-            self._conf = config.load(self.options.config_file)
-        return self._conf
+    @property
+    def database(self) -> Database:
+        """See `Sources.database`."""
+        return self.sources.database
+
+    def read(self, work: Callable[[sa.Connection], T], scope: Scope | None = None) -> T:
+        """See `Sources.read`."""
+        return self.sources.read(work, scope)
+
+    def recorded_schema(self) -> SchemaState:
+        """See `Sources.recorded_schema`."""
+        return self.sources.recorded_schema()
 
     def build_option_parser(
         self, description: str | None, version: str | None, argparse_kwargs: dict[str, Any] | None = None
@@ -112,13 +138,38 @@ class Amphoractl(App):
         # `--status-url`.
         named = {"prog": self.NAME, "allow_abbrev": False, **(argparse_kwargs or {})}
         parser: argparse.ArgumentParser = super().build_option_parser(description, version, named)
-        default = f"Default: ${config.FILE_VARIABLE} or {config.DEFAULT_FILE}."
+        default = f"Default: ${CONFIG_VARIABLE} or {CONFIG_FILE}."
         words = f"Configuration file; can be repeated. {default}"
         parser.add_argument("--config-file", action="append", metavar="FILE", help=words)
         for name, (variable, metavar, text) in READ_ONLY_OPTIONS.items():
             help_text = f"{text} Default: ${variable}."
             parser.add_argument(name, default=os.environ.get(variable), metavar=metavar, help=help_text)
         return parser
+
+    def print_help_if_requested(self) -> None:
+        """Print the overview and end the program, if the option `--help` is given without a command."""
+        if self.options.deferred_help:
+            self.print_overview()
+            raise HelpExit
+
+    def print_overview(self) -> None:
+        """Print the options, and the first line of the help of each command.
+
+        The function of the base class imports all commands for this.
+        """
+        lines = json.loads(HELP_LINES.read_text(encoding="utf-8"))
+        pager = help_pager(self.stdout)
+        color = pager.to_terminal()
+        use_color_for_parser(self.parser, color)
+        underlined, name_color, note_color = ("\033[4m{}\033[0m", "\033[36m{}\033[39m", "\033[90m{}\033[39m")
+        with pager as out:
+            self.parser.print_help(out)
+            out.write(f"\n{underlined.format('Commands') if color else 'Commands'}:\n")
+            for name, point in sorted(self.command_manager):
+                line, note = (lines[name], "") if name in lines else _describe(self, point)
+                shown = f"{name:<13}"
+                note = note_color.format(note) if color else note
+                out.write(f"  {name_color.format(shown) if color else shown}  {line}{note}\n")
 
     def prepare_to_run_command(self, cmd: object) -> None:
         """Refuse a command that the read-only mode does not have; the help is always possible."""
@@ -127,57 +178,10 @@ class Amphoractl(App):
             remedy = f"Run it without --status-url and {URL_VARIABLE}, on a host with the driver's configuration."
             raise ConfigurationError("run the command", happened, remedy)
 
-    @property
-    def database(self) -> Database:
-        """The configured database; raises ConfigurationError if the SQLite file does not exist.
-
-        In the read-only mode, nothing opens the database.
-        """
-        if self.options.status_url:
-            raise ConfigurationError("open the database", "the read-only mode has no database", "Omit --status-url.")
-        if self._database is None:
-            url = self.conf.amp_database.connection
-            found = parse_url(url)
-            path = found.database if found.get_backend_name() == "sqlite" else None
-            if path is not None and not Path(path).exists():
-                # SQLite creates a missing database file. A command that only reads must not create a file.
-                raise ConfigurationError(
-                    "open the database",
-                    f"{path} does not exist",
-                    "Check [amp_database] connection, or use --config-file. New database: amphoractl database upgrade.",
-                )
-            self._database = Database(url)
-        return self._database
-
-    def read(self, work: Callable[[sa.Connection], T], scope: Scope | None = None) -> T:
-        """Run `work` in one reading transaction; raises SchemaMismatch for a schema of another version.
-
-        In the read-only mode, `work` reads the records of the scope. Without a scope, it reads those of the fleet.
-        """
-        if self.records is None:
-            return self.database.read(work)
-        found = self.records.read(work, scope or Scope())
-        if self.records.newest is not None and self.records.newest.cut:
-            LOG.warning(
-                "the status page returned only a part of the records, because the fleet is too large, so "
-                "the output is incomplete; for all records, run the command on a host with access to the "
-                "database"
-            )
-        return found
-
-    def recorded_schema(self) -> schema_check.SchemaState:
-        """Return the state of the database's schema, also of a schema of another version."""
-        try:
-            with self.database.engine.connect().execution_options(amphora_read_only=True) as connection:
-                return schema_check.read_state(connection)
-        except DBAPIError as error:
-            raise StoreError("read from the database", str(error.orig or error)) from error
-
     def clean_up(self, cmd: object, result: int, err: BaseException | None) -> None:
         super().clean_up(cmd, result, err)
-        if self._database is not None:
-            self._database.dispose()
-            self._database = None
+        if self._sources is not None:
+            self._sources.close()
 
 
 # Options of the read-only mode: environment variable, value and help text.
@@ -200,8 +204,21 @@ READ_ONLY_OPTIONS = {
 }
 
 
+def _describe(app: Amphoractl, point: Any) -> tuple[str, str]:
+    """Return the help line of a command of another distribution, and the name of the distribution."""
+    package = point.value.partition(":")[0].partition(".")[0]
+    try:
+        line = point.load()(app, None).get_description().partition("\n")[0].rstrip(".")
+    except Exception as error:  # noqa: BLE001 - a broken plug-in must not hide the other commands
+        line = f"Could not load {point.value}: {error}"
+    distribution = getattr(point, "dist", None)
+    return line, f" ({distribution.name if distribution else package})"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status; None for the arguments of this process."""
+    if argv is None:
+        gc.set_threshold(_GARBAGE_THRESHOLD)
     arguments = list(sys.argv[1:] if argv is None else argv)
     return int(Amphoractl().run(arguments or ["help"]))
 

@@ -23,16 +23,15 @@ from amphora_driver.database.tables_fleet import failover, silent_amphora
 from amphora_driver.errors import UnknownObject
 from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.model.enums import Kind, Provisioning
-from amphora_driver.store.requests import Op
-from amphora_driver.telemetry.fleet_queries import read_name_and_addresses
+from amphora_driver.store import desired_objects
+from amphora_driver.store.generations import Op
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 _UNKNOWN = "unknown"
 # A row of the table `job` with the operation `spares` belongs to a pool of warm spares, not to a load balancer.
-SPARES = "spares"
-IS_LOAD_BALANCER = job.c.op != SPARES
+IS_LOAD_BALANCER = job.c.op != Op.SPARES
 # The operation is NULL if the load balancer of an amphora has no row in the table `job`. Such an amphora is no warm
 # spare.
 IS_NO_SPARE = sa.or_(job.c.op.is_(None), IS_LOAD_BALANCER)
@@ -72,6 +71,18 @@ class LoadBalancerSummary(msgspec.Struct, frozen=True, kw_only=True):
     silent: frozenset[str] = frozenset()
 
 
+class _StatusRow(msgspec.Struct, frozen=True, array_like=True):
+    """The columns of `list_statuses`."""
+
+    load_balancer_id: str
+    op: str
+    object_id: str | None
+    pending: int | None
+    provisioning: str | None
+    operating: str | None
+    since: float | None
+
+
 def iter_load_balancers(
     connection: sa.Connection, *conditions: sa.ColumnElement[bool], after: str | None = None
 ) -> Iterator[LoadBalancerSummary]:
@@ -104,8 +115,9 @@ def list_statuses(connection: sa.Connection) -> list[LoadBalancerSummary]:
     status = (object_status.c.pending, object_status.c.provisioning, object_status.c.operating)
     columns = (job.c.load_balancer_id, job.c.op, object_status.c.object_id, *status, pending_since().label("since"))
     own = job.outerjoin(object_status, object_status.c.object_id == job.c.load_balancer_id)
-    query = sa.select(*columns).select_from(own).where(IS_LOAD_BALANCER).order_by(job.c.load_balancer_id)
-    rows = connection.execute(query).all()
+    found = sa.select(*columns).select_from(own).where(IS_LOAD_BALANCER).subquery()
+    rows = read_rows(connection, join_rows(found, found.c.load_balancer_id, *found.c), _StatusRow)
+    rows.sort(key=lambda one: one.load_balancer_id)
     return [LoadBalancerSummary(work=row, status=row if row.object_id else None, since=row.since) for row in rows]
 
 
@@ -124,7 +136,7 @@ def list_load_balancers(connection: sa.Connection, *conditions: sa.ColumnElement
     statuses = {one.object_id: one for one in connection.execute(sa.select(*STATUS_COLUMNS).where(main))}
     object_of = of_chosen(desired_object, desired_object.c.kind == Kind.LOAD_BALANCER.value, ~desired_object.c.removed)
     bodies = connection.execute(sa.select(desired_object.c.id, desired_object.c.body).where(object_of))
-    named = {one.id: read_name_and_addresses(one.body) for one in bodies}
+    named = {one.id: desired_objects.read_name_and_addresses(one.body) for one in bodies}
     machines = _group_by_load_balancer(connection.execute(amphora_query().where(of_chosen(amphora))))
     in_progress = sa.select(failover).where(of_chosen(failover, failover.c.ended_at.is_(None))).order_by(failover.c.id)
     failovers = _group_by_load_balancer(connection.execute(in_progress))

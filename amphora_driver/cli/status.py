@@ -24,6 +24,7 @@ from amphora_driver.cli.status_checks import Check, Result, failure, success, wa
 from amphora_driver.database import schema_check
 from amphora_driver.database.tables_fleet import certificate_authority, process, rotation, unknown_amphora
 from amphora_driver.errors import AmphoraDriverError
+from amphora_driver.installation import installed_version
 from amphora_driver.store import circuit_breaker, failovers, process_registry, resyncs, sealed_secrets
 from amphora_driver.store.sealed_secrets import ExpiringSecret
 from amphora_driver.telemetry.process_groups import DEAD_AFTER
@@ -150,7 +151,7 @@ def _check_rows(conf: Any, rows: Rows, now: float, *, host: bool) -> Iterator[Ch
     # a problem.
     max_seconds = conf.amp_controller.boot_timeout + conf.amp_controller.operation_timeout
     known = {one.work.load_balancer_id for one in rows.load_balancers}
-    yield from status_checks.check_processes(rows.processes, now, process_registry.installed_version())
+    yield from status_checks.check_processes(rows.processes, now, installed_version())
     checks: dict[str, Callable[[], Check]] = {
         "Octavia's sockets": lambda: _check_octavia_sockets(conf, rows.processes, now),
         "Certificate authorities": lambda: host_checks.check_authorities(conf, rows.authorities, now),
@@ -171,7 +172,7 @@ def _check_rows(conf: Any, rows: Rows, now: float, *, host: bool) -> Iterator[Ch
         "Drift": lambda: status_checks.check_drift(rows.machines),
         "Limits": lambda: status_checks.check_limits(rows.machines),
         "Unknown amphorae": lambda: status_checks.check_unknown_amphorae(rows.unknown_amphorae),
-        "Agents": lambda: status_checks.check_agents(rows.machines, process_registry.installed_version()),
+        "Agents": lambda: status_checks.check_agents(rows.machines, installed_version()),
         "Images": lambda: status_checks.check_images(rows.machines, now, conf.amp_rotation.image_days),
         "Octavia's records": lambda: status_checks.check_resyncs(rows.resyncs, now, max_seconds),
     }

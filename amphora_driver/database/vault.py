@@ -99,12 +99,17 @@ class Vault:
         """Decrypt a result of `seal`; raise `StoreError` if no key opens it, or if it is misplaced."""
         return _require_bound_to(location, self._decrypted(sealed))
 
-    def is_misplaced(self, sealed: bytes, location: SecretLocation) -> bool:
-        """Whether a key opens the value, but it was sealed for another location."""
-        try:
-            return not _is_bound_to(location, self._decrypted(sealed))
-        except StoreError:
-            return False
+    def find_key(self, sealed: bytes, location: SecretLocation) -> tuple[int | None, bool]:
+        """Return the result of `key_index`, and whether the value is misplaced.
+
+        It is misplaced if a key opens it, but it was sealed for another location.
+        """
+        for index, cipher in enumerate(self._current_ring().ciphers):
+            with contextlib.suppress(InvalidToken):
+                return index, not _is_bound_to(location, cipher.decrypt(sealed))
+        with contextlib.suppress(StoreError):
+            return None, not _is_bound_to(location, self._decrypted(sealed))
+        return None, False
 
     def key_index(self, sealed: bytes) -> int | None:
         """Return the index of the sealing key, from 0; None if it is unknown."""

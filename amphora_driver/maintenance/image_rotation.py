@@ -31,7 +31,7 @@ from amphora_driver.maintenance.image_rotation_plan import AnyMove, FinishItem, 
 from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.queue.jobs import acquire_duty, release_duty
 from amphora_driver.store import amphorae, circuit_breaker, failovers, rotations
-from amphora_driver.store.requests import Op
+from amphora_driver.store.generations import Op
 from amphora_driver.store.rotations import ItemState, Rotation, RotationItem, RotationState
 
 if TYPE_CHECKING:

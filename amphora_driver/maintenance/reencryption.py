@@ -42,6 +42,8 @@ _LOCATIONS: dict[sa.Column[Any], tuple[tuple[sa.Column[Any], ...], Callable[[sa.
 SEALED: tuple[sa.Column[Any], ...] = tuple(_LOCATIONS)
 # Maximum number of rows in one transaction, because other writers wait until the transaction ends.
 _BATCH = 100
+# Maximum number of rows of a read without a write.
+_PAGE = 2000
 
 
 class KeyUsage(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,10 +69,11 @@ def count_key_usage(database: Database, vault: Vault) -> list[KeyUsage]:
     names = vault.fingerprints
     for column in SEALED:
         rows: dict[int | None, list[bool]] = {number: [] for number in range(len(names))}
-        for batch in _batches(database, column):
+        locate = _LOCATIONS[column][1]
+        for batch in _batches(database, column, _PAGE):
             for row in batch:
-                misplaced = vault.is_misplaced(row[-1], _LOCATIONS[column][1](row))
-                rows.setdefault(vault.key_index(row[-1]), []).append(misplaced)
+                number, misplaced = vault.find_key(row[-1], locate(row))
+                rows.setdefault(number, []).append(misplaced)
                 if misplaced:
                     key = ", ".join(map(str, row[: len(column.table.primary_key)]))
                     LOG.warning(
@@ -79,9 +82,9 @@ def count_key_usage(database: Database, vault: Vault) -> list[KeyUsage]:
                         column,
                         key,
                     )
-        for number, flags in rows.items():
-            name = names[number] if number is not None and number < len(names) else ""
-            usage = KeyUsage(column=str(column), key=number, fingerprint=name, rows=len(flags), misplaced=sum(flags))
+        for place, flags in rows.items():
+            name = names[place] if place is not None and place < len(names) else ""
+            usage = KeyUsage(column=str(column), key=place, fingerprint=name, rows=len(flags), misplaced=sum(flags))
             found.append(usage)
     return found
 
@@ -96,7 +99,7 @@ def reencrypt(database: Database, vault: Vault, on_progress: Callable[[int], Non
     """
     done = 0
     for column in SEALED:
-        for batch in _batches(database, column):
+        for batch in _batches(database, column, _BATCH):
             changes = list(_changes(column, batch, vault))
             if changes:
                 done += _write(database, column, changes)
@@ -127,17 +130,17 @@ def _write(database: Database, column: sa.Column[Any], changes: list[tuple[sa.Ro
     return database.write(work)
 
 
-def _batches(database: Database, column: sa.Column[Any]) -> Iterator[list[sa.Row[Any]]]:
+def _batches(database: Database, column: sa.Column[Any], size: int) -> Iterator[list[sa.Row[Any]]]:
     """Yield batches of rows in the order of the primary key: its columns first, the sealed column last."""
     keys = list(column.table.primary_key)
-    query = sa.select(*keys, *_LOCATIONS[column][0], column).where(column.is_not(None)).order_by(*keys).limit(_BATCH)
+    query = sa.select(*keys, *_LOCATIONS[column][0], column).where(column.is_not(None)).order_by(*keys).limit(size)
     after: tuple[Any, ...] | None = None
     while True:
         page = query if after is None else query.where(_beyond(keys, after))
         rows = database.read(lambda connection, page=page: list(connection.execute(page)))  # type: ignore[misc]
         if rows:
             yield rows
-        if len(rows) < _BATCH:
+        if len(rows) < size:
             return
         after = tuple(rows[-1][: len(keys)])
 

@@ -188,12 +188,25 @@ def has_account(conf: ConfigOpts) -> bool:
     """Whether an account is configured; False without keystoneauth, which only an OpenStack cloud needs."""
     if conf[GROUP].octavia_config:
         return True
+    if not _names_account(conf):
+        return False
     try:
         from keystoneauth1 import loading  # noqa: PLC0415 - a slow import
     except ImportError:
         return False
     loading.register_auth_conf_options(conf, GROUP)
     return bool(conf[GROUP].auth_type)
+
+
+def _names_account(conf: ConfigOpts) -> bool:
+    """Whether the files of the configuration have an option that keystoneauth needs for any account."""
+    from oslo_config import cfg  # noqa: PLC0415 - octavia-api may never need it
+
+    # keystoneauth refuses to register these options a second time, so an object of its own reads them.
+    own = cfg.ConfigOpts()
+    own.register_opts([cfg.StrOpt("auth_type", deprecated_name="auth_plugin"), cfg.StrOpt("auth_section")], group=GROUP)
+    own([], project="amphora-driver", default_config_files=conf.config_file, default_config_dirs=conf.config_dir)
+    return bool(own[GROUP].auth_type or own[GROUP].auth_section)
 
 
 def _http(timeout: float) -> Any:

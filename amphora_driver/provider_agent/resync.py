@@ -37,7 +37,7 @@ from amphora_driver.provider_agent import octavia_audit, octavia_reader, sync_tr
 from amphora_driver.provider_agent.octavia_reader import OctaviaReader
 from amphora_driver.queue import local_socket, notifier
 from amphora_driver.store import desired_objects, generations, resyncs, status_outbox
-from amphora_driver.store.requests import Op
+from amphora_driver.store.generations import Op
 from amphora_driver.store.resyncs import ResyncOutcome
 from amphora_driver.store.sealed_secrets import SealedSecret
 

@@ -21,7 +21,7 @@ from amphora_driver.model.enums import Kind, Provisioning
 from amphora_driver.model.loadbalancer import Listener, LoadBalancer, Member, Pool
 from amphora_driver.model.secret_refs import SecretName, secrets_of_object, secrets_of_tree, ticket_secret_name
 from amphora_driver.store import desired_objects, generations, resyncs, sealed_secrets, status_outbox
-from amphora_driver.store.requests import Op
+from amphora_driver.store.generations import Op
 from amphora_driver.store.sealed_secrets import SealedSecret
 
 NO_CONTENT = "Octavia returned no content for a secret reference. Check that the secret exists and can be read"

@@ -25,7 +25,7 @@ from amphora_driver.model.amphora import Amphora, AmphoraState
 from amphora_driver.queue.jobs import Lease, check_lease, require_lease
 from amphora_driver.store import amphorae
 from amphora_driver.store.amphorae import RecordedJob
-from amphora_driver.store.requests import Op
+from amphora_driver.store.generations import Op
 
 T = TypeVar("T")
 # For this number of seconds, the read of the state for a plan counts as the check before the first step.

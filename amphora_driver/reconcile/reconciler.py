@@ -43,7 +43,7 @@ from amphora_driver.reconcile.job import Job
 from amphora_driver.reconcile.plan import plan
 from amphora_driver.reconcile.tree_cache import TreeCache
 from amphora_driver.store import failovers, sealed_secrets, status_outbox
-from amphora_driver.store.requests import Op
+from amphora_driver.store.generations import Op
 
 LOG = logging.getLogger(__name__)
 # Minimum pause in seconds before the next job of a load balancer, unless the plan asks for a shorter pause. Without a

@@ -24,6 +24,19 @@ from amphora_driver.errors import UnknownObject
 from amphora_driver.model.enums import Kind
 from amphora_driver.model.loadbalancer import CHILDREN, MODEL_CLASSES, Listener, LoadBalancer, Member, Node, Pool
 
+
+class _Vip(msgspec.Struct, frozen=True):
+    address: str = ""
+
+
+class _Body(msgspec.Struct, frozen=True):
+    """The shown fields of a recorded load balancer."""
+
+    name: str | None = None
+    vip: _Vip = _Vip()
+    additional_vips: tuple[_Vip, ...] = ()
+
+
 _KIND_OF: dict[type, Kind] = {shape: kind for kind, shape in MODEL_CLASSES.items()}
 _PARENT_FIELD: dict[Kind, str] = {
     Kind.LISTENER: "loadbalancer_id",
@@ -38,6 +51,8 @@ _ENCODER = msgspec.json.Encoder()
 _DECODERS: dict[Kind, msgspec.json.Decoder[Any]] = {
     kind: msgspec.json.Decoder(cast("type[Any]", shape)) for kind, shape in MODEL_CLASSES.items()
 }
+
+_decode_body = msgspec.json.Decoder(_Body).decode
 
 _OBJECT = desired_object.c
 _IDS: sa.BindParameter[Any] = sa.bindparam("ids", expanding=True)
@@ -366,3 +381,16 @@ def _row(load_balancer_id: str, generation: int, node: Node) -> dict[str, Any]:
         "removed": False,
         "body": _body(node),
     }
+
+
+def read_name_and_addresses(body: str | None) -> tuple[str | None, tuple[str, ...]]:
+    """Return the name and the VIP addresses of a recorded load balancer."""
+    if body is None:
+        return None, ()
+    try:
+        found = _decode_body(body)
+    except msgspec.DecodeError:
+        # The function returns no name and no addresses for an unreadable row, so lists still show all load
+        # balancers.
+        return None, ()
+    return found.name, tuple(vip.address for vip in (found.vip, *found.additional_vips) if vip.address)

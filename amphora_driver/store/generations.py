@@ -16,8 +16,22 @@ from amphora_driver.database.rows import load_as
 from amphora_driver.database.tables import job, secret
 from amphora_driver.model.secret_refs import Purpose
 
+
+class Op:
+    """Operation of a job. DELETE is final: later requests do not replace it. SPARES: see `spare_pools`."""
+
+    APPLY = "apply"
+    DELETE = "delete"
+    SPARES = "spares"
+
+
 # Conditions for a load balancer on which no controller works and whose amphorae serve the newest generation.
-SETTLED: tuple[Any, ...] = (~job.c.dirty, job.c.owner.is_(None), job.c.op == "apply", job.c.applied >= job.c.generation)
+SETTLED: tuple[Any, ...] = (
+    ~job.c.dirty,
+    job.c.owner.is_(None),
+    job.c.op == Op.APPLY,
+    job.c.applied >= job.c.generation,
+)
 # The row of the table `secret` with the secret for TLS ticket keys.
 _IS_TICKET_SECRET = (secret.c.purpose == Purpose.TICKETS.value, secret.c.ref == "")
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 from enum import Enum
-from importlib import metadata
 from typing import Any
 
 import sqlalchemy as sa
@@ -19,6 +18,7 @@ from amphora_driver.database import clock, schema_check
 from amphora_driver.database.engine import Database
 from amphora_driver.database.tables import duty
 from amphora_driver.database.tables_fleet import drained_host, process
+from amphora_driver.installation import installed_version
 
 # Each process writes a heartbeat every HEARTBEAT_INTERVAL seconds. The row of a process is deleted after _PURGED_AFTER
 # seconds without a heartbeat.
@@ -125,11 +125,3 @@ def remove_dead_process(connection: sa.Connection, name: str) -> None:
 def purge_silent_processes(connection: sa.Connection, now: float) -> None:
     """Delete the rows of processes without a recent heartbeat."""
     connection.execute(process.delete().where(process.c.seen_at < now - _PURGED_AFTER))
-
-
-def installed_version() -> str:
-    """Return the version of this installation."""
-    try:
-        return metadata.version("octavia-amphora-driver")
-    except metadata.PackageNotFoundError:
-        return "not installed"

@@ -26,7 +26,7 @@ from amphora_driver.model.loadbalancer import HealthMonitor, L7Policy, Listener,
 from amphora_driver.model.secret_refs import SECRET_FIELDS, SecretName, secrets_in_fields, secrets_of_object
 from amphora_driver.notifications.outbox import Announce, Event, announce_nothing
 from amphora_driver.store import desired_objects, failovers, resizes, resyncs, sealed_secrets, status_outbox
-from amphora_driver.store.generations import commit_last_generation, update_job
+from amphora_driver.store.generations import Op, commit_last_generation, update_job
 from amphora_driver.store.resizes import Resize
 from amphora_driver.store.sealed_secrets import SealedSecret
 
@@ -44,14 +44,6 @@ LOG = logging.getLogger(__name__)
 _HISTORY_LENGTH = 200
 _PURGE_INTERVAL = 50
 _RESIZE = "resize"
-
-
-class Op:
-    """Operation of a job. DELETE is final: later requests do not replace it. SPARES: see `spare_pools`."""
-
-    APPLY = "apply"
-    DELETE = "delete"
-    SPARES = "spares"
 
 
 class RequestRecorder:

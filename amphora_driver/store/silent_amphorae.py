@@ -23,9 +23,8 @@ from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.model.enums import Kind, Operating
 from amphora_driver.store import status_outbox
 from amphora_driver.store.failovers import Cause, Event
-from amphora_driver.store.generations import lock_jobs
+from amphora_driver.store.generations import Op, lock_jobs
 from amphora_driver.store.process_registry import ProcessKind
-from amphora_driver.store.requests import Op
 
 DUTY = "detection"
 AUTOMATIC_CAUSES = (Cause.SILENT, Cause.MUTE, Cause.NEVER_SPOKE)

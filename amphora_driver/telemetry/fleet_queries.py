@@ -16,8 +16,8 @@ import sqlalchemy as sa
 
 from amphora_driver.database import clock, tables, tables_fleet
 from amphora_driver.database.joined_rows import join_rows, read_rows
-from amphora_driver.store import circuit_breaker, sealed_secrets, spare_pools
-from amphora_driver.store.requests import Op
+from amphora_driver.store import circuit_breaker, desired_objects, sealed_secrets, spare_pools
+from amphora_driver.store.generations import Op
 from amphora_driver.store.spare_pools import SparePoolSpec
 from amphora_driver.telemetry.fleet_snapshot import (
     SPARE,
@@ -51,20 +51,6 @@ _OVERLAP = 60.0
 _DAY = 86_400.0
 T = TypeVar("T", bound=msgspec.Struct)
 
-
-class _Vip(msgspec.Struct, frozen=True):
-    address: str = ""
-
-
-class _Body(msgspec.Struct, frozen=True):
-    """The shown fields of a recorded load balancer."""
-
-    name: str | None = None
-    vip: _Vip = _Vip()
-    additional_vips: tuple[_Vip, ...] = ()
-
-
-_decode_body = msgspec.json.Decoder(_Body).decode
 
 _WORK = tables.job
 _STATUS = tables.object_status
@@ -302,7 +288,7 @@ def _build_balancers(
     for row in rows:
         if row.op == spare_pools.OP:
             continue
-        name, addresses = read_name_and_addresses(row.body)
+        name, addresses = desired_objects.read_name_and_addresses(row.body)
         info = _build(
             LoadBalancerInfo,
             row,
@@ -325,19 +311,6 @@ def provisioning_status(row: Any) -> str:
     if row.pending is not None and row.provisioning != "ERROR":
         return "PENDING_UPDATE" if row.applied else "PENDING_CREATE"
     return str(row.provisioning or ("ACTIVE" if row.applied else "PENDING_CREATE"))
-
-
-def read_name_and_addresses(body: str | None) -> tuple[str | None, tuple[str, ...]]:
-    """Return the name and the VIP addresses of a recorded load balancer."""
-    if body is None:
-        return None, ()
-    try:
-        found = _decode_body(body)
-    except msgspec.DecodeError:
-        # The function returns no name and no addresses for an unreadable row, so the status page still shows all load
-        # balancers.
-        return None, ()
-    return found.name, tuple(vip.address for vip in (found.vip, *found.additional_vips) if vip.address)
 
 
 def _build_pools(

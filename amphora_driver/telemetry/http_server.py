@@ -20,7 +20,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from amphora_driver.store.process_registry import ProcessKind, installed_version
+from amphora_driver.installation import installed_version
+from amphora_driver.store.process_registry import ProcessKind
 from amphora_driver.telemetry.handlers import RequestHandler, Response, TokenFile, refusal_response
 from amphora_driver.telemetry.http_request import MAX_HEAD_SIZE, RequestRefused, parse_request
 from amphora_driver.telemetry.records import RecordReader, read_options

@@ -30,7 +30,7 @@ from amphora_driver.reconcile.defaults import agent_settings
 from amphora_driver.reconcile.desired_bundle import BundleInputs, build_bundles
 from amphora_driver.secret import Secret
 from amphora_driver.store import amphorae, desired_objects
-from amphora_driver.store.requests import Op
+from amphora_driver.store.generations import Op
 from simulated_fleet import shape
 
 _BATCH = 50

@@ -27,9 +27,9 @@ from amphora_driver.database.schema_check import Phase
 from amphora_driver.database.tables import amphora, desired_object, job, secret
 from amphora_driver.database.tables_fleet import process
 from amphora_driver.database.vault import Vault
+from amphora_driver.installation import installed_version
 from amphora_driver.secret import Secret
 from amphora_driver.store.amphorae import key_location
-from amphora_driver.store.process_registry import installed_version
 
 NAMES = (
     *("Local sockets", "Broker", "Octavia's providers", "Database", "Keys", "Backends", "Log targets"),

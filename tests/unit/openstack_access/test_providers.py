@@ -99,7 +99,12 @@ def test_an_api_that_does_not_answer(tmp_path):
 
 @pytest.mark.parametrize(
     ("values", "configured"),
-    [({}, False), ({"auth_type": "password"}, True), ({"octavia_config": "/etc/octavia/octavia.conf"}, True)],
+    [
+        ({}, False),
+        ({"auth_type": "password"}, True),
+        ({"auth_plugin": "password"}, True),
+        ({"octavia_config": "/etc/octavia/octavia.conf"}, True),
+    ],
 )
 def test_without_an_account_nothing_is_asked(tmp_path, values, configured):
     conf = options(tmp_path, **values)

@@ -72,7 +72,7 @@ def test_a_value_opens_only_in_its_own_location(there):
     vault = Vault([NEW])
     sealed = vault.seal(CANARY, HERE)
     assert vault.open(sealed, HERE) == CANARY
-    assert (vault.is_misplaced(sealed, HERE), vault.is_misplaced(sealed, there)) == (False, True)
+    assert (vault.find_key(sealed, HERE), vault.find_key(sealed, there)) == ((0, False), (0, True))
     for use in (vault.open, vault.reseal):
         with pytest.raises(
             StoreError, match=r"table .* was encrypted for another row or purpose. The value was copied"
@@ -84,13 +84,13 @@ def test_a_value_opens_only_in_its_own_location(there):
 @pytest.mark.parametrize("content", [CANARY.reveal(), b"", bytes(range(32))])
 def test_a_value_without_a_location_is_refused(content):
     vault = Vault([NEW, OLD])
-    for key in (NEW, OLD):
+    for index, key in enumerate((NEW, OLD)):
         unbound = Fernet(key).encrypt(content)
-        assert vault.is_misplaced(unbound, HERE)
+        assert vault.find_key(unbound, HERE) == (index, True)
         for use in (vault.open, vault.reseal):
             with pytest.raises(StoreError, match="was encrypted for another row or purpose"):
                 use(unbound, HERE)
-    assert not vault.is_misplaced(Vault([OTHER]).seal(CANARY, HERE), HERE)
+    assert vault.find_key(Vault([OTHER]).seal(CANARY, HERE), HERE) == (None, False)
 
 
 def test_a_running_process_loads_a_changed_key_file(path, caplog, clock):
@@ -125,6 +125,8 @@ def test_a_half_written_key_file_loses_no_secret(path, clock):
     path.write_bytes(NEW + b"\n")
     assert vault.open(sealed, HERE) == CANARY
     assert vault.key_index(sealed) is None, "the key is not in the file"
+    elsewhere = SecretLocation("secret", ("another", "certificate", "ref"))
+    assert (vault.find_key(sealed, HERE), vault.find_key(sealed, elsewhere)) == ((None, False), (None, True))
     assert Vault([NEW]).open(vault.reseal(sealed, HERE), HERE) == CANARY
     path.write_bytes(NEW + b"\n" + OLD + b"\n")
     clock.now += 3600
