@@ -100,6 +100,7 @@ def _run(deployment: Deployment, plan: dict[str, Any]) -> dict[str, Any]:
         **measure_delays(deployment, since),
         "samples": samples.summary(),
         "locks": locked,
+        "attempts": count_attempts(deployment),
         "conflicts": {name: value - conflicts[name] for name, value in read_conflicts(deployment).items()},
         "pending": count_pending(deployment),
         "cpu": used,
@@ -123,11 +124,21 @@ def make_changes(deployment: Deployment, plan: dict[str, Any]) -> list[dict[str,
 
 def read_conflicts(deployment: Deployment) -> dict[str, float]:
     """Return the retries of transactions in the logs of all processes, and the conflicts that Galera has counted."""
-    logs = (deployment.folder / "log").glob("*.log")
-    found: dict[str, float] = {"retries": sum(len(_RETRY.findall(one.read_bytes())) for one in logs)}
+    found: dict[str, float] = {"retries": len(_find_retries(deployment))}
     if deployment.cluster is not None:
         found |= galera_cluster.WriteSetCounters(deployment.counters_urls).read()
     return found
+
+
+def count_attempts(deployment: Deployment) -> int:
+    """Return the attempts of the transaction that was repeated most often since the start of the processes."""
+    return 1 + max(_find_retries(deployment), default=0)
+
+
+def _find_retries(deployment: Deployment) -> list[int]:
+    """Return the number of the failed attempt of each line about a repeated transaction."""
+    logs = [one.read_bytes() for one in (deployment.folder / "log").glob("*.log")]
+    return [int(number) for log in logs for number in _RETRY.findall(log)]
 
 
 def count_pending(deployment: Deployment) -> int:

@@ -143,7 +143,8 @@ class WriteSetCounters:
             for name, value in _read_status(engine):
                 if name in _COUNTERS:
                     found[_COUNTERS[name]] += float(value)
-        return {**found, "paused": found.pop("paused_ns") / 1e9}
+        paused = found.pop("paused_ns") / 1e9
+        return {**found, "paused": paused}
 
 
 def _read_status(engine: sa.Engine) -> list[tuple[str, str]]:

@@ -93,7 +93,7 @@ def describe_lines(lines: Sequence[dict[str, Any]], lost_at: float) -> dict[str,
     return {
         "changes": len(done),
         "failures": len(failed),
-        "kinds": dict(kinds),
+        "kinds": dict(kinds.most_common()),
         "failed": [one["error"] for one in failed][:5],
         "last_failure": max((one["at"] - lost_at for one in failed), default=None),
         "early_failures": sum(one["at"] < lost_at for one in failed),

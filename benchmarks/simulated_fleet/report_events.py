@@ -74,7 +74,8 @@ def _conflicts(found: dict[str, Any]) -> list[list[str]]:
         rows.append(["Galera: refused at the commit; aborted by another node; write sets", *cells])
         rows.append(["Galera: pauses of flow control (s)", *(f"{one['paused']:.2f}" for one in parts)])
     if "retries" in parts[0]:
-        rows.append(["repeated transactions", *(f"{one['retries']:.0f}" for one in parts)])
+        cells = [f"{one['retries']:.0f}; {found[name]['attempts']}" for one, name in zip(parts, _PARTS, strict=True)]
+        rows.append(["repeated transactions; most attempts of one since the start", *cells])
     return rows
 
 
