@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from simulated_fleet import at_rest, changes, events, report
+from simulated_fleet import at_rest, changes, events, node_outage, report
 from simulated_fleet.deployment import Deployment, Options
 
 _OUT = Path(__file__).parent / "out/fleet.json"
@@ -37,7 +37,7 @@ def main() -> int:
     add = parser.add_argument
     add("--sizes", default="100,1000,10000", help="numbers of load balancers")
     add("--scenarios", default=",".join(SCENARIOS), help=", ".join(SCENARIOS))
-    add("--database", default="mariadb", choices=["sqlite", "mariadb", "postgresql"])
+    add("--database", default="mariadb", choices=["sqlite", "mariadb", "galera", "postgresql"])
     add("--broker", action="store_true", help="hints to other hosts over RabbitMQ")
     add("--interval", type=float, default=10.0, help="seconds between two heartbeats of an amphora")
     add("--controllers", type=int, default=3, help="number of controllers from the scenario `changes` on")
@@ -49,7 +49,7 @@ def main() -> int:
     add("--lost", type=int, default=500, help="number of amphorae that are lost at once")
     add("--due", type=int, default=300, help="number of load balancers whose certificates are due at once")
     add("--at-once", type=int, default=50, help="load balancers that a rotation replaces at the same time")
-    add("--outage", type=float, default=60.0, help="seconds without the database")
+    add("--outage", type=float, default=60.0, help="seconds without the database, or without a node")
     add("--out", type=Path, default=_OUT, help="file of the results")
     add("--docs", type=Path, default=_DOCS, help="folder of the report")
     add("--label", default="", help="name of the results, for a comparison of two revisions")
@@ -101,8 +101,15 @@ def _works(deployment: Deployment, size: int, chosen: argparse.Namespace) -> dic
         "changes": lambda: changes.measure(deployment, seconds, chosen.per_minute, changing),
         "rotation": lambda: events.rotate(deployment, seconds, chosen.at_once),
         "loss": lambda: events.lose_amphorae(deployment, lost, _PATIENCE),
-        "outage": lambda: events.stop_database(deployment, chosen.outage),
+        "outage": lambda: _stop_database(deployment, chosen, changing),
     }
+
+
+def _stop_database(deployment: Deployment, chosen: argparse.Namespace, changing: int) -> dict[str, Any]:
+    """Stop the database, or one node of a cluster: its other nodes serve."""
+    if deployment.cluster is None:
+        return events.stop_database(deployment, chosen.outage)
+    return node_outage.lose_node(deployment, chosen.outage, chosen.per_minute, changing)
 
 
 def _print(text: str) -> None:

@@ -92,14 +92,14 @@ def _timed(deployment: Deployment, call: Callable[[int], object], calls: int, pa
     """Return the processor time and the duration of one call."""
     call(0)
     agent = deployment.programs["reporter"]
-    before = processes.cpu_seconds(agent.pids()), processes.cpu_seconds([deployment.database_pid])
+    before = processes.cpu_seconds(agent.pids()), processes.cpu_seconds(deployment.server_pids().get("database", []))
     begun = time.monotonic()
     with ThreadPoolExecutor(parallel) as pool:
         for one in [pool.submit(call, 1 + number) for number in range(calls)]:
             one.result()
     seconds = time.monotonic() - begun
     time.sleep(0.5)  # the agent waits for its ended forks; their processor time counts afterwards
-    after = processes.cpu_seconds(agent.pids()), processes.cpu_seconds([deployment.database_pid])
+    after = processes.cpu_seconds(agent.pids()), processes.cpu_seconds(deployment.server_pids().get("database", []))
     return {
         "agent_cpu": (after[0] - before[0]) / calls,
         "database_cpu": (after[1] - before[1]) / calls,

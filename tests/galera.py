@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Galera cluster for a test: MariaDB servers with one database, each in a folder, on loopback only."""
 
+import re
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
@@ -23,6 +25,11 @@ def missing():
     return None if _provider() and shutil.which("rsync") else "needs galera-4 and rsync"
 
 
+def _command(arguments):
+    program = shutil.which("mariadbd") or "/usr/sbin/mariadbd"
+    return [program, "--no-defaults", "--skip-networking", *(f"--{name}={value}" for name, value in arguments.items())]
+
+
 def _provider():
     return next((path for path in _PROVIDERS if Path(path).exists()), None)
 
@@ -30,14 +37,21 @@ def _provider():
 @contextmanager
 def cluster(name, nodes=2):
     """Run a cluster inside the block; yield the SQLAlchemy URL of one new database for each node."""
+    with killable(name, nodes=nodes) as made:
+        yield [one.url(name) for one in made]
+
+
+@contextmanager
+def killable(*databases, nodes=3, options=None):
+    """Run a cluster with new databases inside the block; yield its `Node` objects, which can be killed and restarted.
+
+    `options` are options of mariadbd that replace or extend those of a test.
+    """
     with ExitStack() as stack:
         folder = Path(tempfile.mkdtemp(prefix="adg-"))
         stack.callback(shutil.rmtree, folder)
-        # A server that starts deletes all temporary tables in its temporary folder, also of other servers.
-        for number in range(nodes):
-            (folder / f"tmp{number}").mkdir()
-            shutil.chown(folder / f"tmp{number}", _USER)
         shutil.chown(folder, _USER)
+        made = [Node(folder, number, options or {}) for number in range(nodes)]
         subprocess.run(
             [
                 *("mariadb-install-db", "--no-defaults", f"--datadir={folder}/data0", f"--tmpdir={folder}/tmp0"),
@@ -48,88 +62,132 @@ def cluster(name, nodes=2):
             capture_output=True,
             timeout=120,
         )
-        first = free_ports(3)
         # The second node begins with a copy and receives only newer data, which is faster than a full transfer.
-        for number in range(nodes):
-            ports = first if number == 0 else free_ports(3)
-            if number:
-                (folder / f"data{number}").mkdir()
-                shutil.chown(folder / f"data{number}", _USER)
-            join = f"127.0.0.1:{first[0]}" if number else ""
-            stack.enter_context(_node(folder, number, ports, join))
-        engine = sa.create_engine(_url(folder, 0, ""))
+        for one in made:
+            stack.callback(one.stop)
+            one.start(made[:1] if one.number else [])
+        engine = sa.create_engine(made[0].url(""))
         with engine.begin() as connection:
-            connection.exec_driver_sql(f"CREATE DATABASE {name} CHARACTER SET utf8mb4")
+            for name in databases:
+                connection.exec_driver_sql(f"CREATE DATABASE {name} CHARACTER SET utf8mb4")
         engine.dispose()
-        yield [_url(folder, number, name) for number in range(nodes)]
+        yield made
 
 
-@contextmanager
-def _node(folder, number, ports, join):
-    gcomm, ist, sst = ports
-    options = {
-        "datadir": f"{folder}/data{number}",
-        "tmpdir": f"{folder}/tmp{number}",
-        "socket": f"{folder}/socket{number}",
-        "pid-file": f"{folder}/pid{number}",
-        "binlog-format": "ROW",
-        "innodb-autoinc-lock-mode": "2",
-        "innodb-flush-log-at-trx-commit": "0",
-        "wsrep-on": "ON",
-        "wsrep-provider": _provider(),
-        "wsrep-cluster-name": folder.name,
-        "wsrep-cluster-address": f"gcomm://{join}",
-        "wsrep-node-address": "127.0.0.1",
-        "wsrep-node-name": f"node{number}",
-        "wsrep-sst-method": "rsync",
-        "wsrep-sst-receive-address": f"127.0.0.1:{sst}",
-        "wsrep-provider-options": f"gmcast.listen_addr=tcp://127.0.0.1:{gcomm};ist.recv_addr=127.0.0.1:{ist};"
-        "gcache.size=32M;pc.recovery=FALSE",
-    }
-    with (folder / f"log{number}").open("wb") as log:
-        process = subprocess.Popen(
-            [
-                *(shutil.which("mariadbd") or "/usr/sbin/mariadbd", "--no-defaults", "--skip-networking"),
-                *(f"--{name}={value}" for name, value in options.items()),
-                *(() if join else ("--wsrep-new-cluster",)),
-            ],
-            stdout=log,
-            stderr=log,
-            cwd=folder,
-            user=_USER,
-        )
-    try:
-        _await(process, folder, number)
-        yield
-    finally:
-        process.terminate()
+class Node:
+    """One node of a cluster and its failures."""
+
+    def __init__(self, folder, number, options):
+        self.folder, self.number = folder, number
+        self.socket = folder / f"socket{number}"
+        self._gcomm, self._ist, self._sst = free_ports(3)
+        self._options = options
+        self._process = None
+        # A server that starts deletes all temporary tables in its temporary folder, also of other servers.
+        for name in ("tmp", "data")[: 2 if number else 1]:
+            (folder / f"{name}{number}").mkdir()
+            shutil.chown(folder / f"{name}{number}", _USER)
+
+    @property
+    def pid(self):
+        return self._process.pid
+
+    def url(self, database):
+        return f"mysql+pymysql://root@localhost/{database}?unix_socket={self.socket}"
+
+    def start(self, others):
+        """Start the node, and wait until it has joined the cluster of the other nodes; without any, it makes one.
+
+        A killed node receives only newer data, if it tells its position to the others, as the system service does.
+        """
+        join = ",".join(f"127.0.0.1:{one._gcomm}" for one in others)
+        arguments = self._arguments(join)
+        if self._process is not None:
+            arguments["wsrep-start-position"] = self._recover(arguments)
+        self.socket.unlink(missing_ok=True)
+        with (self.folder / f"log{self.number}").open("ab") as log:
+            self._process = subprocess.Popen(
+                [
+                    *_command(arguments),
+                    *(() if join else ("--wsrep-new-cluster",)),
+                ],
+                stdout=log,
+                stderr=log,
+                cwd=self.folder,
+                user=_USER,
+            )
+        self._await()
+
+    def _recover(self, arguments):
+        """Return the position of the data after a kill: `UUID:NUMBER`."""
+        log = subprocess.run(
+            [*_command(arguments), "--wsrep-recover"],
+            capture_output=True, text=True, check=True, cwd=self.folder, user=_USER, timeout=_START_SECONDS,
+        )  # fmt: skip
+        return re.search(r"Recovered position: *(\S+)", log.stderr + log.stdout)[1]
+
+    def _arguments(self, join):
+        folder, number = self.folder, self.number
+        return {
+            "datadir": f"{folder}/data{number}",
+            "tmpdir": f"{folder}/tmp{number}",
+            "socket": self.socket,
+            "pid-file": f"{folder}/pid{number}",
+            "binlog-format": "ROW",
+            "innodb-autoinc-lock-mode": "2",
+            "innodb-flush-log-at-trx-commit": "0",
+            "wsrep-on": "ON",
+            "wsrep-provider": _provider(),
+            "wsrep-cluster-name": folder.name,
+            "wsrep-cluster-address": f"gcomm://{join}",
+            "wsrep-node-address": "127.0.0.1",
+            "wsrep-node-name": f"node{number}",
+            "wsrep-sst-method": "rsync",
+            "wsrep-sst-receive-address": f"127.0.0.1:{self._sst}",
+            "wsrep-provider-options": f"gmcast.listen_addr=tcp://127.0.0.1:{self._gcomm};"
+            f"ist.recv_addr=127.0.0.1:{self._ist};gcache.size=32M;pc.recovery=FALSE",
+            **self._options,
+        }
+
+    def kill(self):
+        """Kill the server (SIGKILL); the system closes its connections."""
+        self._process.kill()
+        self._process.wait(60)
+
+    def freeze(self):
+        """Suspend the server: it does not answer, and its connections stay open, as after a loss of power."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def is_running(self):
+        return self._process is not None and self._process.poll() is None
+
+    def stop(self):
+        if not self.is_running():
+            return
+        self._process.send_signal(signal.SIGCONT)
+        self._process.terminate()
         try:
-            process.wait(30)
+            self._process.wait(30)
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(30)
+            self._process.kill()
+            self._process.wait(30)
 
-
-def _url(folder, number, name):
-    return f"mysql+pymysql://root@localhost/{name}?unix_socket={folder}/socket{number}"
-
-
-def _await(process, folder, number):
-    """Wait until the node has joined the cluster."""
-    engine = sa.create_engine(_url(folder, number, ""), poolclass=sa.NullPool)
-    deadline = time.monotonic() + _START_SECONDS
-    log = folder / f"log{number}"
-    while True:
-        try:
-            # The driver leaves its socket open without a server.
-            with socket.socket(socket.AF_UNIX) as probe:
-                probe.connect(f"{folder}/socket{number}")
-            with engine.connect() as connection:
-                state = connection.exec_driver_sql("SHOW STATUS LIKE 'wsrep_local_state_comment'").one()[1]
-                if state == "Synced":
-                    return
-        except (OSError, sa.exc.DBAPIError):
-            pass
-        assert process.poll() is None, "".join(one.read_text() for one in sorted(folder.glob("log*")))
-        assert time.monotonic() < deadline, log.read_text()
-        time.sleep(0.1)
+    def _await(self):
+        """Wait until the node has joined the cluster."""
+        engine = sa.create_engine(self.url(""), poolclass=sa.NullPool)
+        deadline = time.monotonic() + _START_SECONDS
+        while True:
+            try:
+                # The driver leaves its socket open without a server.
+                with socket.socket(socket.AF_UNIX) as probe:
+                    probe.connect(str(self.socket))
+                with engine.connect() as connection:
+                    state = connection.exec_driver_sql("SHOW STATUS LIKE 'wsrep_local_state_comment'").one()[1]
+                    if state == "Synced":
+                        return
+            except (OSError, sa.exc.DBAPIError):
+                pass
+            logs = sorted(self.folder.glob("log*"))
+            assert self._process.poll() is None, "".join(one.read_text() for one in logs)
+            assert time.monotonic() < deadline, (self.folder / f"log{self.number}").read_text()
+            time.sleep(0.1)

@@ -12,11 +12,13 @@ measures leases and pauses (database/clock.py); `clamp_due_times` shortens both 
 
 from __future__ import annotations
 
+import itertools
 import os
+import random
 import socket
 import time
 import uuid
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -39,6 +41,8 @@ _LEAST = 60.0
 # After a crash of the controller, a job pauses this number of seconds for each earlier crash since the job's last
 # progress.
 _CRASH_BACKOFF = 0.5
+# A claim that has collided with one of another Galera node takes any of this number of the oldest due jobs.
+_ALTERNATIVES = 16
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,9 +84,17 @@ class Jobs:
                 given["of"] = load_balancer_id
             return _claim_statements(load_balancer_id is not None, fresh, is_sqlite), given
 
+        attempts = itertools.count()
+
         def write(connection: sa.Connection) -> Lease | None:
             statements, given = bound(connection)
-            row = connection.execute(statements.lock, given).first()
+            if next(attempts) and load_balancer_id is None:
+                # Galera nodes do not see each other's row locks, so controllers on several nodes claim the same oldest
+                # job. One commits, and the others would collide on the next job again.
+                oldest = connection.execute(statements.oldest, given).scalars().all()
+                row = self._lock_any(connection, oldest, given, fresh=fresh)
+            else:
+                row = connection.execute(statements.lock, given).first()
             if row is None:
                 return None
             lease = Lease(
@@ -107,6 +119,16 @@ class Jobs:
             return connection.execute(statements.search, given).first() is not None
 
         return self._database.write(write) if self._database.read(read) else None
+
+    def _lock_any(
+        self, connection: sa.Connection, load_balancer_ids: Sequence[str], given: dict[str, Any], *, fresh: bool
+    ) -> Any:
+        """Lock the due job of a random one of these load balancers; None if it is no longer due or there is none."""
+        if not load_balancer_ids:
+            return None
+        statements = _claim_statements(True, fresh, connection.dialect.name == "sqlite")
+        chosen = random.choice(load_balancer_ids)  # noqa: S311 - no secret
+        return connection.execute(statements.lock, {**given, "of": chosen}).first()
 
     def next_due(self) -> float | None:
         """Return when the next job becomes due (on `Database.now()`'s clock); None if no job waits."""
@@ -271,9 +293,10 @@ def _update(connection: sa.Connection, load_balancer_id: str, **values: Any) -> 
 
 
 class _Claim(msgspec.Struct, frozen=True):
-    """The statements of `Jobs.claim`: search a due job, lock it, claim it."""
+    """The statements of `Jobs.claim`: search a due job, list the oldest ones, lock one, claim it."""
 
     search: sa.Select[Any]
+    oldest: sa.Select[Any]
     lock: sa.Select[Any]
     claim: sa.Update
 
@@ -301,6 +324,7 @@ def _claim_statements(is_named: bool, fresh: bool, is_sqlite: bool) -> _Claim:
     }
     return _Claim(
         search=sa.select(job.c.epoch).where(*due).limit(1),
+        oldest=sa.select(job.c.load_balancer_id).where(*due).order_by(job.c.due_at).limit(_ALTERNATIVES),
         lock=row.order_by(job.c.due_at).limit(1).with_for_update(skip_locked=True),
         claim=job.update().where(job.c.load_balancer_id == _OF).values(**values),
     )

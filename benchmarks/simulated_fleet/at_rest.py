@@ -67,7 +67,7 @@ def find_warnings(deployment: Deployment, problem: re.Pattern[str] = PROBLEM) ->
 
 def measure_processes(deployment: Deployment, seconds: float) -> dict[str, Any]:
     """Return the load of each process: parts of a processor, MiB, statements and rows of the database per second."""
-    counters = processes.DatabaseCounters(deployment.counters_url)
+    counters = processes.DatabaseCounters(*deployment.counters_urls)
     before, statements, rows = read_cpu(deployment), counters.read(), counters.rows_read()
     begun = time.monotonic()
     work = deployment.command(do="counts")
@@ -106,16 +106,16 @@ def watch_agents(deployment: Deployment, seconds: float) -> dict[str, list[int]]
 def read_cpu(deployment: Deployment, *, database: bool = True) -> dict[str, float]:
     """Return the processor time of each process so far, in seconds."""
     found = {name: processes.cpu_seconds(pids) for name, pids in _group_processes(deployment).items()}
-    if database and deployment.database_pid:
-        found["database"] = processes.cpu_seconds(processes.family(deployment.database_pid))
+    if database:
+        found |= {name: processes.cpu_seconds(pids) for name, pids in deployment.server_pids().items()}
     return found
 
 
 def read_memory(deployment: Deployment, *, database: bool = True) -> dict[str, float]:
     """Return the proportional memory of each process with its children, in MiB."""
     found = {name: processes.memory_mib(pids) for name, pids in _group_processes(deployment).items()}
-    if database and deployment.database_pid:
-        found["database"] = processes.memory_mib(processes.family(deployment.database_pid))
+    if database:
+        found |= {name: processes.memory_mib(pids) for name, pids in deployment.server_pids().items()}
     return found
 
 
@@ -172,7 +172,7 @@ def measure_pages(deployment: Deployment) -> dict[str, Any]:
 
 
 def measure_tables(deployment: Deployment) -> dict[str, Any]:
-    counters = processes.DatabaseCounters(deployment.counters_url)
+    counters = processes.DatabaseCounters(*deployment.counters_urls)
     try:
         return {name: list(values) for name, values in counters.tables().items()}
     finally:

@@ -8,6 +8,7 @@ thousands of members changes without a pause, which must delay no other one.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -19,12 +20,13 @@ from typing import Any
 import sqlalchemy as sa
 
 from amphora_driver.database.tables import amphora, job, object_status, request
-from simulated_fleet import at_rest, processes, sampling, shape
+from simulated_fleet import at_rest, galera_cluster, processes, sampling, shape
 from simulated_fleet.deployment import Deployment
 
 # The load balancer with many members. Its number is that of a large one.
 LARGE = 0
 _PATIENCE = 120.0
+_RETRY = re.compile(rb"a database transaction failed in attempt (\d+)")
 
 
 def measure(deployment: Deployment, seconds: float, per_minute: float, balancers: int) -> dict[str, Any]:
@@ -34,8 +36,8 @@ def measure(deployment: Deployment, seconds: float, per_minute: float, balancers
     found: dict[str, Any] = {"per_minute": per_minute, "balancers": balancers, "controllers": _controllers(deployment)}
     plan = {"numbers": chosen, "per_minute": per_minute, "seconds": seconds}
     # The first change of a load balancer fills the caches of the controllers, and the simulator issues a certificate.
-    _change(deployment, {**plan, "seconds": 60.0 * balancers / per_minute, "first": 30_000})
-    _wait_until_settled(deployment)
+    make_changes(deployment, {**plan, "seconds": 60.0 * balancers / per_minute, "first": 30_000})
+    wait_until_settled(deployment)
     found["alone"] = _run(deployment, plan)
     found["beside"] = _run(deployment, {**plan, "large": LARGE, "first": 10_000})
     found["members"] = _count_members(deployment)
@@ -43,13 +45,13 @@ def measure(deployment: Deployment, seconds: float, per_minute: float, balancers
     return found
 
 
-def measure_one(deployment: Deployment) -> dict[str, Any]:
+def measure_one(deployment: Deployment, first: int = 20_000) -> dict[str, Any]:
     """Change one member; return the delays."""
     since = time.time()
     deployment.command(do="applied")
-    lines = _change(deployment, {"numbers": [1], "per_minute": 60.0, "seconds": 1.0, "first": 20_000})
-    _wait_until_settled(deployment)
-    return {"failed": [line for line in lines if "error" in line], **_delays(deployment, since)}
+    lines = make_changes(deployment, {"numbers": [1], "per_minute": 60.0, "seconds": 1.0, "first": first})
+    wait_until_settled(deployment)
+    return {"failed": [line for line in lines if "error" in line], **measure_delays(deployment, since)}
 
 
 def _controllers(deployment: Deployment) -> int:
@@ -59,7 +61,7 @@ def _controllers(deployment: Deployment) -> int:
 def _count_members(deployment: Deployment) -> int:
     pool = shape.identifier("pool", LARGE, 0)
     query = "SELECT count(*) FROM desired_object WHERE parent_id = '{}' AND kind = 'members'"
-    engine = sa.create_engine(deployment.counters_url)
+    engine = sa.create_engine(deployment.counters_urls[0])
     with engine.connect() as connection:
         count = int(connection.exec_driver_sql(query.format(pool)).scalar_one())
     engine.dispose()
@@ -68,14 +70,15 @@ def _count_members(deployment: Deployment) -> int:
 
 def _run(deployment: Deployment, plan: dict[str, Any]) -> dict[str, Any]:
     deployment.command(do="applied")
-    locks = sampling.LockCounters(deployment.counters_url)
+    locks = sampling.LockCounters(*deployment.counters_urls)
+    conflicts = read_conflicts(deployment)
     before, cpu, begun, since = locks.read(), at_rest.read_cpu(deployment), time.monotonic(), time.time()
-    counters = processes.DatabaseCounters(deployment.counters_url)
+    counters = processes.DatabaseCounters(*deployment.counters_urls)
     statements = counters.read()
     try:
-        with sampling.sampled(deployment.counters_url) as samples:
-            lines = _change(deployment, plan)
-            settled = _wait_until_settled(deployment)
+        with sampling.sampled(*deployment.counters_urls) as samples:
+            lines = make_changes(deployment, plan)
+            settled = wait_until_settled(deployment)
         passed = time.monotonic() - begun
         used = {name: (now - cpu.get(name, 0.0)) / passed for name, now in at_rest.read_cpu(deployment).items()}
         after = {name: (now - statements.get(name, 0.0)) / passed for name, now in counters.read().items()}
@@ -94,25 +97,61 @@ def _run(deployment: Deployment, plan: dict[str, Any]) -> dict[str, Any]:
         "failed": [line for line in lines if "error" in line][:5],
         "failures": sum("error" in line for line in lines),
         "call": distribution(line["call"] for line in done),
-        **_delays(deployment, since),
+        **measure_delays(deployment, since),
         "samples": samples.summary(),
         "locks": locked,
+        "attempts": count_attempts(deployment),
+        "conflicts": {name: value - conflicts[name] for name, value in read_conflicts(deployment).items()},
+        "pending": count_pending(deployment),
         "cpu": used,
         "memory": at_rest.read_memory(deployment),
         "statements": after,
     }
 
 
-def _change(deployment: Deployment, plan: dict[str, Any]) -> list[dict[str, Any]]:
-    made = subprocess.run(
-        [sys.executable, "-m", "simulated_fleet.octavia_changes", json.dumps(plan)],
-        env=deployment.environment(deployment.configuration), capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert made.returncode == 0, made.stderr[-3000:]
+def make_changes(deployment: Deployment, plan: dict[str, Any]) -> list[dict[str, Any]]:
+    """Execute a plan of `octavia_changes`; return its lines."""
+    path = deployment.folder / "log/changes.log"
+    with path.open("ab") as log:
+        made = subprocess.run(
+            [sys.executable, "-m", "simulated_fleet.octavia_changes", json.dumps(plan)],
+            env=deployment.environment(deployment.configuration), stdout=subprocess.PIPE, stderr=log,
+            text=True, check=False,
+        )  # fmt: skip
+    assert made.returncode == 0, path.read_text()[-3000:]
     return [json.loads(line) for line in made.stdout.splitlines() if line.startswith("{")]
 
 
-def _wait_until_settled(deployment: Deployment) -> bool:
+def read_conflicts(deployment: Deployment) -> dict[str, float]:
+    """Return the retries of transactions in the logs of all processes, and the conflicts that Galera has counted."""
+    found: dict[str, float] = {"retries": len(_find_retries(deployment))}
+    if deployment.cluster is not None:
+        found |= galera_cluster.WriteSetCounters(deployment.counters_urls).read()
+    return found
+
+
+def count_attempts(deployment: Deployment) -> int:
+    """Return the attempts of the transaction that was repeated most often since the start of the processes."""
+    return 1 + max(_find_retries(deployment), default=0)
+
+
+def _find_retries(deployment: Deployment) -> list[int]:
+    """Return the number of the failed attempt of each line about a repeated transaction."""
+    logs = [one.read_bytes() for one in (deployment.folder / "log").glob("*.log")]
+    return [int(number) for log in logs for number in _RETRY.findall(log)]
+
+
+def count_pending(deployment: Deployment) -> int:
+    """Return the number of Octavia's load balancers and members without a final status."""
+    engine = sa.create_engine(deployment.octavia_url)
+    query = "SELECT count(*) FROM {} WHERE provisioning_status LIKE 'PENDING%%'"
+    with engine.connect() as connection:
+        found = [connection.exec_driver_sql(query.format(one)).scalar_one() for one in ("load_balancer", "member")]
+    engine.dispose()
+    return sum(map(int, found))
+
+
+def wait_until_settled(deployment: Deployment) -> bool:
     """Wait until every change is confirmed, and every status is reported to Octavia."""
     database = deployment.open_database()
     open_jobs = sa.select(sa.func.count()).select_from(job).where(job.c.dirty | (job.c.committed < job.c.generation))
@@ -128,7 +167,7 @@ def _wait_until_settled(deployment: Deployment) -> bool:
     return False
 
 
-def _delays(deployment: Deployment, since: float) -> dict[str, Any]:
+def measure_delays(deployment: Deployment, since: float) -> dict[str, Any]:
     """Return the distributions of the delays of the requests since a time, of the large load balancer and the others.
 
     A request is served when the last amphora of its load balancer has applied its generation or a later one.

@@ -30,7 +30,7 @@ from amphora_driver.database import migrate
 from amphora_driver.database.engine import Database
 from sandbox import config_files
 from sandbox.settings import Settings
-from simulated_fleet import backends, processes
+from simulated_fleet import backends, galera_cluster, processes
 from simulated_fleet.rows import FleetRows
 
 ROOT = Path(__file__).parents[2]
@@ -77,9 +77,13 @@ class Deployment:
         self.folder, self.options = folder, options
         self.programs: dict[str, Program] = {}
         self.server: Any = None
+        self.cluster: galera_cluster.GaleraCluster | None = None
+        # The URL of each database user.
         self.urls: dict[str, str] = {}
-        self.octavia_url = self.counters_url = self.broker_url = ""
-        self.database_pid = 0
+        self.octavia_url = self.broker_url = ""
+        # The URLs of the servers themselves: several nodes, or one server.
+        self.counters_urls: tuple[str, ...] = ()
+        self._database_pid = 0
         self._ports = _free_ports(5 + options.controllers)
         self.agent_port, self.health_port = self._ports[:2]
 
@@ -139,6 +143,12 @@ class Deployment:
         self._await(program, lambda: all((self.folder / f"run/{name}.sock").exists() for name in names))
         return program
 
+    def server_pids(self) -> dict[str, list[int]]:
+        """Return the processes of the database servers, and of the balancer in front of them if there is one."""
+        if self.cluster is not None:
+            return self.cluster.pids()
+        return {"database": processes.family(self._database_pid)} if self._database_pid else {}
+
     def command(self, **request: Any) -> Any:
         """Let the process of the agents execute a command."""
         with suppress(ConnectionRefusedError, FileNotFoundError):
@@ -185,14 +195,14 @@ class Deployment:
         if kind == "sqlite":
             self.urls = dict.fromkeys(USERS, f"sqlite:///{self.folder}/fleet.sqlite")
             self.octavia_url = f"sqlite:///{self.folder}/octavia.sqlite"
-            self.counters_url = self.urls["operator"]
+            self.counters_urls = (self.urls["operator"],)
             yield
         elif kind == "mariadb":
             import mariadb  # noqa: PLC0415 - only for this kind
 
             with mariadb.killable("fleet", "octavia") as self.server:
                 fleet, self.octavia_url = self.server.urls
-                self.counters_url = fleet
+                self.counters_urls = (fleet,)
                 self._set_server_options()
                 for user in USERS:
                     _execute(
@@ -202,6 +212,12 @@ class Deployment:
                     )
                     self.urls[user] = fleet.replace("//root@", f"//{user}@")
                 yield
+        elif kind == "galera":
+            with galera_cluster.cluster(USERS, "fleet", "octavia") as self.cluster:
+                self.urls = {user: self.cluster.url(0, user, "fleet") for user in USERS}
+                self.octavia_url = self.cluster.url(galera_cluster.OCTAVIA, "root", "octavia")
+                self.counters_urls = self.cluster.node_urls("fleet")
+                yield
         else:
             import postgresql  # noqa: PLC0415 - only for this kind
 
@@ -209,15 +225,15 @@ class Deployment:
                 for user in USERS:
                     _execute(fleet, f"CREATE ROLE {user} LOGIN SUPERUSER")
                     self.urls[user] = fleet.replace("//root@", f"//{user}@")
-                self.counters_url = fleet
+                self.counters_urls = (fleet,)
                 folder = Path(fleet.partition("host=")[2])
-                self.database_pid = int((folder / "data/postmaster.pid").read_text().split()[0])
+                self._database_pid = int((folder / "data/postmaster.pid").read_text().split()[0])
                 yield
 
     def _set_server_options(self) -> None:
         """Set the options that the server forgets at its end, and note its process."""
-        _execute(self.counters_url, "SET GLOBAL userstat = 1", "SET GLOBAL innodb_buffer_pool_size = 536870912")
-        self.database_pid = int((self.server.data.parent / "pid").read_text())
+        _execute(self.counters_urls[0], "SET GLOBAL userstat = 1", "SET GLOBAL innodb_buffer_pool_size = 536870912")
+        self._database_pid = int((self.server.data.parent / "pid").read_text())
 
     def _prepare(self, number: int, members: dict[int, int] | None) -> int:
         """Write configuration, certificates and rows; return the number of amphorae."""
@@ -256,9 +272,10 @@ class Deployment:
             return count
         _, errors = octavia.communicate()
         assert octavia.returncode == 0, errors[-3000:]
-        if self.options.database == "mariadb":
+        if self.options.database in {"mariadb", "galera"}:
+            url = self.counters_urls[0]
             for database_name in ("fleet", "octavia"):
-                _execute(self.counters_url, f"ANALYZE TABLE {', '.join(_tables(self.counters_url, database_name))}")
+                _execute(url, f"ANALYZE TABLE {', '.join(_tables(url, database_name))}")
         return count
 
     def _write_octavia_rows(self, number: int, members: dict[int, int] | None) -> subprocess.Popen[str]:
@@ -297,7 +314,8 @@ class Deployment:
             "amp_failover": {"silent_after": str(max(7.0, 2.4 * interval))},
             "amp_status_page": {"health_bind_port": str(self._ports[2]), "provider_agent_port": str(self._ports[3])},
         }
-        for group, values in [*options.items(), *self.options.further.items(), *own.items()]:
+        hosted = self.cluster.options(name, user, "fleet", self.folder / "run/sockets") if self.cluster else {}
+        for group, values in [*options.items(), *hosted.items(), *self.options.further.items(), *own.items()]:
             if not parser.has_section(group):
                 parser.add_section(group)
             for key, value in values.items():

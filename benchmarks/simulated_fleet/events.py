@@ -67,7 +67,7 @@ def rotate(deployment: Deployment, seconds: float, at_once: int) -> dict[str, An
     try:
         before, begun = at_rest.read_cpu(deployment), time.time()
         commands = {"rotate": at_rest.run_command(deployment, "rotate", "--all", "--max-unavailable", str(at_once))}
-        with sampling.sampled(deployment.counters_url) as samples:
+        with sampling.sampled(*deployment.counters_urls) as samples:
             time.sleep(seconds)
             commands["rotation show"] = at_rest.run_command(deployment, "rotation", "show")
             done = rows.all(sa.select(rotation_item).where(rotation_item.c.state == "done"))
@@ -105,7 +105,7 @@ def lose_amphorae(deployment: Deployment, number: int, patience: float) -> dict[
         known = rows.count(failover)
         before, begun = at_rest.read_cpu(deployment), time.time()
         found: dict[str, Any] = {"lost": len(lost), "amphorae": deployment.amphorae}
-        with sampling.sampled(deployment.counters_url) as samples:
+        with sampling.sampled(*deployment.counters_urls) as samples:
             deployment.command(do="lose", amphora_ids=lost)
             mine = silent_amphora.c.amphora_id.in_(lost)
             opened = sa.and_(circuit_breaker.c.name == breakers.AUTOMATIC, circuit_breaker.c.state != breakers.CLOSED)

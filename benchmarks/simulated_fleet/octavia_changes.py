@@ -88,10 +88,16 @@ class Changer:
             self._change(number)
 
     def _change(self, number: int) -> None:
+        step = next(self._steps[number])
         try:
-            self._attempt(number, next(self._steps[number]))
+            self._attempt(number, step)
         except Exception as error:  # noqa: BLE001 - each failure is part of the result
-            self._print({"number": number, "error": f"{type(error).__name__}: {error}"[:300]})
+            self._fail(number, step, f"{type(error).__name__}: {error}"[:300])
+
+    def _fail(self, number: int, step: int, error: str) -> None:
+        """Print a failure. The next change of this load balancer has a new member, as the state of this is unknown."""
+        self._steps[number] = itertools.count(3 * (step // 3 + 1))
+        self._print({"number": number, "error": error, "at": time.time()})
 
     def _attempt(self, number: int, step: int) -> None:
         kind, begun, busy = (_CREATE, _UPDATE, _DELETE)[step % 3], time.time(), 0
@@ -99,7 +105,7 @@ class Changer:
             # Octavia's API answers 409 meanwhile, and its clients try again.
             busy += 1
             if time.time() > begun + _PATIENCE:
-                self._print({"number": number, "error": "not ACTIVE in time"})
+                self._fail(number, step, "not ACTIVE in time")
                 return
             time.sleep(_BUSY_PAUSE)
         self._print({"number": number, "kind": kind, "at": time.time(), "call": took, "busy": busy})

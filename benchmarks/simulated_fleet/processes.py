@@ -69,11 +69,11 @@ def load_average() -> float:
 
 
 class DatabaseCounters:
-    """Counts the statements of a MariaDB or PostgreSQL server: in total, and for each user."""
+    """Counts the statements of a MariaDB or PostgreSQL server, or of all nodes: in total, and for each user."""
 
-    def __init__(self, url: str) -> None:
-        self._engine = sa.create_engine(url)
-        self._kind = self._engine.dialect.name
+    def __init__(self, *urls: str) -> None:
+        self._engines = [sa.create_engine(url) for url in urls]
+        self._kind = self._engines[0].dialect.name
 
     def read(self) -> dict[str, float]:
         """The counters now, by `all` and by the name of a user. SQLite has none."""
@@ -88,16 +88,15 @@ class DatabaseCounters:
     def _read_mariadb(self) -> dict[str, float]:
         names = ", ".join(f"'{one}'" for one in _STATEMENTS)
         query = f"SHOW GLOBAL STATUS WHERE Variable_name IN ({names})"
-        found = {"all": float(sum(int(value) for _, value in self._rows(query)))}
         users = "SELECT USER, SELECT_COMMANDS + UPDATE_COMMANDS FROM information_schema.USER_STATISTICS"
-        return found | {user: float(number) for user, number in self._rows(users)}
+        return {"all": sum(self._sums(query).values()), **self._sums(users)}
 
     def rows_read(self) -> dict[str, float]:
         """The rows that the server has read for each user (MariaDB); other servers have no such counter."""
         if self._kind != "mysql":
             return {}
         query = "SELECT USER, ROWS_READ FROM information_schema.USER_STATISTICS"
-        return {user: float(number) for user, number in self._rows(query)}
+        return self._sums(query)
 
     def tables(self) -> dict[str, tuple[int, float]]:
         """Rows and MiB of each table with rows."""
@@ -119,8 +118,21 @@ class DatabaseCounters:
         return found
 
     def dispose(self) -> None:
-        self._engine.dispose()
+        for engine in self._engines:
+            engine.dispose()
+
+    def _sums(self, query: str) -> dict[str, float]:
+        """The sums over the servers, by the name in the first column."""
+        found: dict[str, float] = {}
+        for engine in self._engines:
+            for name, value in _rows(engine, query):
+                found[name] = found.get(name, 0.0) + float(value)
+        return found
 
     def _rows(self, query: str) -> list[Any]:
-        with self._engine.connect() as connection:
-            return [tuple(row) for row in connection.exec_driver_sql(query).fetchall()]
+        return _rows(self._engines[0], query)
+
+
+def _rows(engine: sa.Engine, query: str) -> list[Any]:
+    with engine.connect() as connection:
+        return [tuple(row) for row in connection.exec_driver_sql(query).fetchall()]

@@ -11,10 +11,19 @@ from simulated_fleet import plots, report_events
 from simulated_fleet.report_events import table
 
 PROCESSES = {"controller0": "controller", "health": "health manager", "reporter": "provider agent"}
-OTHERS = {"octavia": "octavia-driver-agent", "database": "database", "agents": "simulated agents"}
+OTHERS = {
+    "octavia": "octavia-driver-agent",
+    "database": "database",
+    "balancer": "HAProxy in front of the database",
+    "agents": "simulated agents",
+}
 # The users of the database whose rows are counted. The other statements are Octavia's.
 _READERS = {"controller": "controller", "health": "health manager", "reporter": "provider agent"}
 _MOST_TABLES = 8
+_GALERA = (
+    "The figures of the database are sums of three nodes. Each process uses the node of its host through HAProxy, "
+    "whose figure contains its health checks."
+)
 
 Results = dict[str, Any]
 
@@ -24,7 +33,7 @@ def write(results: Results, docs: Path) -> None:
     lines = ["# Figures of a simulated fleet", ""]
     lines += ["`benchmarks/fleet.py` writes this page ([method](../../benchmarks/README.md#fleet))."]
     lines += ["The columns are numbers of load balancers.", ""]
-    for database in ("mariadb", "postgresql", "sqlite"):
+    for database in ("mariadb", "galera", "postgresql", "sqlite"):
         found = _of(results, "rest", database)
         if found:
             lines += _at_rest(found, database)
@@ -57,12 +66,14 @@ def _at_rest(found: dict[int, Any], database: str) -> list[str]:
         "Load average of the machine (two processors) during the measurements: "
         + ", ".join(f"{one['load_average']:.1f}" for one in found.values())
         + ".",
-        "",
+        *([_GALERA, ""] if database == "galera" else [""]),
     ]
     sizes = list(found)
     head = ["", *(f"{size:,}" for size in sizes)]
     rows = [["amphorae", *(f"{one['amphorae']:,}" for one in found.values())]]
     named = {**PROCESSES, **OTHERS}
+    if not any("balancer" in one["cpu"] for one in found.values()):
+        del named["balancer"]
     rows += _rows(found, "processor", named, lambda one, name: one["cpu"].get(name), "{:.3f}")
     rows += _rows(found, "memory (PSS), MiB", named, lambda one, name: one["memory"].get(name), "{:.0f}")
     users = {"all": "all", **_READERS}

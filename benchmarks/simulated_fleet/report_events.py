@@ -15,6 +15,7 @@ _NAMES = {
     "reporter": "provider agent",
     "octavia": "octavia-driver-agent",
     "database": "database",
+    "balancer": "HAProxy in front of the database",
 }
 
 
@@ -54,6 +55,7 @@ def describe_changes(found: dict[str, Any], database: str, size: int) -> list[st
         rows.append(
             ["waits for row locks (number; longest since the start, s)", *(_locks(found[one]) for one in _PARTS)]
         )
+    rows += _conflicts(found)
     rows.append(["longest wait of the provider for a lock (s)", *(_own_wait(found[one]) for one in _PARTS)])
     rows += [
         [f"processor: {text}", *(f"{found[one]['cpu'][name]:.2f}" for one in _PARTS)]
@@ -61,6 +63,20 @@ def describe_changes(found: dict[str, Any], database: str, size: int) -> list[st
         if name in alone["cpu"]
     ]
     return [*lines, *table(["", *_PARTS.values()], rows)]
+
+
+def _conflicts(found: dict[str, Any]) -> list[list[str]]:
+    """Return the rows about repeated transactions, which measurements before these rows do not have."""
+    parts = [found[one].get("conflicts", {}) for one in _PARTS]
+    rows = []
+    if "refused" in parts[0]:
+        cells = [f"{one['refused']:.0f}; {one['aborted']:.0f}; {one['write_sets']:,.0f}" for one in parts]
+        rows.append(["Galera: refused at the commit; aborted by another node; write sets", *cells])
+        rows.append(["Galera: pauses of flow control (s)", *(f"{one['paused']:.2f}" for one in parts)])
+    if "retries" in parts[0]:
+        cells = [f"{one['retries']:.0f}; {found[name]['attempts']}" for one, name in zip(parts, _PARTS, strict=True)]
+        rows.append(["repeated transactions; most attempts of one since the start", *cells])
+    return rows
 
 
 def _counts(part: dict[str, Any]) -> str:
@@ -99,9 +115,10 @@ def describe_events(results: dict[str, Any], database: str, size: int) -> list[s
         ("loss", _loss),
         ("outage", _outage),
     ):
-        if found[name]:
+        # A cluster has the loss of a node instead of an outage.
+        if found[name] and "killed" not in found[name]:
             rows += describe(found[name])
-    return [*lines, *table(["event", "figure"], rows)]
+    return [*lines, *(table(["event", "figure"], rows) if rows else []), *_node_outage(found["outage"])]
 
 
 def _spread(values: list[int]) -> str:
@@ -157,6 +174,43 @@ def _outage(found: dict[str, Any]) -> list[list[str]]:
         ["next change of a member until served (ms)", _milliseconds(delays)],
         ["drift audits in a second afterwards: mean; largest", _spread(found["spread"])],
     ]  # fmt: skip
+
+
+def _node_outage(found: dict[str, Any] | None) -> list[str]:
+    """Return the table about the loss of one Galera node."""
+    if not found or "killed" not in found:
+        return []
+    parts = [found["killed"], found["frozen"]]
+    lines = [
+        f"One of three nodes is lost for {parts[0]['seconds']:.0f} s: that of Octavia, the driver and a controller.",
+        f"Meanwhile {found['balancers']} load balancers change, {found['per_minute']:g} changes in a minute.",
+        "A frozen node keeps its connections open, as after a loss of power.",
+        "",
+    ]
+    rows = [
+        ["load average", *(f"{one['load_average']:.1f}" for one in parts)],
+        ["changes; failed", *(f"{one['changes']:,}; {one['failures']}" for one in parts)],
+        ["failed by error", *(", ".join(f"{n} {name}" for name, n in one["kinds"].items()) or "none" for one in parts)],
+        ["longest time without an accepted change (s)", *(_seconds(one["gap"]) for one in parts)],
+        [
+            "served: p50, p99, longest (ms)",
+            *(_milliseconds(one["delays"].get("others served")) for one in parts),
+        ],
+        ["accepted, but not served; PENDING at the end", *(_joined(one, "not_served", "pending") for one in parts)],
+        ["processes not healthy; until (s after the loss)", *(_unhealthy(one["unhealthy"]) for one in parts)],
+        ["node joined again after its start (s)", *(_seconds(one["joined"]) for one in parts)],
+        ["repeated transactions", *(f"{one['retries']:.0f}" for one in parts)],
+        ["fail-overs; silent amphorae; lost amphorae", *(_joined(one, "failovers", "silent", "lost") for one in parts)],
+        [
+            "next change of a member until served (ms)",
+            *(_milliseconds(one["change"]["delays"].get("others served")) for one in parts),
+        ],
+    ]
+    return [*lines, *table(["loss of one node", "killed", "frozen"], rows)]
+
+
+def _unhealthy(found: dict[str, float]) -> str:
+    return ", ".join(f"{_NAMES.get(name, name)}: {until:.0f}" for name, until in found.items()) or "none"
 
 
 def _seconds(value: float | None) -> str:

@@ -61,31 +61,36 @@ class Samples:
             "course": {name: values[:: round(1 / _EVERY)] for name, values in self.course.items()},
         }
 
-    def take(self, connection: sa.Connection, at: float) -> None:
-        """Add one sample."""
-        kind = connection.dialect.name
-        for user, wait, seconds in connection.exec_driver_sql(_LOCKS[kind]).fetchall():
-            seen = at - self._first.setdefault(wait, at)
+    def take_locks(self, connection: sa.Connection, at: float, node: int = 0) -> None:
+        """Add a sample of the waits for locks. Each node of a cluster has locks and threads of its own."""
+        for user, wait, seconds in connection.exec_driver_sql(_LOCKS[connection.dialect.name]).fetchall():
+            seen = at - self._first.setdefault(f"{node}@{wait}", at)
             self.waits[user] = max(self.waits.get(user, 0.0), float(seconds), seen)
+
+    def take_values(self, connection: sa.Connection, at: float) -> None:
+        """Add a sample of the rows."""
         for name, query in _VALUES.items():
-            value = connection.exec_driver_sql(query.format(now=_NOW[kind])).scalar_one()
+            value = connection.exec_driver_sql(query.format(now=_NOW[connection.dialect.name])).scalar_one()
             self.course[name].append((at, int(value)))
 
 
 @contextmanager
-def sampled(url: str) -> Iterator[Samples]:
-    """Sample the database of this URL while the block runs. A database that does not answer has no samples."""
-    engine = sa.create_engine(url, isolation_level="AUTOCOMMIT")
+def sampled(*urls: str) -> Iterator[Samples]:
+    """Sample the locks of each server and the rows of the first one; a server without an answer has no samples."""
+    engines = [sa.create_engine(url, isolation_level="AUTOCOMMIT") for url in urls]
     found, ended = Samples(), threading.Event()
     begun = time.monotonic()
 
     def run() -> None:
         while not ended.wait(_EVERY):
-            try:
-                with engine.connect() as connection:
-                    found.take(connection, time.monotonic() - begun)
-            except sa.exc.SQLAlchemyError:
-                found.failed += 1
+            for node, engine in enumerate(engines):
+                try:
+                    with engine.connect() as connection:
+                        found.take_locks(connection, time.monotonic() - begun, node)
+                        if node == 0:
+                            found.take_values(connection, time.monotonic() - begun)
+                except sa.exc.SQLAlchemyError:
+                    found.failed += 1
 
     thread = threading.Thread(target=run, name="samples", daemon=True)
     thread.start()
@@ -94,25 +99,34 @@ def sampled(url: str) -> Iterator[Samples]:
     finally:
         ended.set()
         thread.join()
-        engine.dispose()
+        for engine in engines:
+            engine.dispose()
 
 
 class LockCounters:
-    """The server's own counters of waits for row locks (MariaDB): number, and the longest one since its start."""
+    """The servers' own counters of waits for row locks (MariaDB): number, and the longest one since the start."""
 
-    def __init__(self, url: str) -> None:
-        self._engine = sa.create_engine(url)
+    def __init__(self, *urls: str) -> None:
+        self._engines = [sa.create_engine(url) for url in urls]
 
     def read(self) -> dict[str, float]:
         """Return number, total and longest wait in seconds; nothing from other servers."""
-        if self._engine.dialect.name != "mysql":
+        if self._engines[0].dialect.name != "mysql":
             return {}
-        names = ("waits", "time", "time_max")
-        listed = ", ".join(f"'Innodb_row_lock_{one}'" for one in names)
-        with self._engine.connect() as connection:
-            rows = connection.exec_driver_sql(f"SHOW GLOBAL STATUS WHERE Variable_name IN ({listed})").fetchall()
-        known = {name.lower().removeprefix("innodb_row_lock_"): float(value) for name, value in rows}
-        return {"waits": known["waits"], "seconds": known["time"] / 1000, "longest": known["time_max"] / 1000}
+        each = [_read_lock_status(engine) for engine in self._engines]
+        return {
+            "waits": sum(one["waits"] for one in each),
+            "seconds": sum(one["time"] for one in each) / 1000,
+            "longest": max(one["time_max"] for one in each) / 1000,
+        }
 
     def dispose(self) -> None:
-        self._engine.dispose()
+        for engine in self._engines:
+            engine.dispose()
+
+
+def _read_lock_status(engine: sa.Engine) -> dict[str, float]:
+    listed = ", ".join(f"'Innodb_row_lock_{one}'" for one in ("waits", "time", "time_max"))
+    with engine.connect() as connection:
+        rows = connection.exec_driver_sql(f"SHOW GLOBAL STATUS WHERE Variable_name IN ({listed})").fetchall()
+    return {name.lower().removeprefix("innodb_row_lock_"): float(value) for name, value in rows}

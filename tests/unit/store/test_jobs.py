@@ -3,6 +3,7 @@
 
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 import sqlalchemy as sa
@@ -37,6 +38,61 @@ def test_two_controllers_never_own_the_same_load_balancer(database):
     assert one.claim() is None
     one.complete(lease, 1)
     assert two.claim() is not None, "a desired generation that is not applied is due again"
+
+
+def collide(database, monkeypatch, between=lambda: None):
+    """Let each transaction fail once at its end, as after a conflict of two Galera nodes, and then be repeated."""
+    write = database.write
+
+    class Collision(Exception):
+        pass
+
+    def repeated(work):
+        def fail(connection):
+            work(connection)
+            raise Collision
+
+        with suppress(Collision):
+            write(fail)
+        between()
+        return write(work)
+
+    monkeypatch.setattr(database, "write", repeated)
+
+
+def test_a_claim_that_collided_takes_one_of_the_oldest_due_jobs(database, monkeypatch):
+    for number in range(40):
+        add(database, f"lb{number:02}", due_at=float(number))
+    chosen_from = []
+    monkeypatch.setattr(jobs.random, "choice", lambda ids: chosen_from.extend(ids) or ids[-1])
+    collide(database, monkeypatch)
+    lease = jobs.Jobs(database, "one", 30).claim()
+    assert chosen_from == [f"lb{number:02}" for number in range(16)], "the controllers still take old jobs first"
+    assert (lease.load_balancer_id, lease.epoch) == ("lb15", 1)
+    owned = database.read(lambda c: c.execute(sa.select(job.c.load_balancer_id).where(job.c.owner == "one")).all())
+    assert [tuple(one) for one in owned] == [("lb15",)]
+
+
+def test_a_claim_that_collided_finds_nothing_if_the_other_controller_has_the_only_job(database, monkeypatch):
+    add(database)
+    other = jobs.Jobs(database, "other", 30)
+    write = database.write
+
+    def take():
+        with monkeypatch.context() as patch:
+            patch.setattr(database, "write", write)
+            assert other.claim() is not None
+
+    collide(database, monkeypatch, between=take)
+    assert jobs.Jobs(database, "one", 30).claim() is None
+    assert row(database).owner == "other"
+
+
+def test_a_claim_of_a_hint_that_collided_takes_no_other_job(database, monkeypatch):
+    add(database, "lb0")
+    add(database, "lb1", due_at=1.0)
+    collide(database, monkeypatch)
+    assert jobs.Jobs(database, "one", 30).claim("lb1").load_balancer_id == "lb1"
 
 
 def test_an_expired_lease_is_taken_over_and_its_former_owner_writes_nothing(database):
