@@ -21,7 +21,7 @@ from multiprocessing.synchronize import Event
 
 from oslo_config.cfg import ConfigOpts
 
-from amphora_driver import config
+from amphora_driver import config, repeated_messages
 from amphora_driver.database.engine import Database
 from amphora_driver.provider_agent.status_reporter import Reporter
 from amphora_driver.queue import jobs
@@ -81,6 +81,8 @@ def run(exit_event: Event, driver_agent: _DriverAgent | None = None) -> None:
     this process, the supervisor, replaces a dead child. If the supervisor dies, a second child, the standby, takes its
     place. The standby has no threads, because a process with threads must not fork.
     """
+    # octavia-driver-agent has configured the log handlers of this process, and its children inherit the filter.
+    repeated_messages.add_filter(logging.getLogger())
     parent = driver_agent or _DriverAgent()
     processes, own_pid, name = multiprocessing.get_context("fork"), os.getpid(), jobs.process_name()
     stopping = processes.RawValue(ctypes.c_bool, False)
