@@ -7,6 +7,7 @@ octavia-driver-agent starts `run` in a new process (entry point octavia.driver_a
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 import multiprocessing
 import os
@@ -129,6 +130,9 @@ def _run_standby(supervisor: int, stopping: ctypes.c_bool, exit_event: Event, dr
 
 def _run_reporter(name: str, supervisor: int, stopping: ctypes.c_bool) -> None:
     """Run a reporter until its supervisor stops or dies. After a death, the standby starts a new reporter."""
+    # The garbage collector writes to each object that it examines. Without the objects of octavia-driver-agent, most of
+    # their memory stays shared between the processes.
+    gc.freeze()
     conf = config.shared()
     readers, auditors = ThreadPoolExecutor(_READER_THREADS, "reader"), ThreadPoolExecutor(1, "auditor")
     try:
