@@ -2,7 +2,7 @@
 """Log context: load balancer, amphora and generation as fields of each log line.
 
 Invariant: the start of a job sets the fields once. All log lines of the thread have the fields until the job ends.
-Threads that a job starts set the fields again. This module imports no other module of the project.
+Threads that a job starts set the fields again. This module imports `repeated_messages` only.
 
 The plain format shows `[lb=… amphora=… gen=…]` before the message. oslo.log's JSON formatter has a key for each field.
 """
@@ -16,6 +16,8 @@ from contextvars import ContextVar
 from typing import Any
 
 from oslo_log import log
+
+from amphora_driver import repeated_messages
 
 # The plain log format uses shorter field names than the JSON log format, for example `lb` for `load_balancer`.
 _SHORT = {"load_balancer": "lb", "amphora": "amphora", "generation": "gen"}
@@ -42,9 +44,11 @@ def set_generation(generation: int) -> None:
 
 
 def setup(conf: Any, name: str) -> None:
-    """Configure logging of the program with the context fields."""
+    """Configure logging of the program, with the context fields and the limit of repeated messages."""
     log.setup(conf, name)
     add_context_filter(logging.getLogger())
+    # The fields are a part of a message, so this filter comes after that of the fields.
+    repeated_messages.add_filter(logging.getLogger())
 
 
 def add_context_filter(logger: logging.Logger) -> None:

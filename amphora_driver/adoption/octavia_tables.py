@@ -27,6 +27,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from amphora_driver.adoption import octavia_state
 from amphora_driver.adoption.octavia_state import AMPHORA_PROVIDERS, LOCKED, OctaviaState, OldAmphora, Row
+from amphora_driver.database.outage import release_frames
 from amphora_driver.errors import ConfigurationError, Conflict, StoreError
 
 T = TypeVar("T")
@@ -397,5 +398,6 @@ def _translated(wanted: str) -> Iterator[None]:
     try:
         yield
     except SQLAlchemyError as error:
+        release_frames(error)
         happened = str(getattr(error, "orig", None) or type(error).__name__)
         raise StoreError(wanted, happened) from error

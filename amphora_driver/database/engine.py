@@ -36,6 +36,7 @@ from sqlalchemy.pool import PoolResetState
 
 from amphora_driver import metrics
 from amphora_driver.database import clock, idle_ping, schema_check, sqlite_write_lock
+from amphora_driver.database.outage import OutageMonitor, release_frames
 from amphora_driver.errors import ConfigurationError, ContentRefused, StoreError
 
 LOG = logging.getLogger(__name__)
@@ -135,6 +136,7 @@ class Database:
         # The offset of the database clock from `time.monotonic()`, and the time of its measurement.
         self._clock_offset: tuple[float, float] | None = None
         self._jump_monitor = clock.ClockJumpMonitor()
+        self._outage = OutageMonitor()
 
     @property
     def url(self) -> str:
@@ -195,27 +197,35 @@ class Database:
         begun = time.monotonic()
         for attempt in itertools.count(1):
             try:
-                return self._run_once(work, unconfirmed)
+                result = self._run_once(work, unconfirmed)
             except _AlreadyCommitted as committed:
                 return committed.args[0]  # type: ignore[no-any-return]
             except DBAPIError as error:
-                passed = time.monotonic() - begun
+                release_frames(error)
+                passed, repeated = time.monotonic() - begun, False
                 if _is_unavailable(error):
-                    unavailable += 1
+                    unavailable, repeated = unavailable + 1, self._outage.lasts
                     # An answer time-out is not retried, because a retry would double the caller's waiting time.
                     retry = unavailable < _UNAVAILABLE_ATTEMPTS and passed < self._answer_timeout
                 else:
                     retry = _is_retryable(error) and passed < _RETRY_SECONDS
                 if not retry:
+                    if _is_unavailable(error):
+                        self._outage.record_failure(_WRITE)
                     refused = isinstance(error, (sa.exc.DataError, sa.exc.IntegrityError))
                     raise (ContentRefused if refused else StoreError)(_WRITE, _error_text(error)) from error
-                LOG.info(
-                    "a database transaction failed in attempt %d, so this process retries the transaction: %s",
-                    attempt,
-                    _error_text(error),
-                )
+                # During an outage, this line would accompany each error of the caller.
+                if not repeated:
+                    LOG.info(
+                        "a database transaction failed in attempt %d, so this process retries the transaction: %s",
+                        attempt,
+                        _error_text(error),
+                    )
             except PoolTimeoutError as error:
                 raise StoreError(_WRITE, _POOL_EXHAUSTED) from error
+            else:
+                self._outage.record_success(_WRITE)
+                return result
             time.sleep(random.uniform(0.2, 1.0) * min(0.005 * 2 ** min(attempt, 7), 0.5))  # noqa: S311 - jitter, no secret
         raise AssertionError("unreachable")
 
@@ -228,13 +238,19 @@ class Database:
                 reading = self._load_engines().reading.connect()
                 with reading.execution_options(amphora_read_only=True) as connection, connection.begin():
                     self._check_schema(connection)
-                    return work(connection)
+                    result = work(connection)
             except DBAPIError as error:
-                late = time.monotonic() - begun > self._answer_timeout
-                if attempt == _UNAVAILABLE_ATTEMPTS or late or not _is_unavailable(error):
+                release_frames(error)
+                late, unavailable = time.monotonic() - begun > self._answer_timeout, _is_unavailable(error)
+                if attempt == _UNAVAILABLE_ATTEMPTS or late or not unavailable:
+                    if unavailable:
+                        self._outage.record_failure(_READ)
                     raise StoreError(_READ, _error_text(error)) from error
             except PoolTimeoutError as error:
                 raise StoreError(_READ, _POOL_EXHAUSTED) from error
+            else:
+                self._outage.record_success(_READ)
+                return result
         raise AssertionError("unreachable")
 
     def dispose(self) -> None:
@@ -286,6 +302,7 @@ class Database:
             try:
                 return self._raise_if_any_committed(unconfirmed)
             except DBAPIError as failure:
+                release_frames(failure)
                 if not _is_unavailable(failure) or time.monotonic() > deadline:
                     raise
                 time.sleep(0.2)

@@ -12,7 +12,6 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 
 import cotyledon
@@ -47,8 +46,6 @@ _EXPIRY_INTERVALS = 5
 _IDLE_FLUSH_INTERVAL = 1.0
 # Seconds to wait for the last write of reports when the health manager stops.
 _STOP_TIMEOUT = 20.0
-# Seconds between two log messages about flushes that fail for the same reason.
-_ERROR_LOG_INTERVAL = 60.0
 # Age in seconds of the last successful write, above which `GET /healthz` returns 503.
 _MAX_FLUSH_AGE = 15.0
 # Receivers of a group divide the load balancers among themselves. Each receiver reads the division from the database at
@@ -113,7 +110,6 @@ class HealthManager:
             0 if member is None else member.index,
         )
         self._flushed_at = time.monotonic()
-        self._flush_errors = FlushErrors()
         self._updated = threading.Event()
         self._stopping = threading.Event()
         self._ended = threading.Event()
@@ -256,57 +252,16 @@ class HealthManager:
             self._record_unknown()
             if time.monotonic() - self._distributed_at > _DISTRIBUTION_INTERVAL:
                 self._distribute()
-        except Exception as error:  # noqa: BLE001 - `FlushErrors` logs it
-            # An error must not end the flush thread, because all later reports would be lost.
-            self._flush_errors.log(error)
-        else:
-            self._flush_errors.end()
-
-
-class FlushErrors:
-    """Logs the failures of flushes: a new one at once, and a repeated one in one line per interval.
-
-    Without a database, each flush fails, several times a second. An unexpected error has a traceback once.
-    """
-
-    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
-        self._monotonic = monotonic
-        self._number = 0
-        self._known: set[type[Exception]] = set()
-        self._logged_at = float("-inf")
-
-    def log(self, error: Exception) -> None:
-        """Log a failure, if it is due."""
-        self._number += 1
-        now, kind = self._monotonic(), type(error)
-        is_new = kind not in self._known
-        if not is_new and now - self._logged_at < _ERROR_LOG_INTERVAL:
-            return
-        self._known.add(kind)
-        self._logged_at = now
-        if isinstance(error, StoreError) or not is_new:
+        except StoreError as error:
             LOG.warning(
-                "the health manager could not write the reports of amphorae to the database and tries again "
-                "(%d failures since the last success): %s",
-                self._number,
-                str(error) or kind.__name__,
+                "the health manager could not write the reports of amphorae to the database and tries again: %s", error
             )
-        else:
-            LOG.error(
-                "the health manager could not write the reports of amphorae to the database because of an "
-                "unexpected error and tries again",
-                exc_info=error,
+        except Exception:
+            # An error must not end the flush thread, because all later reports would be lost.
+            LOG.exception(
+                "the health manager could not write the reports of amphorae to the database because of an unexpected "
+                "error and tries again"
             )
-
-    def end(self) -> None:
-        """Log that a flush succeeded after failures."""
-        if self._number:
-            LOG.info(
-                "the health manager writes the reports of amphorae to the database again, after %d failures",
-                self._number,
-            )
-        self._number = 0
-        self._known.clear()
 
 
 class HealthManagerService(cotyledon.Service):

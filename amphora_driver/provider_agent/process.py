@@ -7,6 +7,7 @@ octavia-driver-agent starts `run` in a new process (entry point octavia.driver_a
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 import multiprocessing
 import os
@@ -21,7 +22,7 @@ from multiprocessing.synchronize import Event
 
 from oslo_config.cfg import ConfigOpts
 
-from amphora_driver import config
+from amphora_driver import config, repeated_messages
 from amphora_driver.database.engine import Database
 from amphora_driver.provider_agent.status_reporter import Reporter
 from amphora_driver.queue import jobs
@@ -81,6 +82,8 @@ def run(exit_event: Event, driver_agent: _DriverAgent | None = None) -> None:
     this process, the supervisor, replaces a dead child. If the supervisor dies, a second child, the standby, takes its
     place. The standby has no threads, because a process with threads must not fork.
     """
+    # octavia-driver-agent has configured the log handlers of this process, and its children inherit the filter.
+    repeated_messages.add_filter(logging.getLogger())
     parent = driver_agent or _DriverAgent()
     processes, own_pid, name = multiprocessing.get_context("fork"), os.getpid(), jobs.process_name()
     stopping = processes.RawValue(ctypes.c_bool, False)
@@ -127,6 +130,9 @@ def _run_standby(supervisor: int, stopping: ctypes.c_bool, exit_event: Event, dr
 
 def _run_reporter(name: str, supervisor: int, stopping: ctypes.c_bool) -> None:
     """Run a reporter until its supervisor stops or dies. After a death, the standby starts a new reporter."""
+    # The garbage collector writes to each object that it examines. Without the objects of octavia-driver-agent, most of
+    # their memory stays shared between the processes.
+    gc.freeze()
     conf = config.shared()
     readers, auditors = ThreadPoolExecutor(_READER_THREADS, "reader"), ThreadPoolExecutor(1, "auditor")
     try:

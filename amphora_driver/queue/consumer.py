@@ -21,6 +21,7 @@ import kombu
 from celery.worker import state
 from celery.worker.consumer import Consumer
 
+from amphora_driver.errors import AmphoraDriverError
 from amphora_driver.queue import rabbitmq
 
 LOG = logging.getLogger(__name__)
@@ -139,11 +140,13 @@ class ReporterConsumer(_Consumer):
                     except TimeoutError:
                         connection.heartbeat_check()
         except Exception as error:  # noqa: BLE001 - library, broker and network errors have no common base
-            text = (
-                "the provider agent could not receive messages about new work from the message broker, "
-                "and tries again in %g s: %s"
+            failure = AmphoraDriverError("receive messages from the message broker", type(error).__name__)
+            LOG.warning(
+                "the provider agent finds new work only when it polls the database, and connects to the message "
+                "broker again in %g s: %s",
+                _RETRY_SECONDS,
+                failure,
             )
-            LOG.info(text, _RETRY_SECONDS, type(error).__name__)
         finally:
             connection.collect()
 

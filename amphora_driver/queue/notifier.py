@@ -14,7 +14,7 @@ import os
 import threading
 from typing import TYPE_CHECKING
 
-from amphora_driver.errors import ConfigurationError
+from amphora_driver.errors import AmphoraDriverError, ConfigurationError
 from amphora_driver.queue import local_socket
 
 if TYPE_CHECKING:
@@ -131,14 +131,15 @@ class Publisher:
         while (hint := self._next()) is not None:
             # The loss of an idle connection shows only when a message is sent. So a failed message is sent once more,
             # over a new connection.
-            if self._send(sender, hint) or self._send(sender, hint):
+            lost = self._send(sender, hint)
+            failure = None if lost is None else self._send(sender, hint)
+            if failure is None:
+                if lost is not None or pause > _BACKOFF[0]:
+                    LOG.info("this process announces new work through a new connection to the message broker")
                 pause = _BACKOFF[0]
             else:
-                LOG.warning(
-                    "the message broker is not available, so this process does not announce new work (load "
-                    "balancer %s); other hosts find the work when they poll the database",
-                    hint[1] or "several",
-                )
+                # The message names no load balancer, so that the log has one line for many (`repeated_messages`).
+                LOG.warning("other hosts find new work only when they poll the database: %s", failure)
                 self._ending.wait(pause)
                 pause = min(2 * pause, _BACKOFF[1])
         sender.discard_connection()
@@ -153,17 +154,17 @@ class Publisher:
             del self._waiting[hint]
             return hint
 
-    def _send(self, sender: HintSender, hint: _Hint) -> bool:
+    def _send(self, sender: HintSender, hint: _Hint) -> AmphoraDriverError | None:
+        """Send a hint, and return an error or None.
+
+        The error has no text of the library, which may contain a password.
+        """
         try:
             sender.send(*hint)
         except Exception as error:  # noqa: BLE001 - the library's, broker's and network's errors have no common base
-            LOG.info(
-                "this process could not announce new work through the message broker, and opens a new connection: %s",
-                type(error).__name__,
-            )
             sender.discard_connection()
-            return False
-        return True
+            return AmphoraDriverError("announce new work through the message broker", type(error).__name__)
+        return None
 
 
 _publishers: dict[str, Publisher] = {}

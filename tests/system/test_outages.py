@@ -6,7 +6,9 @@ test.
 """
 
 import os
+import re
 import time
+from collections import Counter
 
 import kill_lab
 import mariadb
@@ -23,6 +25,8 @@ HASTE = {
     "amp_health": {"interval": "0.5", "flush_interval": "0.2"},
     "amp_failover": {"silent_after": str(SILENT_AFTER), "backoff_first": "0"},
 }
+LOGS = ("octavia-driver-agent.log", "amphora-controller.log", "amphora-health-manager.log")
+LOGGER = re.compile("[A-Z]+ (amphora_driver|__main__)")
 pytestmark = [pytest.mark.root, pytest.mark.lasts(300 + 3 * SECONDS)]
 
 
@@ -104,8 +108,19 @@ def accepted(answer):
     assert status < 300, text
 
 
+def log_lines(cloud, begins):
+    """Return the log lines of the product by file, from the given sizes on, without time and process."""
+    found = {}
+    for path in (cloud.settings.log / name for name in LOGS):
+        lines = path.read_bytes()[begins.get(path.name, 0) :].decode(errors="replace").splitlines()
+        named = (line.split(maxsplit=3) for line in lines)
+        found[path.name] = [words[3] for words in named if len(words) > 3 and LOGGER.match(words[3])]
+    return found
+
+
 @pytest.mark.usefixtures("no_failover")
 def test_the_database_is_gone(lab, balancer, server):
+    logs = {name: (lab.cloud.settings.log / name).stat().st_size for name in LOGS}
     server.kill()
     before = next(iter(lab.cloud.balancers.members(lab.cloud.pool_of(balancer)))).weight
     try:
@@ -126,6 +141,12 @@ def test_the_database_is_gone(lab, balancer, server):
     assert "while-it-is-gone" not in names(lab)
     assert next(iter(lab.cloud.balancers.members(lab.cloud.pool_of(balancer)))).weight == before
     accepted(change(lab, balancer))
+    for name, lines in log_lines(lab.cloud, logs).items():
+        repeated = {line: number for line, number in Counter(lines).items() if number > 1}
+        warnings = [line for line in lines if line.startswith(("WARNING", "ERROR"))]
+        assert warnings, (name, "each process reports the outage")
+        assert not repeated.keys() & set(warnings), (name, "a repeated warning is logged once a minute")
+        assert any("the database answers again" in line for line in lines), name
 
 
 def sees_for(lab, seconds):

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hints never block a caller; tests/system/test_distributed.py uses a real broker."""
 
+import logging
 import multiprocessing
 import socket
+import threading
 import time
 
 import pytest
 
-from amphora_driver import config
-from amphora_driver.queue import local_socket, notifier
+from amphora_driver import config, repeated_messages
+from amphora_driver.queue import local_socket, notifier, rabbitmq
 
 
 @pytest.fixture
@@ -50,6 +52,33 @@ def test_a_load_balancer_is_queued_once(publisher):
     publisher.enqueue(local_socket.CONTROLLER, "first")
     assert all(publisher.enqueue(local_socket.CONTROLLER, "lb") for _ in range(100))
     assert len(publisher._waiting) <= 2
+
+
+def test_the_log_has_the_same_message_for_each_hint_without_a_broker(monkeypatch, caplog):
+    """The log limits repeated messages (`repeated_messages`). A connection attempt of the library takes 12 seconds."""
+    caplog.set_level(logging.INFO)
+    sent = threading.Event()
+    failures = [ConnectionRefusedError("with a password")] * 4
+
+    class Sender(rabbitmq.HintSender):
+        def send(self, role, load_balancer_id):
+            if failures:
+                raise failures.pop()
+            sent.set()
+
+    # Publishers of other tests may still run. They keep the original class.
+    monkeypatch.setattr(rabbitmq, "HintSender", Sender)
+    publisher = notifier.Publisher("amqp://nowhere")
+    for number in range(3):
+        publisher.enqueue(local_socket.CONTROLLER, f"lb{number}")
+    assert sent.wait(30)
+    publisher.close()
+    first, second, end = caplog.records
+    assert first.getMessage() == second.getMessage()
+    assert "Could not announce new work through the message broker: ConnectionRefusedError" in first.getMessage()
+    assert repeated_messages._has_error(first)
+    assert end.levelno == logging.INFO
+    assert "with a password" not in caplog.text
 
 
 def test_the_local_controller_is_woken_if_the_broker_fails(tmp_path, silent_broker):
