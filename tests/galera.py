@@ -42,16 +42,17 @@ def cluster(name, nodes=2):
 
 
 @contextmanager
-def killable(*databases, nodes=3, options=None):
+def killable(*databases, nodes=3, options=None, cached="32M"):
     """Run a cluster with new databases inside the block; yield its `Node` objects, which can be killed and restarted.
 
-    `options` are options of mariadbd that replace or extend those of a test.
+    `options` are options of mariadbd that replace or extend those of a test. `cached` is the size of the write sets
+    that a returning node can receive instead of a full copy.
     """
     with ExitStack() as stack:
         folder = Path(tempfile.mkdtemp(prefix="adg-"))
         stack.callback(shutil.rmtree, folder)
         shutil.chown(folder, _USER)
-        made = [Node(folder, number, options or {}) for number in range(nodes)]
+        made = [Node(folder, number, options or {}, cached) for number in range(nodes)]
         subprocess.run(
             [
                 *("mariadb-install-db", "--no-defaults", f"--datadir={folder}/data0", f"--tmpdir={folder}/tmp0"),
@@ -77,11 +78,11 @@ def killable(*databases, nodes=3, options=None):
 class Node:
     """One node of a cluster and its failures."""
 
-    def __init__(self, folder, number, options):
+    def __init__(self, folder, number, options, cached):
         self.folder, self.number = folder, number
         self.socket = folder / f"socket{number}"
         self._gcomm, self._ist, self._sst = free_ports(3)
-        self._options = options
+        self._options, self._cached = options, cached
         self._process = None
         # A server that starts deletes all temporary tables in its temporary folder, also of other servers.
         for name in ("tmp", "data")[: 2 if number else 1]:
@@ -145,7 +146,7 @@ class Node:
             "wsrep-sst-method": "rsync",
             "wsrep-sst-receive-address": f"127.0.0.1:{self._sst}",
             "wsrep-provider-options": f"gmcast.listen_addr=tcp://127.0.0.1:{self._gcomm};"
-            f"ist.recv_addr=127.0.0.1:{self._ist};gcache.size=32M;pc.recovery=FALSE",
+            f"ist.recv_addr=127.0.0.1:{self._ist};gcache.size={self._cached};pc.recovery=FALSE",
             **self._options,
         }
 

@@ -20,10 +20,11 @@ OTHERS = {
 # The users of the database whose rows are counted. The other statements are Octavia's.
 _READERS = {"controller": "controller", "health": "health manager", "reporter": "provider agent"}
 _MOST_TABLES = 8
-_GALERA = (
-    "The figures of the database are sums of three nodes. Each process uses the node of its host through HAProxy, "
-    "whose figure contains its health checks."
-)
+_GALERA = [
+    "The figures of the database are sums of three nodes. Each process uses the node of its host through HAProxy.",
+    "The figure of HAProxy contains its health checks.",
+    "",
+]
 
 Results = dict[str, Any]
 
@@ -66,7 +67,7 @@ def _at_rest(found: dict[int, Any], database: str) -> list[str]:
         "Load average of the machine (two processors) during the measurements: "
         + ", ".join(f"{one['load_average']:.1f}" for one in found.values())
         + ".",
-        *([_GALERA, ""] if database == "galera" else [""]),
+        *(_GALERA if database == "galera" else [""]),
     ]
     sizes = list(found)
     head = ["", *(f"{size:,}" for size in sizes)]
