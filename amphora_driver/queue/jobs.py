@@ -123,7 +123,7 @@ class Jobs:
     def _lock_any(
         self, connection: sa.Connection, load_balancer_ids: Sequence[str], given: dict[str, Any], *, fresh: bool
     ) -> Any:
-        """Lock the due job of a random one of these load balancers; None if it is no longer due or there is none."""
+        """Lock the job of a random one of these load balancers, or return None if it is not due."""
         if not load_balancer_ids:
             return None
         statements = _claim_statements(True, fresh, connection.dialect.name == "sqlite")
