@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import kombu
@@ -135,10 +136,11 @@ class ReporterConsumer(_Consumer):
         try:
             with connection.Consumer(queue, callbacks=[self._handle], no_ack=True):
                 while not self._ending.is_set():
-                    try:
+                    with suppress(TimeoutError):
                         connection.drain_events(timeout=_CHECK_SECONDS)
-                    except TimeoutError:
-                        connection.heartbeat_check()
+                    # Also after a message: during many messages, RabbitMQ would otherwise get no heartbeat and close
+                    # the connection.
+                    connection.heartbeat_check()
         except Exception as error:  # noqa: BLE001 - library, broker and network errors have no common base
             failure = AmphoraDriverError("receive messages from the message broker", type(error).__name__)
             LOG.warning(
