@@ -160,12 +160,14 @@ def _loss(found: dict[str, Any]) -> list[list[str]]:
 
 
 def _outage(found: dict[str, Any]) -> list[list[str]]:
-    used = "; ".join(f"{text} {found['cpu'][name]:.2f}" for name, text in _NAMES.items() if name in found["cpu"])
+    used = [
+        [f"processor: {text}", f"{found['cpu'][name]:.2f}"] for name, text in _NAMES.items() if name in found["cpu"]
+    ]
     grown = max((after - before for before, after in found["memory"].values()), default=0.0)
     delays = found["change"]["delays"].get("others served")
     return [
         ["seconds without the database", f"{found['seconds']:.0f}"],
-        ["processors", used],
+        *used,
         ["largest growth of a process meanwhile (MiB)", f"{grown:.0f}"],
         ["lines of the logs meanwhile", str(sum(found["log_lines"].values()))],
         ["all processes healthy; new heartbeats of all amphorae (s after the start)",
