@@ -2,8 +2,8 @@
 """Applies bundles: receive, compare, change, verify, confirm, or roll back.
 
 Invariant: one bundle at a time. After a failed step, the amphora still serves the previous configuration. HAProxy has
-checked its configuration file with all TLS files, so that a restart succeeds. The agent confirms a bundle only after
-HAProxy has reported its configuration.
+accepted each line of its configuration file with all TLS files, so that a restart succeeds. The agent confirms a bundle
+only after HAProxy has reported its configuration.
 """
 
 from __future__ import annotations
@@ -367,6 +367,8 @@ class Applier:
                 if early is None and not haproxy.needs_check(plan, actions):
                     early = haproxy.verify_actions(plan, actions)
             if isinstance(early, Loaded):
+                # A check also restores this file, which HAProxy reads at a start.
+                self._parts.haproxy.write_machine_configuration()
                 confirmed_bundle.sync_candidate(attempt.draft, plan.file)
             else:
                 with haproxy.checking(plan) as check:

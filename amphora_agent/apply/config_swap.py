@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The exchange of HAProxy's configuration file, and its rollback.
 
-Invariant: the file always has a configuration that HAProxy has checked. The previous file exists until the end of the
-change. Commit and rollback are renames, which need no disk space.
+Invariant: HAProxy has accepted each line of the file: by a check of a file, or by a verified change at run time
+(`config_check.is_needed`). The previous file exists until the end of the change. Commit and rollback are renames, which
+need no disk space.
 """
 
 from __future__ import annotations

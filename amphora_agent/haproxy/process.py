@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """HAProxy's processes: a master that the service manager runs, and its workers.
 
-Invariant: HAProxy has checked the file that it would read at a start. A start or a reload ends when the new worker
-answers, or when the reason of the failure is known.
+Invariant: HAProxy has accepted each line of the file that it would read at a start. A start or a reload ends when the
+new worker answers, or when the reason of the failure is known.
 """
 
 from __future__ import annotations

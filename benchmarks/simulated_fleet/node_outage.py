@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -18,6 +17,7 @@ from amphora_driver.errors import StoreError
 from simulated_fleet import at_rest, changes, processes
 from simulated_fleet.deployment import Deployment, is_healthy
 from simulated_fleet.events import Rows
+from simulated_fleet.sampling import repeating
 
 # The lost node: that of Octavia, of a controller, and of the driver.
 _LOST = 0
@@ -25,7 +25,6 @@ _LOST = 0
 _BEFORE, _AFTER = 10.0, 15.0
 # A loss has no effect on requests that end this number of seconds after it, or later.
 _LATE = 30.0
-_EVERY = 0.25
 
 
 def lose_node(deployment: Deployment, seconds: float, per_minute: float, balancers: int) -> dict[str, Any]:
@@ -117,18 +116,11 @@ def _watched(deployment: Deployment) -> Iterator[dict[str, list[float]]]:
     """Yield the times at which a process was not healthy, which a thread collects while the block runs."""
     ports = {name: one.port for name, one in deployment.programs.items() if one.port}
     found: dict[str, list[float]] = {}
-    ended = threading.Event()
 
-    def run() -> None:
-        while not ended.wait(_EVERY):
-            for name, port in ports.items():
-                if not is_healthy(port):
-                    found.setdefault(name, []).append(time.time())
+    def look() -> None:
+        for name, port in ports.items():
+            if not is_healthy(port):
+                found.setdefault(name, []).append(time.time())
 
-    thread = threading.Thread(target=run, name="health", daemon=True)
-    thread.start()
-    try:
+    with repeating(look):
         yield found
-    finally:
-        ended.set()
-        thread.join()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -78,29 +78,43 @@ class Samples:
 def sampled(*urls: str) -> Iterator[Samples]:
     """Sample the locks of each server and the rows of the first one; a server without an answer has no samples."""
     engines = [sa.create_engine(url, isolation_level="AUTOCOMMIT") for url in urls]
-    found, ended = Samples(), threading.Event()
+    found = Samples()
     begun = time.monotonic()
+
+    def take() -> None:
+        for node, engine in enumerate(engines):
+            try:
+                with engine.connect() as connection:
+                    found.take_locks(connection, time.monotonic() - begun, node)
+                    if node == 0:
+                        found.take_values(connection, time.monotonic() - begun)
+            except sa.exc.SQLAlchemyError:
+                found.failed += 1
+
+    try:
+        with repeating(take):
+            yield found
+    finally:
+        for engine in engines:
+            engine.dispose()
+
+
+@contextmanager
+def repeating(work: Callable[[], None]) -> Iterator[None]:
+    """Let a thread do the work four times a second while the block runs."""
+    ended = threading.Event()
 
     def run() -> None:
         while not ended.wait(_EVERY):
-            for node, engine in enumerate(engines):
-                try:
-                    with engine.connect() as connection:
-                        found.take_locks(connection, time.monotonic() - begun, node)
-                        if node == 0:
-                            found.take_values(connection, time.monotonic() - begun)
-                except sa.exc.SQLAlchemyError:
-                    found.failed += 1
+            work()
 
     thread = threading.Thread(target=run, name="samples", daemon=True)
     thread.start()
     try:
-        yield found
+        yield
     finally:
         ended.set()
         thread.join()
-        for engine in engines:
-            engine.dispose()
 
 
 class LockCounters:

@@ -69,6 +69,19 @@ def test_only_a_new_member_has_a_check(served):
     assert checked == [False, False, False, False, True]
 
 
+def test_a_change_without_a_check_restores_the_part_of_the_machine(served):
+    """HAProxy reads this file at a start, so a start after the change would fail without it."""
+    member1 = quick_members("one", 1, 300)[0]
+    prepared = Prepared(served, load_balancer(listener(80), pool("pool", member(member1))))
+    prepared.push()
+    machine = served.amphora.var / "machine.cfg"
+    content = machine.read_text()
+    machine.unlink()
+    prepared.state[member1.id] = (7, False)
+    assert prepared.push().how == "runtime"
+    assert machine.read_text() == content
+
+
 def test_haproxy_accepts_each_change_that_has_no_check(tmp_path):
     """Random changes of a configuration that HAProxy accepts, decided by the agent and checked by HAProxy."""
     chance = random.Random(23)

@@ -119,6 +119,7 @@ SERVERS = [
     "    server b 192.0.2.2:80 ssl verify none crt tls/1/client.pem",
     "    server c 192.0.2.3:80 source 192.0.2.9 interface eth0",
     "    server d 192.0.2.4:80 check",
+    "    server d 192.0.2.5:80 cookie d",
     "    http-request lua.run",
     "    balance roundrobin",
 ]
@@ -133,6 +134,9 @@ def test_a_similar_text_has_the_same_refusals_and_files(first, second, third):
         found, fresh = parse(text, known), parse(text)
         assert [one.refused for one in found.sections] == [one.refused for one in fresh.sections]
         assert found.server_files == fresh.server_files
+        assert [(one.by_name, one.related) for one in found.sections] == [
+            (one.by_name, one.related) for one in fresh.sections
+        ]
         known = found
 
 
