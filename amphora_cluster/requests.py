@@ -6,7 +6,9 @@ records its nodes, and its outcome is computed after each pass until it has ende
 
 * **Join.** A server that leaves, has left or has failed gets a new attempt. A serving server is not changed. A server
   that the source does not show yet may appear within the group's `join_timeout`. A group expects a limited number of
-  such servers, because each one is a record that every pass reads.
+  such servers, because each one is a record that every pass reads. An UNHEALTHY server may recover within
+  `join_timeout` after the request. Such a server may still boot: a group adds a server as soon as Nova shows it as
+  ACTIVE, and Octavia may show its member as ONLINE until the first check has failed.
 * **Leave.** A server that is neither shown nor recorded has no member in the pool: its leave succeeds, so that a caller
   can repeat a request after the deletion of the server. This is true for ids only: the leave of an unknown server with
   another text, for example a name, fails. A request that would leave fewer SERVING servers than the group's `minimum`
@@ -32,7 +34,7 @@ import msgspec
 from amphora_cluster.candidates import choose
 from amphora_cluster.members import GONE
 from amphora_cluster.model import Criterion, Group, Node, NodeState, Request, RequestKind, Server
-from amphora_cluster.plan import NOT_SHOWN
+from amphora_cluster.plan import NOT_SHOWN, Moment
 
 # Nova's server ids are UUIDs. The pattern also permits the ids of a stub of Nova.
 SERVER_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", re.ASCII)
@@ -100,21 +102,32 @@ def apply_request(
     return Applied(request=request, nodes=tuple(node for node in changes if node))
 
 
-def outcome(request: Request, nodes: tuple[Node, ...], now: float) -> Request:
+def outcome(group: Group, request: Request, nodes: tuple[Node, ...], at: Moment) -> Request:
     """The request with the outcomes of the servers that have one, and the end of the last of them.
 
     Args:
         nodes: the records of a plan that was computed after the request was applied.
+        at: the present time.
     """
     if request.ended_at is not None:
         return request
     recorded = {node.server_id: node for node in nodes}
     found = dict(request.outcome)
+    open_states = _OPEN
+    if request.kind is RequestKind.JOIN and at.elapsed(request.id, request.created_at) < group.join_timeout:
+        open_states |= {NodeState.UNHEALTHY}
     for one in request.servers:
-        if one not in found and (result := _result(request.kind, recorded.get(one))) is not None:
+        if one not in found and (result := _result(request.kind, recorded.get(one), open_states)) is not None:
             found[one] = result
     ended = all(one in found for one in request.servers)
-    return msgspec.structs.replace(request, outcome=found, ended_at=now if ended else None)
+    return msgspec.structs.replace(request, outcome=found, ended_at=at.now if ended else None)
+
+
+def awaits_recovery(request: Request, nodes: tuple[Node, ...]) -> bool:
+    """Whether an open join waits for an unhealthy server."""
+    unhealthy = {node.server_id for node in nodes if node.state is NodeState.UNHEALTHY}
+    open_servers = set(request.servers) - request.outcome.keys()
+    return request.kind is RequestKind.JOIN and request.ended_at is None and bool(unhealthy & open_servers)
 
 
 def loads(group: Group, servers: tuple[Server, ...]) -> dict[str, float]:
@@ -186,16 +199,16 @@ def _is_id(text: str) -> bool:
     return re.fullmatch(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", text) is not None
 
 
-def _result(kind: RequestKind, node: Node | None) -> str | None:
+def _result(kind: RequestKind, node: Node | None, open_states: frozenset[NodeState]) -> str | None:
     """The outcome of one server: an empty text, the reason of a failure, or None while it is open."""
     if node is None:
         return NOT_SHOWN if kind is RequestKind.JOIN else ""
     if kind is RequestKind.SYNC:
-        return None if node.state in _OPEN else node.reason
+        return None if node.state in open_states else node.reason
     if kind is RequestKind.LEAVE:
         if not node.leaving:
             return "A later request joined the server again."
-        return None if node.state in _OPEN else node.reason
+        return None if node.state in open_states else node.reason
     if node.leaving:
         return node.reason or "A later request removed the server."
-    return None if node.state in _OPEN else node.reason
+    return None if node.state in open_states else node.reason

@@ -27,7 +27,7 @@ from amphora_cluster.database.passes import ClaimedGroup, PassStore
 from amphora_cluster.database.requests import StoredRequest
 from amphora_cluster.metrics import METRICS, Pass
 from amphora_cluster.model import Group, Node, NodeState, Plan, Pool, Request, RequestKind, Server, StepKind
-from amphora_cluster.plan import Moment, plan
+from amphora_cluster.plan import WATCH_SECONDS, Moment, plan
 from amphora_driver.errors import AmphoraDriverError, LeaseLost
 
 LOG = logging.getLogger(__name__)
@@ -56,11 +56,13 @@ class _View(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         begun: time before the first read.
+        moment: the time of the plan.
         plan: its nodes are those to record.
         requests: those that are open, with their new content.
     """
 
     begun: float
+    moment: Moment
     pool: Pool
     plan: Plan
     requests: tuple[StoredRequest, ...]
@@ -139,10 +141,12 @@ class GroupPass:
         pool = cloud.read_pool(group, connections=new or any(map(_drains, nodes)))
         now = self._now()
         nodes, applied = self._apply_requests(group, claimed.requests, servers, nodes, now)
-        planned = plan(group, servers, pool, nodes, self._moment(group, now))
+        moment = self._moment(group, now)
+        planned = plan(group, servers, pool, nodes, moment)
         recorded = {node.server_id: node for node in nodes}
         kept = tuple(_keep_failure(recorded.get(node.server_id), node) for node in planned.nodes)
-        return _View(begun=begun, pool=pool, plan=msgspec.structs.replace(planned, nodes=kept), requests=applied)
+        planned = msgspec.structs.replace(planned, nodes=kept)
+        return _View(begun=begun, moment=moment, pool=pool, plan=planned, requests=applied)
 
     def _apply_requests(
         self,
@@ -206,10 +210,16 @@ class GroupPass:
         self, claimed: ClaimedGroup, view: _View, nodes: tuple[Node, ...], measured: Pass, *, busy: bool
     ) -> PassEnd | None:
         now = self._now()
+        at = msgspec.structs.replace(view.moment, now=now)
         ended = tuple(
-            msgspec.structs.replace(one, request=requests.outcome(one.request, nodes, now)) for one in view.requests
+            msgspec.structs.replace(one, request=requests.outcome(claimed.group, one.request, nodes, at))
+            for one in view.requests
         )
-        end = PassEnd(claim=claimed.claim, due_at=self._due_at(claimed.claim, view, nodes, now, busy=busy))
+        due_at = self._due_at(claimed.claim, view, nodes, now, busy=busy)
+        if any(requests.awaits_recovery(one.request, nodes) for one in ended):
+            # No notification announces the recovery of a member.
+            due_at = min(due_at, now + WATCH_SECONDS)
+        end = PassEnd(claim=claimed.claim, due_at=due_at)
         measured.outcome = "busy" if busy else "done"
         return self._record_end(claimed, end, view, nodes, ended)
 
@@ -304,10 +314,11 @@ class GroupPass:
             leave = Request(id="", group_id=group.id, kind=RequestKind.LEAVE, servers=staying)
             free = msgspec.structs.replace(group, minimum=0)
             nodes = _merged(nodes, requests.apply_request(free, leave, servers, nodes, now, self._rng).nodes)
-        planned = plan(group, servers, pool, nodes, self._moment(group, now))
+        moment = self._moment(group, now)
+        planned = plan(group, servers, pool, nodes, moment)
         refused = tuple(_refusal(one, _DELETED, now) for one in claimed.requests if not one.applied)
         running = tuple(one for one in claimed.requests if one.applied)
-        return _View(begun=now, pool=pool, plan=planned, requests=(*refused, *running))
+        return _View(begun=now, moment=moment, pool=pool, plan=planned, requests=(*refused, *running))
 
     def _without_source(self, claimed: ClaimedGroup, cloud: Cloud) -> bool:
         """Remove the members if only the source of the servers is missing; return whether members were there."""

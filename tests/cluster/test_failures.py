@@ -48,7 +48,11 @@ class TestOthers:
         [found] = web.shown()["unhealthy"]
         reason = "operating status ERROR" in found["reason"]
         assert (found["server_id"], reason, found["since"][-1]) == (second, True, "Z")
+        # A new server that still boots can have this state, too. Its join waits for the recovery.
+        status, document = web.post("join", {"server": second}, wait=2)
+        assert (status, document["request"]["state"]) == (202, "open"), document
         cluster.stack.up()
+        assert web.done("join", {"server": second})["succeeded"] == [second]
         web.reaches({first: "serving", second: "serving"})
         assert web.shown()["unhealthy"] == []
 

@@ -205,10 +205,11 @@ class PoolSimulation:
         """Plan, record, apply. A crash ends the pass before one of the calls to Octavia."""
         made = self.groups[group_id]
         foreign = self._foreign(made)
-        result = plan(made, self.shown(group_id), self.pool(), self.nodes[group_id], moment(self.now))
+        at = moment(self.now)
+        result = plan(made, self.shown(group_id), self.pool(), self.nodes[group_id], at)
         self.nodes[group_id] = result.nodes
         self.requests = [
-            outcome(one, result.nodes, self.now) if one.group_id == group_id else one for one in self.requests
+            outcome(made, one, result.nodes, at) if one.group_id == group_id else one for one in self.requests
         ]
         calls = self._calls(result.steps)
         for call in calls[: self.rng.randint(0, len(calls))] if crash else calls:
@@ -271,11 +272,12 @@ class PoolSimulation:
         assert idle or drained >= made.drain_seconds, "the plan removes a member before its drain ended"
 
     def settle(self, most_passes=400):
-        """Repeat passes without events until all groups are complete. Return the last plans."""
+        """Repeat passes without events until all groups are complete and all requests ended. Return the last plans."""
         for _ in range(most_passes):
             self.busy = max(0, self.busy - 1)
             results = [self.one_pass(one) for one in self.groups]
-            if not any(result.steps for result in results) and all(result.complete for result in results):
+            ended = all(one.ended_at is not None for one in self.requests)
+            if ended and all(result.complete and not result.steps for result in results):
                 return results
             times = [result.again_at for result in results if result.again_at is not None]
             self.now = min([*times, self.now + 5.0])

@@ -5,12 +5,14 @@ import random
 
 import msgspec
 import pytest
-from cluster_data import NOW, group, node, server
+from cluster_data import NOW, group, moment, node, server
 
 from amphora_cluster.model import Criterion, NodeState, Request, RequestKind
 from amphora_cluster.plan import NOT_SHOWN
-from amphora_cluster.requests import NO_ID, NO_LOAD, apply_request, outcome, serving
+from amphora_cluster.requests import NO_ID, NO_LOAD, apply_request, awaits_recovery, serving
+from amphora_cluster.requests import outcome as group_outcome
 
+JOIN_TIMEOUT = 60
 SERVERS = tuple(server(f"s{number}", number, created_at=float(number)) for number in range(1, 5))
 
 
@@ -28,6 +30,10 @@ def request(kind, *servers, count=0, criterion=Criterion.OLDEST):
 
 def applied(made, nodes=(), servers=SERVERS, **changes):
     return apply_request(group(**changes), made, tuple(servers), tuple(nodes), NOW, random.Random(1))
+
+
+def outcome(made, nodes, now):
+    return group_outcome(group(join_timeout=JOIN_TIMEOUT), made, nodes, moment(now))
 
 
 def loaded(**load):
@@ -235,7 +241,7 @@ def test_refused_requests(made, nodes, servers, reason):
         ("join", node(state=NodeState.JOINING, reason="soon"), None),
         ("join", node(), ""),
         ("join", node(state=NodeState.FAILED, reason="why"), "why"),
-        ("join", node(state=NodeState.UNHEALTHY, reason="why"), "why"),
+        ("join", node(state=NodeState.UNHEALTHY, reason="booting"), None),
         ("join", node(state=NodeState.DRAINING, leaving=True), "A later request removed the server."),
         ("join", node(state=NodeState.DRAINING, reason=NOT_SHOWN), None),
         ("join", None, NOT_SHOWN),
@@ -257,6 +263,30 @@ def test_the_outcome_of_one_server(kind, state, expected):
     assert ended.ended_at == (None if expected is None else NOW + 1)
 
 
+@pytest.mark.parametrize(
+    ("after", "reason", "expected"),
+    [
+        (JOIN_TIMEOUT - 1, "booting", None),
+        (JOIN_TIMEOUT, "booting", "booting"),
+        (JOIN_TIMEOUT + 1, "", ""),
+    ],
+)
+def test_a_join_awaits_the_recovery_of_an_unhealthy_server_until_the_time_out(after, reason, expected):
+    """The time-out counts from the request: the server may have become unhealthy long before."""
+    found = (node(state=NodeState.UNHEALTHY if reason else NodeState.SERVING, since=NOW - 1000, reason=reason),)
+    ended = outcome(request("join", "s1"), found, NOW + after)
+    assert ended.outcome == ({} if expected is None else {"s1": expected})
+    assert awaits_recovery(ended, found) is (expected is None)
+
+
+def test_only_an_open_join_awaits_the_recovery_of_its_servers():
+    found = (node("s1", NodeState.UNHEALTHY, reason="x"), node("s2", NodeState.JOINING))
+    assert awaits_recovery(request("join", "s1", "s2"), found)
+    assert not awaits_recovery(request("join", "s2"), found)
+    assert not awaits_recovery(request("sync", "s1"), found)
+    assert not awaits_recovery(msgspec.structs.replace(request("join", "s1", "s2"), outcome={"s1": "x"}), found)
+
+
 def test_a_failed_server_does_not_delay_the_others():
     made = request("join", "s1", "s2", "s3")
     nodes = (
@@ -267,7 +297,7 @@ def test_a_failed_server_does_not_delay_the_others():
     half = outcome(made, nodes, NOW + 1)
     assert (half.outcome, half.ended_at) == ({"s1": "why", "s3": ""}, None)
     # A known outcome stays.
-    nodes = (node("s1"), node("s2"), node("s3", NodeState.UNHEALTHY, reason="later"))
+    nodes = (node("s1"), node("s2"), node("s3", NodeState.FAILED, reason="later"))
     assert outcome(half, nodes, NOW + 2).outcome == {"s1": "why", "s2": "", "s3": ""}
 
 

@@ -204,6 +204,39 @@ def test_a_clock_that_is_set_forwards_fails_no_join(scene):
     assert scene.outcome(request).outcome == {"a": ""}
 
 
+@pytest.mark.parametrize("known", [False, True])
+def test_a_join_awaits_the_first_good_check_of_a_server_that_boots(scene, known):
+    """The group added the server before it answers; `known` if a pass saw the failed checks before the request."""
+    scene.serve("a", "b")
+    scene.cloud.check(up=False)
+    if known:
+        scene.step(1.0)
+        assert scene.states() == {"a": NodeState.UNHEALTHY, "b": NodeState.UNHEALTHY}
+    request = scene.request(RequestKind.JOIN, "a")
+    pause, _ = scene.step(1.0)
+    assert (scene.states()["a"], scene.outcome(request).ended_at) == (NodeState.UNHEALTHY, None)
+    assert 0.9 < pause < 1.1, "no notification announces the recovery"
+    scene.set_clock(3600.0)
+    pause, _ = scene.step(1.0)
+    assert (0.9 < pause < 1.1, scene.outcome(request).ended_at) == (True, None)
+    scene.cloud.check()
+    pause, _ = scene.step(1.0)
+    assert (scene.states()["a"], scene.outcome(request).outcome) == (NodeState.SERVING, {"a": ""})
+    assert POLL - 0.5 < pause <= POLL
+
+
+def test_a_join_of_a_server_that_does_not_recover_ends_with_the_reason(scene):
+    scene.serve("a", "b")
+    scene.cloud.check(up=False)
+    request = scene.request(RequestKind.JOIN, "a")
+    scene.step()
+    scene.step(scene.group.join_timeout - 1.0)
+    assert scene.outcome(request).ended_at is None
+    scene.step(1.0)
+    assert "operating status ERROR" in scene.outcome(request).outcome["a"]
+    assert scene.states()["a"] is NodeState.UNHEALTHY, "a caller may replace it"
+
+
 def test_expected_servers_are_not_read_one_by_one(scene):
     scene.serve("a")
     request = scene.request(RequestKind.JOIN, "b")
