@@ -24,7 +24,8 @@ from amphora_driver.host import namespaces
 from amphora_driver.secret import Secret
 from sandbox import demo_hosts
 
-# On a busy machine, one check of a new server can be late.
+# On a busy machine, one check of a serving member can be late. HAProxy before 3.1 considers a new member down after its
+# first failed check.
 MONITOR = {"type": "HTTP", "delay": 1, "timeout": 1, "max_retries": 1, "max_retries_down": 3}
 _MICROVERSION = "2.67"  # tags of servers need 2.26 at least
 _CONTROLLER, _API = "amphora-cluster", "amphora-cluster-api"
