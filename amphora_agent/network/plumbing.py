@@ -41,6 +41,7 @@ class Plumbing:
         self._inner = inner
         self._interface_watch = netlink_watch.watch_interfaces(inner)
         self._nftables_watch = netlink_watch.watch_nftables(inner)
+        self._forwarding = sysctls.Forwarding(inner)
         # The network and the restrictions that were applied last; None if the kernel may have another state.
         self._network: WantedNetwork | None = None
         self._restrictions: Restrictions | None = None
@@ -57,7 +58,7 @@ class Plumbing:
         if self._nftables_watch.has_changed() and not self._holds_restrictions():
             self._restrictions = None
         restricted = firewall.restrictions_of(bundle)
-        if self._inner.run(sysctls.is_forwarding) != restricted.forwards:
+        if self._forwarding.is_enabled() != restricted.forwards:
             return False
         return (self._network, self._restrictions) == (interfaces.wanted_network(bundle), restricted)
 
@@ -82,7 +83,7 @@ class Plumbing:
             same = self._inner.run(nft_apply.holds, firewall.render(restricted))
             self._restrictions = restricted if same else None
             found += [] if same else [("firewall", "the rules are not as wanted")]
-        if self._inner.run(sysctls.is_forwarding) != restricted.forwards:
+        if self._forwarding.is_enabled() != restricted.forwards:
             found.append(("firewall", "forwarding of packets is not as wanted"))
         return found
 
@@ -192,3 +193,4 @@ class Plumbing:
     def close(self) -> None:
         self._interface_watch.close()
         self._nftables_watch.close()
+        self._forwarding.close()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from amphora_agent.errors import InterfaceError
@@ -72,9 +73,22 @@ def _write() -> None:
             raise InterfaceError(f"set the kernel setting {key}", str(error)) from error
 
 
-def is_forwarding() -> bool:
-    """Return whether the current namespace forwards packets of all families."""
-    return all((_ROOT / key).read_text(encoding="ascii").strip() == "1" for key in _forwarding_keys())
+class Forwarding:
+    """Reads whether a namespace forwards packets of all families.
+
+    Each change of a member reads this. Files that were opened in a namespace belong to the namespace (sysctl_net.c of
+    the kernel), so each thread can read them.
+    """
+
+    def __init__(self, inner: Namespace) -> None:
+        self._files = inner.run(lambda: [(_ROOT / key).open("rb", buffering=0) for key in _forwarding_keys()])
+
+    def is_enabled(self) -> bool:
+        return all(os.pread(file.fileno(), 1, 0) == b"1" for file in self._files)
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
 
 
 def set_forwarding(*, wanted: bool) -> None:

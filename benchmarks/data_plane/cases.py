@@ -93,7 +93,8 @@ class _Changer:
         self.made = 0
 
     def _work(self) -> None:
-        due = time.monotonic()
+        # The first change comes after half of a pause, so that a slice of one second has CHANGES changes, not one more.
+        due = time.monotonic() + 0.5 / CHANGES
         try:
             while not self._ending.wait(max(0.0, due - time.monotonic())):
                 self._side.change()

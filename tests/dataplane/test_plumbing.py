@@ -437,6 +437,11 @@ def test_describing(wire):
     assert "counter packets 0" in wire.inner.run(nft_apply.list_table, counters=True)
 
 
+def forwards(wire) -> bool:
+    files = ("/proc/sys/net/ipv4/ip_forward", "/proc/sys/net/ipv6/conf/all/forwarding")
+    return wire.inner.run(lambda: [Path(file).read_text().strip() for file in files]) == ["1", "1"]
+
+
 def test_forwarding_is_closed_before_rules_exist(wire, monkeypatch):
     """The rules exist before forwarding is on. Without a VIP, forwarding stays off."""
     real, seen = sysctls.set_forwarding, []
@@ -451,12 +456,16 @@ def test_forwarding_is_closed_before_rules_exist(wire, monkeypatch):
     forwarding = replace(wanted, virtual_servers=(object(),))
     wire.outside(wire.plumbing.commit, forwarding)
     assert seen == [(True, True)]
-    assert wire.inner.run(sysctls.is_forwarding)
+    assert forwards(wire)
     wire.outside(wire.plumbing.commit, wanted)
     assert seen[1:] == [(False, True)]
-    assert not wire.inner.run(sysctls.is_forwarding)
+    assert not forwards(wire)
     nowhere = replace(bundle(interface(1, "eth1", FIXED, FIXED6)), virtual_servers=(object(),))
     wire.change(nowhere, wanted)
-    assert not wire.inner.run(sysctls.is_forwarding)
+    assert not forwards(wire)
     assert wire.outside(wire.plumbing.matches, nowhere)
     assert wire.outside(wire.plumbing.find_drift, nowhere) == []
+    # Another program enables forwarding: the next change and the drift check see it.
+    wire.inner.run(real, wanted=True)
+    assert not wire.outside(wire.plumbing.matches, nowhere)
+    assert [kind for kind, _ in wire.outside(wire.plumbing.find_drift, nowhere)] == ["firewall"]
