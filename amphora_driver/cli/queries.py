@@ -96,7 +96,7 @@ def iter_load_balancers(
         part = sa.select(own).where(IS_LOAD_BALANCER, *here).order_by(own).limit(_PART)
         ids = connection.execute(part).scalars().all()
         if ids:
-            yield from list_load_balancers(connection, *conditions, own.between(ids[0], ids[-1]))
+            yield from list_load_balancers(connection, *conditions, within=(ids[0], ids[-1]))
         if len(ids) < _PART:
             return
         after = ids[-1]
@@ -121,16 +121,26 @@ def list_statuses(connection: sa.Connection) -> list[LoadBalancerSummary]:
     return [LoadBalancerSummary(work=row, status=row if row.object_id else None, since=row.since) for row in rows]
 
 
-def list_load_balancers(connection: sa.Connection, *conditions: sa.ColumnElement[bool]) -> list[LoadBalancerSummary]:
-    """Return the load balancers that meet the conditions on the table `job`, ordered by id."""
-    chosen = sa.select(job.c.load_balancer_id).where(IS_LOAD_BALANCER, *conditions)
+def list_load_balancers(
+    connection: sa.Connection, *conditions: sa.ColumnElement[bool], within: tuple[str, str] | None = None
+) -> list[LoadBalancerSummary]:
+    """Return the load balancers that meet the conditions on the table `job`, ordered by id.
+
+    With `within`, only load balancers from the first to the second id.
+    """
+
+    # Each table has its own condition on the ids. With a condition on `job` only, PostgreSQL reads the whole tables.
+    def part(table: sa.Table) -> list[sa.ColumnElement[bool]]:
+        return [] if within is None else [table.c.load_balancer_id.between(*within)]
+
+    chosen = sa.select(job.c.load_balancer_id).where(IS_LOAD_BALANCER, *part(job), *conditions)
     more = (count_pending().label("pending"), count_unreported().label("to_report"), pending_since().label("since"))
     columns = (*plain_columns(job, "reread"), *more)
-    work = sa.select(*columns).where(job.c.load_balancer_id.in_(chosen)).order_by(job.c.load_balancer_id)
+    work = sa.select(*columns).where(IS_LOAD_BALANCER, *part(job), *conditions).order_by(job.c.load_balancer_id)
     rows = connection.execute(work).all()
 
     def of_chosen(table: sa.Table, *more: sa.ColumnElement[bool]) -> sa.ColumnElement[bool]:
-        return sa.and_(table.c.load_balancer_id.in_(chosen), *more)
+        return sa.and_(table.c.load_balancer_id.in_(chosen), *part(table), *more)
 
     main = of_chosen(object_status, object_status.c.kind == Kind.LOAD_BALANCER.value)
     statuses = {one.object_id: one for one in connection.execute(sa.select(*STATUS_COLUMNS).where(main))}
