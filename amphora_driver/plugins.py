@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping
+from importlib import metadata
 from typing import Any, cast
 
 from oslo_config.cfg import ConfigOpts
@@ -19,6 +20,7 @@ from stevedore.exception import MultipleMatches, NoMatches
 
 from amphora_driver.database.engine import Database
 from amphora_driver.errors import AmphoraDriverError, ConfigurationError
+from amphora_driver.installation import find_plugins
 from amphora_driver.model.enums import Topology as Name
 from amphora_driver.network.interface import Network
 from amphora_driver.topology import Topology
@@ -26,6 +28,23 @@ from amphora_driver.validation.backend_capabilities import Backend, Deployment
 
 LOG = logging.getLogger(__name__)
 TOPOLOGY, COMPUTE, NETWORK = (f"amphora_driver.{kind}" for kind in ("topology", "compute", "network"))
+
+
+class _InstalledPlugins:
+    """Replaces stevedore's search for entry points, see `find_plugins`."""
+
+    namespace: str
+
+    def list_entry_points(self) -> list[metadata.EntryPoint]:
+        return list(find_plugins(self.namespace))
+
+
+class _Drivers(_InstalledPlugins, DriverManager):
+    """The one plug-in of a name."""
+
+
+class _Extensions(_InstalledPlugins, ExtensionManager):
+    """All plug-ins of a group."""
 
 
 class Catalogue:
@@ -96,7 +115,7 @@ class Catalogue:
         """Return the topologies and backends that users can choose; omit the ones that cannot be loaded."""
         options = self._conf.amp_haproxy
         if self._topologies is None:
-            self._topologies = tuple(sorted(ExtensionManager(TOPOLOGY).names()))
+            self._topologies = tuple(sorted(_Extensions(TOPOLOGY).names()))
         return Deployment(
             topologies=self._topologies,
             compute=self._offered("compute"),
@@ -158,7 +177,7 @@ class Catalogue:
 def _load(group: str, name: str) -> Any:
     wanted = f"use {name} ({group})"
     try:
-        return DriverManager(group, name, on_load_failure_callback=_failed).driver
+        return _Drivers(group, name, on_load_failure_callback=_failed).driver
     except NoMatches as error:
         remedy = f"Install the package that provides it, or correct {group}."
         raise ConfigurationError(wanted, "no entry point of this name is installed", remedy) from error
