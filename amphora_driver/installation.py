@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from importlib import metadata
+from typing import Any
 
 CONFIG_FILE = "/etc/amphora-driver/amphora-driver.conf"
 # Environment variable with the path of another configuration file.
@@ -24,7 +25,7 @@ def installed_version() -> str:
 
 
 @lru_cache(maxsize=1)
-def read_entry_points() -> metadata.EntryPoints:
+def read_entry_points() -> Any:
     """Return the entry points of all installed distributions, as of the first call."""
     return metadata.entry_points()
 
@@ -35,4 +36,5 @@ def find_plugins(group: str) -> metadata.EntryPoints:
     A process reads the metadata of the distributions once. The library stevedore sorts all entry points by their group,
     which takes ten times as long, unless it can write a cache file.
     """
-    return read_entry_points().select(group=group)
+    found: metadata.EntryPoints = read_entry_points().select(group=group)
+    return found

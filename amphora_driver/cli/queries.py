@@ -254,12 +254,14 @@ def count_unreported() -> sa.ScalarSelect[Any]:
     return _count_statuses(object_status.c.version > object_status.c.reported)
 
 
-def pending_since() -> sa.ScalarSelect[Any]:
-    """Return a subquery for statements about `job`: acceptance time of the oldest pending request."""
+def pending_since() -> sa.ColumnElement[Any]:
+    """Return a column for statements about `job`: acceptance time of the oldest pending request."""
     # The condition on the generation lets the database use an index and skip the history of old requests.
     newer = sa.and_(request.c.load_balancer_id == job.c.load_balancer_id, request.c.generation > job.c.applied)
     unapplied = (newer, request.c.applied_at.is_(None))
-    return sa.select(sa.func.min(request.c.accepted_at)).where(*unapplied).scalar_subquery()
+    oldest = sa.select(sa.func.min(request.c.accepted_at)).where(*unapplied).scalar_subquery()
+    # No request is newer than the job. So the database searches for requests of few load balancers of a fleet.
+    return sa.case((job.c.generation > job.c.applied, oldest))
 
 
 def provisioning_status(one: LoadBalancerSummary) -> str:

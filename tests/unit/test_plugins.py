@@ -144,6 +144,14 @@ def test_an_unavailable_backend_is_named_and_affects_no_other(catalogue, tmp_pat
     assert list(found.deployment().compute) == ["netns"], "an unavailable backend is not offered"
 
 
+def test_a_name_of_two_backends_is_refused(catalogue, tmp_path):
+    for name in ("first_images", "second_images"):
+        package(tmp_path, name, SOURCE, {COMPUTE: {"images": "Images"}})
+    found = catalogue("[amp_compute]\nenabled_drivers = images\n")
+    with pytest.raises(ConfigurationError, match="several packages provide it: first_images:Images, second_images"):
+        found.compute("images", None)
+
+
 def test_a_backend_without_supports_is_not_offered(catalogue, tmp_path):
     package(tmp_path, "silent_backend", "class Silent:\n    pass\n", {COMPUTE: {"silent": "Silent"}})
     assert list(catalogue("[amp_compute]\nenabled_drivers = silent\n").deployment().compute) == ["netns"]
