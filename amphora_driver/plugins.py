@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 from oslo_config.cfg import ConfigOpts
-from stevedore import DriverManager, ExtensionManager
-from stevedore.exception import MultipleMatches, NoMatches
 
 from amphora_driver.database.engine import Database
 from amphora_driver.errors import AmphoraDriverError, ConfigurationError
+from amphora_driver.installation import find_plugins
 from amphora_driver.model.enums import Topology as Name
 from amphora_driver.network.interface import Network
 from amphora_driver.topology import Topology
@@ -96,7 +95,7 @@ class Catalogue:
         """Return the topologies and backends that users can choose; omit the ones that cannot be loaded."""
         options = self._conf.amp_haproxy
         if self._topologies is None:
-            self._topologies = tuple(sorted(ExtensionManager(TOPOLOGY).names()))
+            self._topologies = tuple(self._find_topologies())
         return Deployment(
             topologies=self._topologies,
             compute=self._offered("compute"),
@@ -110,6 +109,16 @@ class Catalogue:
             connection_logging=options.connection_logging,
             log_authorities=bool(self._conf.amp_logs.ca_certificate),
         )
+
+    def _find_topologies(self) -> Iterator[str]:
+        for name in sorted({one.name for one in find_plugins(TOPOLOGY)}):
+            try:
+                self.topology(name)
+            except ConfigurationError as error:
+                text = "the driver cannot load the topology %s, so users cannot choose it: %s"
+                LOG.error(text, name, error)  # noqa: TRY400 - the message is complete
+            else:
+                yield name
 
     def _offered(self, group: str) -> dict[str, Backend]:
         found = {}
@@ -157,21 +166,19 @@ class Catalogue:
 
 def _load(group: str, name: str) -> Any:
     wanted = f"use {name} ({group})"
-    try:
-        return DriverManager(group, name, on_load_failure_callback=_failed).driver
-    except NoMatches as error:
+    found = {one.value: one for one in find_plugins(group) if one.name == name}
+    if not found:
         remedy = f"Install the package that provides it, or correct {group}."
-        raise ConfigurationError(wanted, "no entry point of this name is installed", remedy) from error
-    except MultipleMatches as error:
-        raise ConfigurationError(wanted, f"several packages provide it: {error}", "Remove all but one.") from error
+        raise ConfigurationError(wanted, "no entry point of this name is installed", remedy)
+    if len(found) > 1:
+        happened = f"several packages provide it: {', '.join(sorted(found))}"
+        raise ConfigurationError(wanted, happened, "Remove all but one.")
+    try:
+        return next(iter(found.values())).load()
     except AmphoraDriverError:
         raise
     except Exception as error:
         raise ConfigurationError(wanted, _words(error), "Install its dependencies.") from error
-
-
-def _failed(_manager: object, _entry_point: object, error: Exception) -> None:
-    raise error
 
 
 def _words(error: Exception) -> str:

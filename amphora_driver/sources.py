@@ -115,7 +115,9 @@ class Sources:
     def recorded_schema(self) -> schema_check.SchemaState:
         """Return the state of the database's schema, also of a schema of another version."""
         try:
-            with self.database.engine.connect().execution_options(amphora_read_only=True) as connection:
+            # The engine for reads keeps this connection for the reads of the command.
+            reading = self.database.engines[-1]
+            with reading.connect().execution_options(amphora_read_only=True) as connection:
                 return schema_check.read_state(connection)
         except DBAPIError as error:
             raise StoreError("read from the database", str(error.orig or error)) from error

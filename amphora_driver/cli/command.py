@@ -9,7 +9,6 @@ import itertools
 import logging
 import socket
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
 from importlib import metadata
 from typing import Any
 
@@ -17,6 +16,7 @@ from cliff import command, lister, show
 from stevedore import ExtensionManager
 
 from amphora_driver.errors import UnknownObject
+from amphora_driver.installation import find_plugins
 
 LOG = logging.getLogger(__name__)
 # The names of a command-line argument, and the keyword parameters of `ArgumentParser.add_argument`.
@@ -28,21 +28,6 @@ _MAX_NAME_LENGTH = 128
 # Maximum number of rows of a table without the option `--limit`. A command shows this number of rows in less than a
 # second.
 _PAGE = 1000
-
-
-@lru_cache(maxsize=1)
-def _entry_points() -> Any:
-    return metadata.entry_points()
-
-
-def find_plugins(group: str) -> metadata.EntryPoints:
-    """Return the entry points of a group, of all installed distributions.
-
-    The function reads the metadata of the distributions once. The library stevedore sorts all entry points by their
-    group, for which it needs as long as a command for all its imports, unless it can write a cache file.
-    """
-    found: metadata.EntryPoints = _entry_points().select(group=group)
-    return found
 
 
 class _Formatters(ExtensionManager):

@@ -25,10 +25,10 @@ from cliff.app import App
 from cliff.commandmanager import CommandManager
 from cliff.help import HelpCommand, HelpExit
 
-from amphora_driver.cli.command import Command, find_plugins
+from amphora_driver.cli.command import Command
 from amphora_driver.cli.formatting import escaping_stream
 from amphora_driver.errors import ConfigurationError
-from amphora_driver.installation import CONFIG_FILE, CONFIG_VARIABLE, installed_version
+from amphora_driver.installation import CONFIG_FILE, CONFIG_VARIABLE, find_plugins, installed_version
 
 if TYPE_CHECKING:
     import sqlalchemy as sa

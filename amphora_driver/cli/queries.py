@@ -96,7 +96,7 @@ def iter_load_balancers(
         part = sa.select(own).where(IS_LOAD_BALANCER, *here).order_by(own).limit(_PART)
         ids = connection.execute(part).scalars().all()
         if ids:
-            yield from list_load_balancers(connection, *conditions, own.between(ids[0], ids[-1]))
+            yield from list_load_balancers(connection, *conditions, within=(ids[0], ids[-1]))
         if len(ids) < _PART:
             return
         after = ids[-1]
@@ -121,16 +121,26 @@ def list_statuses(connection: sa.Connection) -> list[LoadBalancerSummary]:
     return [LoadBalancerSummary(work=row, status=row if row.object_id else None, since=row.since) for row in rows]
 
 
-def list_load_balancers(connection: sa.Connection, *conditions: sa.ColumnElement[bool]) -> list[LoadBalancerSummary]:
-    """Return the load balancers that meet the conditions on the table `job`, ordered by id."""
-    chosen = sa.select(job.c.load_balancer_id).where(IS_LOAD_BALANCER, *conditions)
+def list_load_balancers(
+    connection: sa.Connection, *conditions: sa.ColumnElement[bool], within: tuple[str, str] | None = None
+) -> list[LoadBalancerSummary]:
+    """Return the load balancers that meet the conditions on the table `job`, ordered by id.
+
+    With `within`, only load balancers from the first to the second id.
+    """
+
+    # Each table has its own condition on the ids. With a condition on `job` only, PostgreSQL reads the whole tables.
+    def part(table: sa.Table) -> list[sa.ColumnElement[bool]]:
+        return [] if within is None else [table.c.load_balancer_id.between(*within)]
+
+    chosen = sa.select(job.c.load_balancer_id).where(IS_LOAD_BALANCER, *part(job), *conditions)
     more = (count_pending().label("pending"), count_unreported().label("to_report"), pending_since().label("since"))
     columns = (*plain_columns(job, "reread"), *more)
-    work = sa.select(*columns).where(job.c.load_balancer_id.in_(chosen)).order_by(job.c.load_balancer_id)
+    work = sa.select(*columns).where(IS_LOAD_BALANCER, *part(job), *conditions).order_by(job.c.load_balancer_id)
     rows = connection.execute(work).all()
 
     def of_chosen(table: sa.Table, *more: sa.ColumnElement[bool]) -> sa.ColumnElement[bool]:
-        return sa.and_(table.c.load_balancer_id.in_(chosen), *more)
+        return sa.and_(table.c.load_balancer_id.in_(chosen), *part(table), *more)
 
     main = of_chosen(object_status, object_status.c.kind == Kind.LOAD_BALANCER.value)
     statuses = {one.object_id: one for one in connection.execute(sa.select(*STATUS_COLUMNS).where(main))}
@@ -244,12 +254,14 @@ def count_unreported() -> sa.ScalarSelect[Any]:
     return _count_statuses(object_status.c.version > object_status.c.reported)
 
 
-def pending_since() -> sa.ScalarSelect[Any]:
-    """Return a subquery for statements about `job`: acceptance time of the oldest pending request."""
+def pending_since() -> sa.ColumnElement[Any]:
+    """Return a column for statements about `job`: acceptance time of the oldest pending request."""
     # The condition on the generation lets the database use an index and skip the history of old requests.
     newer = sa.and_(request.c.load_balancer_id == job.c.load_balancer_id, request.c.generation > job.c.applied)
     unapplied = (newer, request.c.applied_at.is_(None))
-    return sa.select(sa.func.min(request.c.accepted_at)).where(*unapplied).scalar_subquery()
+    oldest = sa.select(sa.func.min(request.c.accepted_at)).where(*unapplied).scalar_subquery()
+    # No request is newer than the job. So the database searches for requests of few load balancers of a fleet.
+    return sa.case((job.c.generation > job.c.applied, oldest))
 
 
 def provisioning_status(one: LoadBalancerSummary) -> str:

@@ -11,6 +11,7 @@ import argparse
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -68,15 +69,18 @@ class CheckStatus(Lister):
             yield warning("not checked: the checks need the database. Repair the database first.", "Everything else")
             return
         database = self.app.database
-        yield run_check("Keys", lambda: host_checks.check_keys(conf, database))
-        yield run_check("Backends", lambda: host_checks.check_backends(conf, database))
         now = database.now()
-        yield run_check("Log targets", lambda: host_checks.check_log_certificate(conf, now))
-        try:
-            rows = self._read_rows(now)
-        except AmphoraDriverError as error:
-            yield failure(str(error), "Database")
-            return
+        # The database server computes the rows of a large fleet while this process decrypts the secrets.
+        with ThreadPoolExecutor(1) as threads:
+            reading = threads.submit(self._read_rows, now)
+            yield run_check("Keys", lambda: host_checks.check_keys(conf, database))
+            yield run_check("Backends", lambda: host_checks.check_backends(conf, database))
+            yield run_check("Log targets", lambda: host_checks.check_log_certificate(conf, now))
+            try:
+                rows = reading.result()
+            except AmphoraDriverError as error:
+                yield failure(str(error), "Database")
+                return
         yield from _check_rows(conf, rows, now, host=True)
 
     def _run_on_records(self) -> Iterator[Check]:

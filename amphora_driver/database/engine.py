@@ -150,7 +150,7 @@ class Database:
 
     @property
     def engines(self) -> tuple[sa.Engine, ...]:
-        """The different engines of this process, for listeners of their events."""
+        """The different engines of this process, the one for reads last."""
         made = self._load_engines()
         return (made.writing,) if made.reading is made.writing else (made.writing, made.reading)
 
@@ -378,7 +378,9 @@ def _connect_arguments(url: sa.URL, answer_timeout: float) -> dict[str, Any]:
             "keepalives_interval": 2,
             "keepalives_count": 3,
             "tcp_user_timeout": int(answer_timeout * 1000),
-            "options": f"-c lock_timeout={_LOCK_SECONDS}s -c statement_timeout={answer_timeout:.0f}s"
+            # PostgreSQL compiles a statement with a high estimated cost (JIT), which takes longer than any statement of
+            # the driver. The estimates are high for large fleets, and before the first ANALYZE of new rows.
+            "options": f"-c jit=off -c lock_timeout={_LOCK_SECONDS}s -c statement_timeout={answer_timeout:.0f}s"
             f" -c idle_in_transaction_session_timeout={max(_IDLE_SECONDS, int(answer_timeout))}s",
         }
     else:

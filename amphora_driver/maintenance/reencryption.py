@@ -71,8 +71,8 @@ def count_key_usage(database: Database, vault: Vault) -> list[KeyUsage]:
         rows: dict[int | None, list[bool]] = {number: [] for number in range(len(names))}
         locate = _LOCATIONS[column][1]
         for batch in _batches(database, column, _PAGE):
-            for row in batch:
-                number, misplaced = vault.find_key(row[-1], locate(row))
+            used = vault.find_keys((row[-1], locate(row)) for row in batch)
+            for row, (number, misplaced) in zip(batch, used, strict=True):
                 rows.setdefault(number, []).append(misplaced)
                 if misplaced:
                     key = ", ".join(map(str, row[: len(column.table.primary_key)]))

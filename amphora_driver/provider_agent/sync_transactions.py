@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import sqlalchemy as sa
 
+from amphora_driver.database.bulk_update import BulkUpdate
 from amphora_driver.database.rows import force_index
 from amphora_driver.database.tables import DUE_NOW, desired_object, job, object_status, request
 from amphora_driver.model.enums import Kind, Provisioning
@@ -25,6 +26,28 @@ from amphora_driver.store.generations import Op
 from amphora_driver.store.sealed_secrets import SealedSecret
 
 NO_CONTENT = "Octavia returned no content for a secret reference. Check that the secret exists and can be read"
+
+
+class _Committed(msgspec.Struct, frozen=True, array_like=True):
+    """The generation of a load balancer whose Octavia transaction has ended."""
+
+    load_balancer_id: str
+    committed: int
+
+
+# One statement: with an UPDATE for each row, controllers would wait for the lock of the first row until the last one.
+_GENERATION = sa.bindparam("upto", type_=sa.BigInteger)
+_MARK_COMMITTED = BulkUpdate(
+    job,
+    _Committed,
+    {"load_balancer_id": "of"},
+    {"committed": "upto"},
+    {"committed": "n.committed"},
+    "o.committed < n.committed",
+    job.update()
+    .where(job.c.load_balancer_id == sa.bindparam("of"), job.c.committed < _GENERATION)
+    .values(committed=_GENERATION),
+)
 
 
 def list_uncommitted(connection: sa.Connection) -> Sequence[Any]:
@@ -49,9 +72,7 @@ def list_recently_changed(connection: sa.Connection, since: float) -> list[str]:
 
 def mark_committed(connection: sa.Connection, rows: Sequence[Any]) -> None:
     """Record the end of the Octavia transactions of these jobs, up to their generations."""
-    for row in rows:
-        behind = (job.c.load_balancer_id == row.load_balancer_id, job.c.committed < row.generation)
-        connection.execute(job.update().where(*behind).values(committed=row.generation))
+    _MARK_COMMITTED.execute(connection, [_Committed(row.load_balancer_id, row.generation) for row in rows])
 
 
 def update_due_job(connection: sa.Connection, load_balancer_id: str, **values: Any) -> None:

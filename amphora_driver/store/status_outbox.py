@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import sqlalchemy as sa
 
+from amphora_driver.database.bulk_update import BulkUpdate
 from amphora_driver.database.rows import chunks, force_index, to_struct
 from amphora_driver.database.tables import (
     desired_object,
@@ -53,6 +54,13 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     kind: Kind
     operating: Operating
     reason: str = ""
+
+
+class _Reported(msgspec.Struct, frozen=True, array_like=True):
+    """The version of an object's status that Octavia has received."""
+
+    object_id: str
+    reported: int
 
 
 _IDS: sa.BindParameter[Any] = sa.bindparam("ids", expanding=True)
@@ -128,13 +136,29 @@ _FAIL = (
 )
 _FAIL_AND_WAIT = object_status.update().where(_OF_LOAD_BALANCER, _IS_WAITING).ordered_values(*_TO_ERROR)
 _VERSION = sa.bindparam("told", type_=sa.BigInteger)
-_MARK_REPORTED = (
+_MARK_REPORTED = BulkUpdate(
+    object_status,
+    _Reported,
+    {"object_id": "at"},
+    {"reported": "told"},
+    {"reported": "n.reported"},
+    "o.reported < n.reported",
     object_status.update()
-    .where(object_status.c.object_id.in_(_IDS), object_status.c.reported < _VERSION)
-    .values(reported=_VERSION)
+    .where(object_status.c.object_id == sa.bindparam("at"), object_status.c.reported < _VERSION)
+    .values(reported=_VERSION),
 )
 
 
+def _lock_query(*conditions: Any) -> sa.Select[Any]:
+    """Return a query that locks the rows with these conditions in the order of their ids."""
+    rows = sa.select(object_status.c.object_id).where(*conditions).order_by(object_status.c.object_id)
+    return sa.select(sa.func.count()).select_from(rows.with_for_update().subquery())
+
+
+_LOCK_OBJECTS = _lock_query(object_status.c.object_id.in_(_IDS))
+_LOCK_WAITING = _lock_query(_OF_LOAD_BALANCER, _IS_WAITING)
+_LOCK_CONFIRMED = _lock_query(_OF_LOAD_BALANCER, sa.or_(_IS_WAITING, sa.and_(_IS_SETTLED, _HAS_FAILED)))
+_LOCK_LOAD_BALANCER = _lock_query(_OF_LOAD_BALANCER)
 _REPORT_COLUMNS = (
     *(object_status.c.object_id, object_status.c.kind, object_status.c.load_balancer_id),
     *(object_status.c.provisioning, object_status.c.operating, object_status.c.pending),
@@ -156,8 +180,8 @@ def expect_confirmation(
     """Record that objects are PENDING until `generation` is confirmed; `new` objects have no row."""
     kinds = {object_id: kind for kind, object_id in objects}
     fresh = {object_id: kind for kind, object_id in new}
-    # All writers lock rows in the order of their ids, so that no deadlock occurs.
     for chunk in chunks(sorted(kinds)):
+        _lock_in_order(connection, _LOCK_OBJECTS, {"ids": chunk})
         found = connection.execute(_EXPECT, {"ids": chunk, "new_pending": generation}).rowcount
         if found < len(chunk):
             known = set(connection.execute(_KNOWN, {"ids": chunk}).scalars())
@@ -183,6 +207,11 @@ def confirm_generation(
         first: initial operating statuses of objects without a measurement.
     """
     common = {"of": load_balancer_id, "upto": generation, "now": time.time()}
+    if failed:
+        # The statements below lock the rows of each reason, then the others. So their order is fixed before.
+        connection.execute(_LOCK_LOAD_BALANCER, {"of": load_balancer_id})
+    else:
+        _lock_in_order(connection, _LOCK_CONFIRMED, {"of": load_balancer_id, "upto": generation})
     by_reason: dict[str, list[str]] = defaultdict(list)
     for object_id, reason in failed.items():
         by_reason[reason].append(object_id)
@@ -199,7 +228,9 @@ def confirm_generation(
 
 def fail_generation(connection: sa.Connection, load_balancer_id: str, generation: int, reason: str) -> None:
     """Set the objects that wait for `generation` to ERROR; they continue to wait for it."""
-    connection.execute(_FAIL_AND_WAIT, {"of": load_balancer_id, "upto": generation, "now": time.time(), "why": reason})
+    bound = {"of": load_balancer_id, "upto": generation}
+    _lock_in_order(connection, _LOCK_WAITING, bound)
+    connection.execute(_FAIL_AND_WAIT, {**bound, "now": time.time(), "why": reason})
 
 
 def write_observations(connection: sa.Connection, load_balancer_id: str, seen: Sequence[Observation]) -> int:
@@ -256,13 +287,7 @@ def list_due_reports(connection: sa.Connection, limit: int, after: str = "") -> 
 
 def mark_reported(connection: sa.Connection, reports: Sequence[StatusReport]) -> None:
     """Record that Octavia has received reports; delete the rows of objects reported as DELETED."""
-    by_version: dict[int, list[str]] = defaultdict(list)
-    for report in reports:
-        by_version[report.version].append(report.object_id)
-    for version, told in by_version.items():
-        # All writers update rows in the order of their ids, so that no deadlock occurs.
-        for ids in chunks(sorted(told)):
-            connection.execute(_MARK_REPORTED, {"ids": ids, "told": version})
+    _MARK_REPORTED.execute(connection, [_Reported(one.object_id, one.version) for one in reports])
     deleted = [report for report in reports if report.provisioning is Provisioning.DELETED]
     for report in deleted:
         if report.kind is Kind.LOAD_BALANCER:
@@ -270,6 +295,17 @@ def mark_reported(connection: sa.Connection, reports: Sequence[StatusReport]) ->
     for ids in chunks([report.object_id for report in deleted]):
         connection.execute(object_status.delete().where(object_status.c.object_id.in_(ids)))
         connection.execute(desired_object.delete().where(desired_object.c.id.in_(ids)))
+
+
+def _lock_in_order(connection: sa.Connection, query: sa.Select[Any], bound: Mapping[str, Any]) -> None:
+    """Lock the rows of the next UPDATE in the order of their ids, so that no deadlock occurs.
+
+    All writers lock rows in this order. PostgreSQL locks the rows of one UPDATE in the order of its plan, and a large
+    list of ids has another plan than a small one. It detects a deadlock after one second (`deadlock_timeout`). MySQL
+    and MariaDB use an index in the order of the ids.
+    """
+    if connection.dialect.name == "postgresql":
+        connection.execute(query, bound)
 
 
 def read_operating_statuses(connection: sa.Connection, load_balancer_ids: Sequence[str]) -> dict[str, Operating]:

@@ -272,11 +272,22 @@ class Deployment:
             return count
         _, errors = octavia.communicate()
         assert octavia.returncode == 0, errors[-3000:]
+        self._update_table_statistics()
+        return count
+
+    def _update_table_statistics(self) -> None:
+        """Let the servers analyze the tables, whose rows were inserted at once. Rows of a real fleet grow slowly.
+
+        PostgreSQL itself analyzes a changed table within a minute (autovacuum), so commands before that would use other
+        plans than commands after it.
+        """
         if self.options.database in {"mariadb", "galera"}:
             url = self.counters_urls[0]
             for database_name in ("fleet", "octavia"):
                 _execute(url, f"ANALYZE TABLE {', '.join(_tables(url, database_name))}")
-        return count
+        elif self.options.database == "postgresql":
+            for url in (self.counters_urls[0], self.octavia_url):
+                _execute(url, "ANALYZE")
 
     def _write_octavia_rows(self, number: int, members: dict[int, int] | None) -> subprocess.Popen[str]:
         """Start the process that writes Octavia's rows, beside those of the provider."""

@@ -51,7 +51,9 @@ def describe_changes(found: dict[str, Any], database: str, size: int) -> list[st
     rows += [["failed; not served", *(f"{found[one]['failures']}; {found[one]['not_served']}" for one in _PARTS)]]
     for name, text in {"due": "jobs without a controller", "running": "jobs at work", "unreported": "outbox"}.items():
         rows.append([f"largest number: {text}", *(str(found[one]["samples"]["largest"][name]) for one in _PARTS)])
-    if alone["locks"]:
+    if "deadlocks" in alone["locks"]:
+        rows.append(["deadlocks", *(f"{found[one]['locks']['deadlocks']:.0f}" for one in _PARTS)])
+    if "waits" in alone["locks"]:
         rows.append(
             ["waits for row locks (number; longest since the start, s)", *(_locks(found[one]) for one in _PARTS)]
         )

@@ -118,13 +118,20 @@ def repeating(work: Callable[[], None]) -> Iterator[None]:
 
 
 class LockCounters:
-    """The servers' own counters of waits for row locks (MariaDB): number, and the longest one since the start."""
+    """The servers' own counters.
+
+    MariaDB counts waits for row locks, and measures the longest one since the start. PostgreSQL counts deadlocks.
+    """
 
     def __init__(self, *urls: str) -> None:
         self._engines = [sa.create_engine(url) for url in urls]
 
     def read(self) -> dict[str, float]:
-        """Return number, total and longest wait in seconds; nothing from other servers."""
+        """Return number, total and longest wait in seconds, or the number of deadlocks; nothing of SQLite."""
+        if self._engines[0].dialect.name == "postgresql":
+            with self._engines[0].connect() as connection:
+                query = "SELECT sum(deadlocks) FROM pg_stat_database"
+                return {"deadlocks": float(connection.exec_driver_sql(query).scalar_one())}
         if self._engines[0].dialect.name != "mysql":
             return {}
         each = [_read_lock_status(engine) for engine in self._engines]

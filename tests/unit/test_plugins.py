@@ -5,9 +5,9 @@ import threading
 
 import pytest
 from installed import package
-from stevedore import ExtensionManager, _cache
+from stevedore import _cache
 
-from amphora_driver import config
+from amphora_driver import config, installation
 from amphora_driver.database.engine import Database
 from amphora_driver.errors import ConfigurationError
 from amphora_driver.plugins import COMPUTE, NETWORK, TOPOLOGY, Catalogue
@@ -41,9 +41,8 @@ SOURCE = """
 def catalogue(tmp_path, monkeypatch):
     """Makes a catalogue for a configuration."""
     monkeypatch.syspath_prepend(tmp_path)
-    # stevedore caches found entry points in a process.
-    monkeypatch.setattr(ExtensionManager, "ENTRY_POINT_CACHE", {})
-    monkeypatch.setattr(_cache._c, "_disable_caching", True)
+    # A process reads the installed entry points once.
+    installation.read_entry_points.cache_clear()
     opened = []
 
     def make(text=""):
@@ -55,6 +54,7 @@ def catalogue(tmp_path, monkeypatch):
         return Catalogue(conf, database)
 
     yield make
+    installation.read_entry_points.cache_clear()
     for database in opened:
         database.dispose()
 
@@ -66,6 +66,16 @@ def test_default_backends_are_found_and_created_once(catalogue):
     assert type(found.compute(None, None)).__name__ == "NetnsCompute"
     assert found.compute("netns", "local") is found.compute(None, None)
     assert found.topology("SINGLE").roles == ("STANDALONE",)
+
+
+def test_the_search_for_backends_sorts_no_entry_points_of_other_packages(catalogue, monkeypatch):
+    asked = []
+    monkeypatch.setattr(_cache, "get_group_all", lambda *names: asked.append(names) or ())
+    found = catalogue()
+    found.topology("SINGLE")
+    found.compute(None, None)
+    assert "SINGLE" in found.deployment().topologies
+    assert not asked
 
 
 def test_concurrent_requests_create_a_backend_once(catalogue):
@@ -132,6 +142,14 @@ def test_an_unavailable_backend_is_named_and_affects_no_other(catalogue, tmp_pat
     assert [word for word in words if word not in str(caught.value)] == []
     assert type(found.compute(None, None)).__name__ == "NetnsCompute"
     assert list(found.deployment().compute) == ["netns"], "an unavailable backend is not offered"
+
+
+def test_a_name_of_two_backends_is_refused(catalogue, tmp_path):
+    for name in ("first_images", "second_images"):
+        package(tmp_path, name, SOURCE, {COMPUTE: {"images": "Images"}})
+    found = catalogue("[amp_compute]\nenabled_drivers = images\n")
+    with pytest.raises(ConfigurationError, match="several packages provide it: first_images:Images, second_images"):
+        found.compute("images", None)
 
 
 def test_a_backend_without_supports_is_not_offered(catalogue, tmp_path):

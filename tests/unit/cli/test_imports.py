@@ -63,6 +63,15 @@ def test_a_command_imports_no_module_of_other_commands(filled, words, shown):
     assert shown in out
 
 
+def test_the_check_of_the_broker_does_not_import_celery(filled, tmp_path):
+    more = tmp_path / "broker.conf"
+    more.write_text("[amp_queue]\nengine = celery\nbroker_url = amqp://127.0.0.1:1//\n")
+    files = ("--config-file", filled, "--config-file", str(more))
+    out, imported = run(("celery",), *files, "status", "check", "-c", "Check", "-c", "Details", "-f", "value")
+    assert "ConnectionRefusedError" in out or "OperationalError" in out
+    assert "celery" not in imported
+
+
 def test_all_commands_of_the_package_are_found(entry_points):
     found = dict(LazyCommands(COMMANDS))
     named = {name.replace("_", " ") for name, _ in entry_points(COMMANDS)}

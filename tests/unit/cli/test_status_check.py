@@ -6,6 +6,7 @@ import json
 import re
 import select
 import socket
+import sys
 import threading
 import time
 
@@ -328,6 +329,13 @@ def test_a_broker_without_an_answer_is_a_finding(check, healthy, place):
     status, found = check()
     assert (status, found["Broker"][0]) == (1, "Warning")
     assert "canary" not in found["Broker"][1]
+
+
+def test_a_missing_celery_is_a_finding(check, healthy, place, monkeypatch):
+    # Other OpenStack services install Kombu without Celery.
+    monkeypatch.setitem(sys.modules, "celery", None)
+    place.write_text(place.read_text() + f"\n[amp_queue]\nsocket_dir = {place.parent}/bells\nengine = celery\n")
+    assert check()[1]["Broker"][1].startswith("celery is not installed")
 
 
 def test_a_missing_socket_directory_is_a_finding(check, healthy, folder):

@@ -8,9 +8,8 @@ import sqlalchemy as sa
 from installed import package
 from octavia_lib.api.drivers import data_models, exceptions
 from octavia_objects import LB, LISTENER, NETWORK, SUBNET, listener, load_balancer, pool
-from stevedore import ExtensionManager, _cache
 
-from amphora_driver import config, driver
+from amphora_driver import config, driver, installation
 from amphora_driver.database import tables
 from amphora_driver.model.enums import Topology
 from amphora_driver.model.loadbalancer import Profile
@@ -46,9 +45,10 @@ def reconfigured(conf, monkeypatch, tmp_path):
 def elsewhere(tmp_path, monkeypatch):
     """A second network backend is installed."""
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(ExtensionManager, "ENTRY_POINT_CACHE", {})
-    monkeypatch.setattr(_cache._c, "_disable_caching", True)
+    installation.read_entry_points.cache_clear()
     package(tmp_path, "network_elsewhere", SOURCE, {NETWORKS: {"elsewhere": "Elsewhere"}})
+    yield
+    installation.read_entry_points.cache_clear()
 
 
 def work(database):
