@@ -79,10 +79,13 @@ def record(database):
 def test_an_outage_of_octavias_database_is_a_few_lines(conf, database, octavia, lines):
     record(database)
     reporter = Reporter(conf, database)
-    octavia.refuse = database_error
+    calls = []
+    octavia.refuse = lambda document: calls.append(document) or database_error(document)
     for _ in range(2):
+        calls.clear()
         reporter._refused.clear()
         reporter.run_once()
+        assert len(calls) == 1 + len(NAMES), "a round sends each status once, and ends"
     # The first line of the text is the same for all objects; the statement and its parameters are not.
     reason = "(sqlite3.OperationalError) no such table: load_balancer"
     assert all(line.endswith(reason) for line in lines), lines
