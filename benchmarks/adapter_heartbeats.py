@@ -15,7 +15,7 @@ from amphora_agent.paths import Paths
 from amphora_agent.stats import heartbeat_codec
 from amphora_agent.stats.collector import Collector
 from amphora_driver.database import tables
-from amphora_driver.health import status_writer
+from amphora_driver.health import status_writer, write_batch
 from amphora_driver.health.amphora_reports import AmphoraReports
 from amphora_driver.health.heartbeat_codec import decode_datagram, read_amphora_id
 from amphora_driver.health.receiver import Receiver
@@ -41,7 +41,7 @@ class Heard:
         self._ledger = AmphoraReports()
         self._unwritten = set()
         # Write the time of every heartbeat; the default interval of one second is longer than a run.
-        status_writer._HEARTBEAT_WRITE_INTERVAL = 0.0  # noqa: SLF001
+        write_batch._HEARTBEAT_WRITE_INTERVAL = 0.0  # noqa: SLF001
         self._bookkeeper = status_writer.StatusWriter(self.database, self._ledger)
 
     def hb_encode(self, message):

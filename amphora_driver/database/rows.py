@@ -15,9 +15,9 @@ S = TypeVar("S", bound=msgspec.Struct)
 CHUNK = 500
 
 
-def chunks(values: Sequence[T]) -> Iterator[Sequence[T]]:
-    """Yield the values in parts of at most `CHUNK`."""
-    return (values[start : start + CHUNK] for start in range(0, len(values), CHUNK))
+def chunks(values: Sequence[T], size: int = CHUNK) -> Iterator[Sequence[T]]:
+    """Yield the values in parts of at most `size`."""
+    return (values[start : start + size] for start in range(0, len(values), size))
 
 
 def plain_columns(table: sa.Table, *omitted: str) -> list[sa.Column[Any]]:

@@ -2,8 +2,8 @@
 """Self-test of the health manager: whether it receives heartbeats and writes them to the database.
 
 Invariant: the `beat` in the row of this process grows only after two checks. The receiver thread has received a probe
-that this process sent to its own socket, and a recent flush has succeeded. So while the beat grows, a silent amphora is
-not a fault of this process.
+that this process sent to its own socket, and a recent flush, or a recent write of heartbeats during a longer flush, has
+succeeded. So while the beat grows, a silent amphora is not a fault of this process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ReceiverSelfTest:
         receives: returns whether a probe arrives within the given seconds; in a group of receivers, whether the probes
             of all receivers have arrived.
         interval: seconds between two tests.
-        max_flush_age: seconds for which a successful flush counts as recent.
+        max_flush_age: seconds for which a successful flush or write of heartbeats counts as recent.
     """
 
     def __init__(
@@ -45,6 +45,7 @@ class ReceiverSelfTest:
         self._working = True
 
     def record_flush(self) -> None:
+        """Record that the heartbeats up to now are in the database."""
         self._flushed_at = time.monotonic()
 
     def run(self, stopping: threading.Event) -> None:

@@ -44,6 +44,8 @@ _EXPIRY_INTERVALS = 5
 # Maximum seconds to wait for new heartbeats before the next flush to the database. So the health manager repeats a
 # failed write soon, even without new heartbeats.
 _IDLE_FLUSH_INTERVAL = 1.0
+# Seconds between two checks whether a long flush delays the times of heartbeats.
+_HEARTBEAT_CHECK_INTERVAL = 0.25
 # Seconds to wait for the last write of reports when the health manager stops.
 _STOP_TIMEOUT = 20.0
 # Age in seconds of the last successful write, above which `GET /healthz` returns 503.
@@ -80,16 +82,6 @@ class HealthManager:
             accept_time=self._accept_time,
             member=member,
         )
-        self._writer = StatusWriter(
-            self._database,
-            self._reports,
-            conf.amp_health.interval,
-            lambda: notifier.notify(conf, local_socket.CONTROLLER),
-            self._receiver.forget,
-            conf.amp_health.near_limit,
-            conf.amp_health.statistics_interval,
-            lambda: self._receiver.overload.omitted >= Omitted.STATISTICS,
-        )
         name = process_name()
         # Self-tests run at least five times within `silent_after`. So controllers learn of a failed self-test long
         # before they regard silent amphorae as dead.
@@ -101,6 +93,17 @@ class HealthManager:
             interval /= 2
         self._group_test_age = _GROUP_TEST_AGE * interval
         self._self_test = ReceiverSelfTest(self._database, name, self._receives_probe, interval, max_flush_age)
+        self._writer = StatusWriter(
+            self._database,
+            self._reports,
+            conf.amp_health.interval,
+            lambda: notifier.notify(conf, local_socket.CONTROLLER),
+            self._receiver.forget,
+            conf.amp_health.near_limit,
+            conf.amp_health.statistics_interval,
+            lambda: self._receiver.overload.omitted >= Omitted.STATISTICS,
+            self._self_test.record_flush,
+        )
         kind = process_registry.ProcessKind.HEALTH_MANAGER
         self._telemetry = Telemetry(
             conf,
@@ -125,6 +128,7 @@ class HealthManager:
             )
         others = [
             threading.Thread(target=self._flush_until_stopped, name="status-writer"),
+            threading.Thread(target=self._write_heartbeats_until_stopped, name="heartbeat-writer"),
             threading.Thread(target=self._self_test.run, args=(self._stopping,), name="self-test"),
         ]
         for thread in others:
@@ -238,6 +242,25 @@ class HealthManager:
             self._stopping.wait(self._conf.amp_health.flush_interval)
             self._updated.wait(_IDLE_FLUSH_INTERVAL)
             self._updated.clear()
+
+    def _write_heartbeats_until_stopped(self) -> None:
+        """Write the times of heartbeats during long flushes.
+
+        A flush with thousands of statuses may last for seconds on a busy host. Without newer times in the database, the
+        amphorae would seem silent, so that the self-test would have to fail.
+        """
+        while not self._stopping.wait(_HEARTBEAT_CHECK_INTERVAL):
+            try:
+                self._writer.write_delayed_heartbeats()
+            except StoreError as error:
+                # The flush writes to the same database, and logs its errors as warnings.
+                LOG.debug("the health manager could not write the times of heartbeats and tries again: %s", error)
+            except Exception:
+                # An error must not end this thread, because later long flushes would delay the times again.
+                LOG.exception(
+                    "the health manager could not write the times of heartbeats to the database because of an "
+                    "unexpected error and tries again"
+                )
 
     def _flush(self, *, last: bool = False) -> None:
         try:

@@ -4,7 +4,7 @@
 Invariant: the writer writes changes only. The next flush computes a failed batch again, with or without new heartbeats,
 so no queue can overflow or get lost. A report affects only the load balancer of its amphora, and no report can block
 the writes of other load balancers. A flush of at most `_PART` amphorae is one read and at most one write transaction
-(`write_batch`).
+(`write_batch`), or several for thousands of rows.
 
 A heartbeat that repeats the previous one causes no read. Its time is written with the times of all other amphorae, and
 its counters at the interval of the statistics. The writer reads a load balancer after a change, and every
@@ -33,18 +33,15 @@ from amphora_driver.health.amphora_findings import AmphoraFindings
 from amphora_driver.health.amphora_reports import AmphoraReports, LastReport, share_text
 from amphora_driver.health.stale_connections import StaleConnections
 from amphora_driver.health.status import ListenerReport, Report, operating_statuses
-from amphora_driver.health.write_batch import BatchWriter, Entry, Written, plain
+from amphora_driver.health.write_batch import BatchWriter, Entry, HeartbeatTimes, Written, plain, split_entries
 from amphora_driver.model.amphora import AmphoraState
 from amphora_driver.model.enums import Operating
 from amphora_driver.model.loadbalancer import LoadBalancer
 from amphora_driver.store import amphorae, desired_objects, status_outbox
-from amphora_driver.store.amphorae import LastHeartbeat, ServingState
+from amphora_driver.store.amphorae import ServingState
 
 LOG = logging.getLogger(__name__)
 
-# Minimum seconds between two writes of heartbeat times. The limit reduces the load of the database, because an idle
-# system writes only heartbeat times.
-_HEARTBEAT_WRITE_INTERVAL = amphorae.LIVENESS_WRITE_INTERVAL
 # Seconds between two removals of deleted amphorae and load balancers from memory.
 _CLEANUP_INTERVAL = 60.0
 # The health manager reads a load balancer again after this number of seconds without a change, because a controller may
@@ -53,9 +50,13 @@ _REFRESH_INTERVAL = 30.0
 # A flush reads and writes at most this number of amphorae in one transaction, so that the times of heartbeats can be
 # written in between.
 _PART = 100
+# Maximum number of statuses and rows of statistics in a transaction. A Galera conflict repeats these rows only.
+_MAX_WRITTEN = 1000
 # A flush starts no further part after this number of seconds. Statistics wait then, and other load balancers wait for
 # the next flush.
 _FLUSH_SECONDS = 1.0
+# A flush that lasts for this number of seconds does not delay the times of heartbeats.
+_LONG_FLUSH = 0.3
 # Maximum number of objects of load balancers in memory. An object takes about 500 bytes.
 _MAX_TREE_OBJECTS = 20_000
 # A flush writes at most about this number of rows of statistics.
@@ -155,7 +156,7 @@ class _PendingWrite(msgspec.Struct, frozen=True):
 
 
 class StatusWriter:
-    """Writes changed reports to the database. Not thread-safe.
+    """Writes changed reports to the database. Not thread-safe, except for `write_delayed_heartbeats`.
 
     Args:
         interval: seconds between two heartbeats of an amphora.
@@ -164,6 +165,7 @@ class StatusWriter:
         near_limit: percentage of a limited resource from which an amphora is near the limit.
         statistics_interval: seconds between two writes of the statistics of one load balancer.
         is_overloaded: returns whether statistics have to wait.
+        on_heartbeats_written: called after each write of the times of heartbeats.
     """
 
     def __init__(
@@ -176,6 +178,7 @@ class StatusWriter:
         near_limit: int = 85,
         statistics_interval: float = 0.0,
         is_overloaded: Callable[[], bool] = lambda: False,
+        on_heartbeats_written: Callable[[], None] = lambda: None,
     ) -> None:
         self._database = database
         self._reports = reports
@@ -193,12 +196,12 @@ class StatusWriter:
         # Amphorae with heartbeats since the last flush to the database.
         self._updated: dict[str, LastReport] = {}
         self._changed: set[str] = set()
-        # The last heartbeat of each amphora, until its write to the database.
-        self._heartbeats: dict[str, LastReport] = {}
-        self._heartbeats_written_at = 0.0
+        self._times = HeartbeatTimes(database, reports, on_heartbeats_written)
         # A heap of load balancers with new counters, each with the time at which they are due.
         self._statistics_due: list[tuple[float, str]] = []
         self._cleaned_up_at = time.monotonic()
+        # Time at which the present flush began; None between two flushes.
+        self._flush_begun: float | None = None
 
     def flush(self, *, last: bool = False) -> bool:
         """Write the changes since the last flush, and return whether Octavia needs an update.
@@ -206,7 +209,13 @@ class StatusWriter:
         Raise StoreError if the database does not answer; the next flush repeats the writes. The last flush postpones
         no write.
         """
-        begun = time.monotonic()
+        self._flush_begun = begun = time.monotonic()
+        try:
+            return self._flush(begun, last=last)
+        finally:
+            self._flush_begun = None
+
+    def _flush(self, begun: float, *, last: bool) -> bool:
         self._take_reports(begun)
         unread = self._find_unread(begun)
         parts = [unread[start : start + _PART] for start in range(0, len(unread), _PART)] or [[]]
@@ -228,15 +237,20 @@ class StatusWriter:
         self._remove_departed()
         return changed or closed
 
+    def write_delayed_heartbeats(self) -> None:
+        """Write the times of heartbeats if a flush in another thread delays them, or raise StoreError."""
+        begun = self._flush_begun
+        if begun is not None and time.monotonic() - begun >= _LONG_FLUSH:
+            self._times.write_due()
+
     def _take_reports(self, now: float) -> None:
         # An amphora whose report changes between these two calls is in the result of the next flush.
         self._changed |= self._reports.take_changed()
-        updated = self._reports.take_updated()
+        updated = self._times.take_updated()
         for amphora_id in self._changed - updated.keys() - self._updated.keys():
             if (report := self._reports.last_report(amphora_id)) is not None:
                 updated[amphora_id] = report
         self._updated.update(updated)
-        self._heartbeats.update(updated)
         owners, states = self._owners, self._states
         for amphora_id in updated:
             load_balancer_id = owners.get(amphora_id, "")
@@ -405,9 +419,9 @@ class StatusWriter:
     def _forget_unknown(self, amphora_ids: set[str]) -> None:
         self._keep_counters(amphora_ids)
         self._reports.forget(amphora_ids)
+        self._times.forget(amphora_ids)
         for amphora_id in amphora_ids:
             self._owners.pop(amphora_id, None)
-            self._heartbeats.pop(amphora_id, None)
 
     def _log_silent(self, load_balancer_id: str, state: _LoadBalancerState, silent: list[str]) -> None:
         """Log once that an amphora is silent, because no status shows its silence while the partner serves."""
@@ -432,18 +446,18 @@ class StatusWriter:
 
     def _write(self, pending: list[_PendingWrite], *, last: bool) -> bool:
         entries = [one.entry for one in pending if one.entry.rows or one.entry.observations]
-        now = time.monotonic()
-        due = last or now - self._heartbeats_written_at >= _HEARTBEAT_WRITE_INTERVAL
-        heartbeats = [_last_heartbeat(*one) for one in self._heartbeats.items()] if due else []
-        written = self._batches.write(entries, heartbeats) if entries or heartbeats else Written()
-        refused = {one.load_balancer_id for one in entries} - written.entries
+        now, changed = time.monotonic(), False
+        refused: set[str] = set()
+        for some in split_entries(entries, _MAX_WRITTEN) or [[]]:
+            with self._times.due(last=last) as heartbeats:
+                written = self._batches.write(some, heartbeats) if some or heartbeats else Written()
+            refused |= {one.load_balancer_id for one in some} - written.entries
+            changed |= bool(written.unreported)
+            changed |= any(one.rows for one in some if one.load_balancer_id in written.entries)
         for one in pending:
             if one.entry.load_balancer_id not in refused:
                 one.record(now, self._statistics_interval)
-        if heartbeats:
-            self._heartbeats.clear()
-            self._heartbeats_written_at = now
-        return bool(written.unreported or any(one.rows for one in entries if one.load_balancer_id in written.entries))
+        return changed
 
     def _remove_departed(self) -> None:
         """Drop the memory of deleted amphorae and load balancers, at most once per cleanup interval."""
@@ -457,7 +471,7 @@ class StatusWriter:
         self._keep_counters(departed)
         self._reports.forget(departed)
         self._on_departed(departed)
-        self._heartbeats = {amphora_id: one for amphora_id, one in self._heartbeats.items() if amphora_id in owners}
+        self._times.retain(owners)
         self._owners = {one: owners[one] for one in self._owners if one in owners}
         self._findings.retain(owners)
         served = set(owners.values())
@@ -483,18 +497,3 @@ def _compute_write(current: _CurrentReports) -> _PendingWrite:
     ]
     computed = {share_text(object_id): one.status for object_id, one in statuses.items()}
     return _PendingWrite(state, computed, Entry(current.load_balancer_id, observations))
-
-
-def _last_heartbeat(amphora_id: str, last: LastReport) -> LastHeartbeat:
-    epoch, sequence = last.order
-    return LastHeartbeat(
-        amphora_id=amphora_id,
-        seen_at=last.wall,
-        generation=last.generation,
-        epoch=epoch,
-        sequence=sequence,
-        # During overload, only the time of a heartbeat is recorded. The value `holds_vip` of an older heartbeat must
-        # not be recorded with this time.
-        holds_vip=last.holds_vip if last.read_at == last.monotonic else None,
-        agent_version=last.agent_version,
-    )

@@ -2,15 +2,18 @@
 """Writes reports of amphorae: in one transaction, or in smaller transactions after a refused value.
 
 Invariant: a value that the database refuses blocks the rows of its own load balancer only. If the database does not
-answer, no row is written, and the caller repeats the whole batch.
+answer, no row is written, and the caller repeats the whole batch. The times of heartbeats do not wait for a long flush
+of statuses (`HeartbeatTimes`).
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 import msgspec
@@ -18,8 +21,10 @@ import sqlalchemy as sa
 
 from amphora_driver import metrics
 from amphora_driver.database.engine import Database
+from amphora_driver.database.rows import chunks
 from amphora_driver.errors import ContentRefused
 from amphora_driver.health import statistics
+from amphora_driver.health.amphora_reports import AmphoraReports, LastReport
 from amphora_driver.store import amphorae, status_outbox
 from amphora_driver.store.amphorae import LastHeartbeat
 from amphora_driver.untrusted_text import printable
@@ -27,6 +32,9 @@ from amphora_driver.untrusted_text import printable
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 
+# Minimum seconds between two writes of heartbeat times. The limit reduces the load of the database, because an idle
+# system writes only heartbeat times.
+_HEARTBEAT_WRITE_INTERVAL = amphorae.LIVENESS_WRITE_INTERVAL
 # After the database has refused rows of a load balancer or amphora, new rows get a separate transaction for this number
 # of seconds.
 _ISOLATION_TIME = 300.0
@@ -44,7 +52,7 @@ class Entry(msgspec.Struct, frozen=True):
 
     load_balancer_id: str
     observations: Sequence[status_outbox.Observation] = ()
-    rows: tuple[statistics.Row, ...] = ()
+    rows: Sequence[statistics.Row] = ()
 
 
 class Written(msgspec.Struct):
@@ -52,6 +60,32 @@ class Written(msgspec.Struct):
 
     entries: set[str] = set()
     unreported: int = 0
+
+
+def split_entries(entries: Sequence[Entry], most: int) -> list[list[Entry]]:
+    """Return the entries in parts with at most `most` rows each. A larger entry becomes several entries.
+
+    Each row is written on its own, so several transactions have the same result as one.
+    """
+    parts: list[list[Entry]] = []
+    room = 0
+    for entry in entries:
+        for piece in _split_entry(entry, most):
+            number = len(piece.observations) + len(piece.rows)
+            if number > room:
+                parts.append([])
+                room = most
+            parts[-1].append(piece)
+            room -= number
+    return parts
+
+
+def _split_entry(entry: Entry, most: int) -> list[Entry]:
+    if len(entry.observations) + len(entry.rows) <= most:
+        return [entry]
+    one = entry.load_balancer_id
+    observed = [Entry(one, observations=some) for some in chunks(entry.observations, most)]
+    return [*observed, *(Entry(one, rows=some) for some in chunks(entry.rows, most))]
 
 
 def plain(reason: str) -> str:
@@ -96,7 +130,8 @@ class BatchWriter:
     def write(self, entries: Sequence[Entry], seen: Sequence[LastHeartbeat]) -> Written:
         """Write all rows that the database accepts. Raise StoreError if the database does not answer.
 
-        The arguments contain at most one entry for each load balancer and one heartbeat for each amphora.
+        The arguments contain at most one entry with statuses for each load balancer, and one heartbeat for each
+        amphora.
         """
         written = Written()
         parts: list[Entry | LastHeartbeat] = [*entries, *seen]
@@ -153,5 +188,93 @@ class BatchWriter:
         written.entries.update(entry.load_balancer_id for entry in entries)
 
 
+class HeartbeatTimes:
+    """The last heartbeats of amphorae until their times are written. Thread-safe.
+
+    A flush writes the times together with statuses, in one transaction. While a flush takes longer, another thread
+    writes them. Each write contains the newest heartbeats, also if they arrived during the flush. `on_written` is
+    called after each write.
+    """
+
+    def __init__(self, database: Database, reports: AmphoraReports, on_written: Callable[[], None]) -> None:
+        self._reports = reports
+        self._on_written = on_written
+        self._batches = BatchWriter(database)
+        # One thread at a time writes, so that no older heartbeats are written after newer ones.
+        self._lock = threading.Lock()
+        # The last heartbeat of each amphora, until its write to the database.
+        self._unwritten: dict[str, LastReport] = {}
+        # Heartbeats since the last `take_updated`.
+        self._updated: dict[str, LastReport] = {}
+        self._written_at = 0.0
+
+    def take_updated(self) -> dict[str, LastReport]:
+        """Return the amphorae with a heartbeat since the previous call."""
+        with self._lock:
+            self._collect()
+            updated, self._updated = self._updated, {}
+        return updated
+
+    @contextmanager
+    def due(self, *, last: bool) -> Iterator[list[LastHeartbeat]]:
+        """Yield the heartbeats that the block writes; none before the interval has passed.
+
+        The last flush does not wait for the interval. After an error in the block, the heartbeats stay unwritten.
+        """
+        with self._lock:
+            heartbeats = self._list_due(0.0 if last else _HEARTBEAT_WRITE_INTERVAL)
+            yield heartbeats
+            if heartbeats:
+                self._unwritten.clear()
+                self._written_at = time.monotonic()
+                self._on_written()
+
+    def write_due(self) -> None:
+        """Write the heartbeats that are due in a transaction of their own, or raise StoreError."""
+        with self.due(last=False) as heartbeats:
+            if heartbeats:
+                self._batches.write([], heartbeats)
+
+    def forget(self, amphora_ids: Iterable[str]) -> None:
+        with self._lock:
+            for amphora_id in amphora_ids:
+                self._unwritten.pop(amphora_id, None)
+                self._updated.pop(amphora_id, None)
+
+    def retain(self, amphora_ids: Container[str]) -> None:
+        """Drop the heartbeats of all other amphorae."""
+        with self._lock:
+            self._unwritten = {one: last for one, last in self._unwritten.items() if one in amphora_ids}
+            self._updated = {one: last for one, last in self._updated.items() if one in amphora_ids}
+            self._batches.forget_old_refusals()
+
+    def _list_due(self, age: float) -> list[LastHeartbeat]:
+        """Return the unwritten heartbeats if the last write is older than a number of seconds."""
+        if time.monotonic() - self._written_at < age:
+            return []
+        self._collect()
+        return [_last_heartbeat(*one) for one in self._unwritten.items()]
+
+    def _collect(self) -> None:
+        updated = self._reports.take_updated()
+        self._unwritten.update(updated)
+        self._updated.update(updated)
+
+
 def _owner(part: Entry | LastHeartbeat) -> str:
     return part.load_balancer_id if isinstance(part, Entry) else part.amphora_id
+
+
+def _last_heartbeat(amphora_id: str, last: LastReport) -> LastHeartbeat:
+    epoch, sequence = last.order
+    return LastHeartbeat(
+        amphora_id=amphora_id,
+        seen_at=last.wall,
+        generation=last.generation,
+        epoch=epoch,
+        sequence=sequence,
+        # During overload, only the time of a heartbeat is recorded. The value `holds_vip` of an older heartbeat must
+        # not be recorded with this time.
+        holds_vip=last.holds_vip if last.read_at == last.monotonic else None,
+        agent_version=last.agent_version,
+    )

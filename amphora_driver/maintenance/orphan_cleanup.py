@@ -57,7 +57,9 @@ class OrphanCleaner:
             removed += self._clean_compute(name, compute)
         for name, network in self._catalogue.networks().items():
             removed += self._clean_network(name, network)
-        self._database.write(orphans.delete_stale_rows)
+        stale = self._database.read(orphans.find_stale_rows)
+        if stale.amphora_ids or stale.load_balancer_ids:
+            self._database.write(lambda connection: orphans.delete_stale_rows(connection, stale))
         return removed
 
     def _clean_compute(self, name: str, compute: Compute) -> int:

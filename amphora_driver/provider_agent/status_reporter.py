@@ -29,12 +29,14 @@ from oslo_config.cfg import ConfigOpts
 
 from amphora_driver import failpoints, metrics
 from amphora_driver.database.engine import Database
+from amphora_driver.database.rows import chunks
 from amphora_driver.errors import AmphoraDriverError
 from amphora_driver.model.enums import Kind, Provisioning
 from amphora_driver.notifications import outbox as notification_outbox
 from amphora_driver.provider_agent import sync_transactions
 from amphora_driver.provider_agent.octavia_audit import OctaviaAuditor
 from amphora_driver.provider_agent.octavia_reader import OctaviaReader
+from amphora_driver.provider_agent.refused_statuses import RefusalLog, failure_of
 from amphora_driver.provider_agent.resync import Resyncer
 from amphora_driver.provider_agent.statistics_shares import PARTS, StatisticsShares
 from amphora_driver.queue import jobs, local_socket, notifier
@@ -45,6 +47,10 @@ LOG = logging.getLogger(__name__)
 # One call to Octavia has at most _MAX_DELETED deleted and _MAX_ROWS other objects, so that the call takes a quarter of
 # its time-out (30 s). Octavia needs up to 0.5 s to delete an object, and 2 ms for another status.
 _MAX_DELETED, _MAX_ROWS = 15, 300
+# Maximum number of load balancers or objects in one transaction. On Galera, a write of another node to one of the rows
+# aborts the whole transaction. Controllers write the `job` row of a new request at the same time as the provider agent,
+# so these parts are smaller. A part of one round usually contains all rows, so that it costs one COMMIT.
+_COMMITTED_PART, _REPORTED_PART = 25, 100
 # UpdateStatusError with an object id means a refused status, which the sending methods handle. Without an object id,
 # octavia-driver-agent is unreachable.
 _UNREACHABLE = (
@@ -97,6 +103,7 @@ class Reporter:
         self._ended = threading.Event()
         # For each object with a refused status: the monotonic time of the next report, and the back-off in seconds.
         self._refused: dict[str, tuple[float, float]] = {}
+        self._refusal_log = RefusalLog()
         self._last_reported = self._last_listener = ""
         self._shares = StatisticsShares(database, self._name)
 
@@ -136,7 +143,8 @@ class Reporter:
                 while not self._ended.is_set() and self.report_statistics(self._shares.parts()):
                     pass
             except _UNREACHABLE as error:
-                LOG.warning("the provider agent could not report statistics to Octavia and tries again: %s", error)
+                failed = "the provider agent could not report statistics to Octavia and tries again: %s"
+                LOG.warning(failed, failure_of(error))
                 if not isinstance(error, AmphoraDriverError):
                     yielded = _YIELD_INTERVALS
                     self._release_shares()
@@ -199,7 +207,8 @@ class Reporter:
         try:
             return self.run_once()
         except _UNREACHABLE as error:
-            LOG.warning("the provider agent could not report statuses to Octavia and tries again: %s", error)
+            failed = "the provider agent could not report statuses to Octavia and tries again: %s"
+            LOG.warning(failed, failure_of(error))
             if not isinstance(error, AmphoraDriverError):
                 self._yield_duty()
         return float(self._conf.amp_queue.poll_interval)
@@ -287,13 +296,17 @@ class Reporter:
         failed = self._send_barriers(barriers)
         failpoints.reach(failpoints.Point.BARRIER_PASSED)
         behind = [row for row in rows if row.load_balancer_id not in failed]
-        passed = [row for row in behind if not _needs_read(row)]
-        if passed:
-            self._database.write(lambda connection: sync_transactions.mark_committed(connection, passed))
-        failpoints.reach(failpoints.Point.COMMITTED)
+        passed = sorted((row for row in behind if not _needs_read(row)), key=lambda row: str(row.load_balancer_id))
+        # An error in one part must not prevent the comparison of the load balancers of earlier parts.
         self._auditor.schedule(row.load_balancer_id for row in behind)
+        for part in chunks(passed, _COMMITTED_PART):
+            self._mark_committed(part)
+        failpoints.reach(failpoints.Point.COMMITTED)
         complete = [self._reader.read(row, self._auditor.verify_member_batches) for row in behind if _needs_read(row)]
         return len(passed) + sum(complete) < len(rows)
+
+    def _mark_committed(self, rows: Sequence[Any]) -> None:
+        self._database.write(lambda connection: sync_transactions.mark_committed(connection, rows))
 
     def _send_barriers(self, barriers: dict[str, dict[str, str]]) -> set[str]:
         """Send barriers, wait for them, and return the load balancers with a failed barrier."""
@@ -302,11 +315,7 @@ class Reporter:
         except octavia_errors.UpdateStatusError as error:
             if error.status_object_id is None or len(barriers) == 1:
                 raise
-            LOG.warning(
-                "Octavia refused status updates of several load balancers; the provider agent repeats the updates "
-                "for one load balancer at a time: %s",
-                error.fault_string,
-            )
+            self._refusal_log.log_call("test updates", error.fault_string)
         else:
             return set()
         failed = set()
@@ -317,17 +326,16 @@ class Reporter:
             try:
                 self._update_octavia("barrier", {"loadbalancers": [barrier]})
             except octavia_errors.UpdateStatusError as error:
-                refused = (
-                    "Octavia refused a test update of load balancer %s. The provider agent repeats the test update "
-                    "in the next round, and reports no statuses of this load balancer until the test update "
-                    "succeeds: %s"
+                # Until this update succeeds, the provider agent reports no statuses of the load balancer.
+                pause = float(self._conf.amp_queue.poll_interval)
+                self._refusal_log.log_object(
+                    "test update", Kind.LOAD_BALANCER.value, load_balancer_id, pause, error.fault_string
                 )
-                LOG.warning(refused, load_balancer_id, error.fault_string)
                 failed.add(load_balancer_id)
         return failed
 
     def _report_statuses(self) -> bool:
-        """Report the statuses of one call, and return whether more statuses may be due."""
+        """Report the statuses of one call, and return whether Octavia may accept further statuses now."""
         found = self._database.read(
             lambda connection: status_outbox.list_due_reports(connection, _MAX_ROWS, self._last_reported)
         )
@@ -347,17 +355,20 @@ class Reporter:
         except octavia_errors.UpdateStatusError as error:
             if error.status_object_id is None:
                 raise
-            LOG.warning(
-                "Octavia refused a call with several statuses; the provider agent sends the statuses one by one: %s",
-                error.fault_string,
-            )
+            self._refusal_log.log_call("statuses", error.fault_string)
             due = (report for report in reports if self._is_due(report) and self._acquire_duty())
             accepted = [report for report in due if self._report_single(report)]
         failpoints.reach(failpoints.Point.REPORT_SENT)
-        self._database.write(lambda connection: self._record_accepted(connection, accepted))
+        for part in chunks(accepted, _REPORTED_PART):
+            self._write_accepted(part)
         failpoints.reach(failpoints.Point.REPORT_TAKEN)
+        # If Octavia refuses every status, for example during an outage of its database, the round ends. Otherwise, it
+        # would repeat the refused statuses for as long as the outage lasts, and this process would seem to hang.
+        return bool(accepted)
+
+    def _write_accepted(self, accepted: Sequence[status_outbox.StatusReport]) -> None:
+        self._database.write(lambda connection: self._record_accepted(connection, accepted))
         metrics.count_reports("accepted", len(accepted))
-        return True
 
     def _record_accepted(self, connection: sa.Connection, accepted: Sequence[status_outbox.StatusReport]) -> None:
         """Record which statuses Octavia has accepted, and make the notifications about them due."""
@@ -390,8 +401,7 @@ class Reporter:
                 return True
             backoff = min(2 * self._refused.get(report.object_id, (0.0, 0.125))[1], 60.0)
             metrics.count_reports("refused")
-            refused = "Octavia refused the status of %s %s; the provider agent tries again in %.0f s: %s"
-            LOG.warning(refused, report.kind, report.object_id, backoff, error.fault_string)
+            self._refusal_log.log_object("status", report.kind.value, report.object_id, backoff, error.fault_string)
             self._refused[report.object_id] = (time.monotonic() + backoff, backoff)
             if backoff <= _MAX_CHILD_BACKOFF:
                 # The status of the load balancer waits too, so that the load balancer stays PENDING. Octavia then

@@ -73,16 +73,44 @@ def update_orphans(
     return sorted(one for one in found if before.get(one, now) <= now - grace)
 
 
-def delete_stale_rows(connection: sa.Connection) -> int:
-    """Delete heartbeat and statistics rows without an owner; return their number.
+class StaleRows(msgspec.Struct, frozen=True):
+    """The owners of rows that are left without them.
 
-    A health manager may write them at the moment of the owner's deletion.
+    Attributes:
+        amphora_ids: deleted amphorae with a row of `amphora_heartbeat`.
+        load_balancer_ids: deleted load balancers with rows of `listener_statistics`.
     """
-    seen = amphora_heartbeat.delete().where(~sa.exists().where(amphora.c.id == amphora_heartbeat.c.amphora_id))
-    counted = listener_statistics.delete().where(
-        ~sa.exists().where(job.c.load_balancer_id == listener_statistics.c.load_balancer_id)
-    )
-    return sum(connection.execute(one).rowcount for one in (seen, counted))
+
+    amphora_ids: Sequence[str]
+    load_balancer_ids: Sequence[str]
+
+
+# A health manager may write a heartbeat or statistics at the moment of the owner's deletion.
+_NO_AMPHORA = ~sa.exists().where(amphora.c.id == amphora_heartbeat.c.amphora_id)
+_NO_LOAD_BALANCER = ~sa.exists().where(job.c.load_balancer_id == listener_statistics.c.load_balancer_id)
+
+
+def find_stale_rows(connection: sa.Connection) -> StaleRows:
+    """Find heartbeat and statistics rows without an owner, without any lock.
+
+    On MariaDB, a DELETE that searches these rows locks every row of both tables in turn. Health managers write these
+    rows every second, so on Galera their writes on other nodes aborted such a DELETE again and again.
+    """
+    seen = sa.select(amphora_heartbeat.c.amphora_id).where(_NO_AMPHORA)
+    counted = sa.select(listener_statistics.c.load_balancer_id).where(_NO_LOAD_BALANCER).distinct()
+    return StaleRows(connection.execute(seen).scalars().all(), connection.execute(counted).scalars().all())
+
+
+def delete_stale_rows(connection: sa.Connection, stale: StaleRows) -> int:
+    """Delete the rows of these owners that still have no owner; return their number."""
+    deleted = 0
+    for ids in chunks(sorted(stale.amphora_ids)):
+        rows = amphora_heartbeat.c.amphora_id.in_(ids), _NO_AMPHORA
+        deleted += connection.execute(amphora_heartbeat.delete().where(*rows)).rowcount
+    for ids in chunks(sorted(stale.load_balancer_ids)):
+        counted = listener_statistics.c.load_balancer_id.in_(ids), _NO_LOAD_BALANCER
+        deleted += connection.execute(listener_statistics.delete().where(*counted)).rowcount
+    return deleted
 
 
 def _missing(connection: sa.Connection, column: sa.Column[str], ids: Collection[str]) -> set[str]:

@@ -12,15 +12,24 @@ from contextlib import contextmanager
 import galera
 import pytest
 import sqlalchemy as sa
+from unit.provider_agent.octavia_sockets import OctaviaSockets
 
+from amphora_driver import config
 from amphora_driver.database import migrate
 from amphora_driver.database.engine import Database
-from amphora_driver.database.tables import amphora, job, request
+from amphora_driver.database.tables import amphora, job, object_status, request
 from amphora_driver.errors import LeaseLost
-from amphora_driver.model.enums import Kind
-from amphora_driver.model.loadbalancer import LoadBalancer, Vip
-from amphora_driver.queue.jobs import Jobs, guard_lease
-from amphora_driver.store import amphorae
+from amphora_driver.health import status_writer
+from amphora_driver.health.amphora_reports import AmphoraReports
+from amphora_driver.health.heartbeat_codec import Heartbeat
+from amphora_driver.health.status import PoolReport, Report
+from amphora_driver.health.status_writer import StatusWriter
+from amphora_driver.model.enums import Kind, PoolProtocol
+from amphora_driver.model.loadbalancer import LoadBalancer, Member, Pool, Vip
+from amphora_driver.provider_agent import status_reporter, sync_transactions
+from amphora_driver.provider_agent.status_reporter import Reporter
+from amphora_driver.queue.jobs import Jobs, guard_lease, release_duty
+from amphora_driver.store import amphorae, status_outbox
 from amphora_driver.store.requests import RequestRecorder
 
 VIP = Vip(address="198.51.100.10", subnet_id="s1", network_id="n1", port_id="p1")
@@ -209,3 +218,134 @@ def test_a_read_waits_for_the_earlier_writes_of_another_node(nodes):
         until(lambda: waiting_write_sets(here))
         assert scalar(here, "SELECT applied FROM job WHERE load_balancer_id = 'read'") == 0, "the node lags"
         assert here.read(lambda c: c.scalar(read)) == 1
+
+
+class Colliding:
+    """A function of a transaction; during its first call with a chosen row, another node commits a write to that row.
+
+    `calls` has the ids of each call, so that a repeated transaction is there twice.
+    """
+
+    def __init__(self, function, ids_of, chosen, node, write):
+        self._function, self._ids_of, self._chosen = function, ids_of, chosen
+        self._node, self._write = node, write
+        self.calls = []
+
+    def __call__(self, connection, rows):
+        result = self._function(connection, rows)
+        self.calls.append(tuple(self._ids_of(rows)))
+        if sum(self._chosen in one for one in self.calls) == 1 and self._chosen in self.calls[-1]:
+            self._node.write(self._write)
+        return result
+
+    def repeated(self):
+        """Return the calls that occurred more than once."""
+        return [one for one, number in Counter(self.calls).items() if number > 1]
+
+
+@pytest.fixture
+def octavia(tmp_path):
+    sockets = OctaviaSockets(tmp_path)
+    sockets.start()
+    yield sockets
+    sockets.stop()
+
+
+@pytest.fixture
+def reporter(nodes, octavia, tmp_path):
+    path = tmp_path / "amphora-driver.conf"
+    path.write_text(
+        f"[amp_database]\nconnection = {nodes[0].url}\nencryption_key_file = {tmp_path}/keys\n"
+        f"[amp_queue]\nsocket_dir = {tmp_path}/hints\n"
+        f"[amp_octavia]\nstatus_socket = {tmp_path}/status.sock\nstats_socket = {tmp_path}/stats.sock\n"
+        f"get_socket = {tmp_path}/get.sock\n"
+    )
+    made = Reporter(config.load([str(path)]), nodes[0])
+    yield made
+    release_duty(nodes[0], "reporter", made._name)
+
+
+def create_balancers(database, names, **values):
+    """Create load balancers that Octavia has committed, with further values of their jobs."""
+    recorder = RequestRecorder(database, lambda node: None)
+    for name in names:
+        recorder.create_load_balancer(LoadBalancer(id=name, project_id="demo", vip=VIP), read_back=False)
+    mine = job.c.load_balancer_id.in_(names)
+    database.write(lambda c: c.execute(job.update().where(mine).values(committed=1, applied=1, **values)))
+
+
+def test_a_conflict_repeats_one_part_of_the_passed_barriers(nodes, reporter, monkeypatch):
+    here, there = nodes
+    names = [f"barrier{number:03}" for number in range(3 * status_reporter._COMMITTED_PART - 5)]
+    create_balancers(here, names, generation=2)
+    met = names[status_reporter._COMMITTED_PART + 1]
+    change = job.update().where(job.c.load_balancer_id == met).values(writes=job.c.writes + 1)
+    mark = Colliding(
+        sync_transactions.mark_committed, lambda rows: [row.load_balancer_id for row in rows], met, there,
+        lambda c: c.execute(change),
+    )  # fmt: skip
+    monkeypatch.setattr(sync_transactions, "mark_committed", mark)
+    reporter.run_once()
+    assert [one for one in mark.calls if met in one] == mark.repeated() * 2
+    assert set().union(*mark.calls) >= set(names)
+    assert max(map(len, mark.calls)) == status_reporter._COMMITTED_PART
+    mine = sa.select(job.c.committed, job.c.writes).where(job.c.load_balancer_id.in_(names))
+    assert sorted(there.read(lambda c: c.execute(mine).all())) == [(2, 0)] * (len(names) - 1) + [(2, 1)]
+
+
+def test_a_conflict_repeats_one_part_of_the_accepted_statuses(nodes, octavia, reporter, monkeypatch):
+    here, there = nodes
+    monkeypatch.setattr(status_reporter, "_REPORTED_PART", 10)
+    names = [f"reported{number:03}" for number in range(25)]
+    create_balancers(here, names)
+    for name in names:
+        here.write(lambda c, name=name: status_outbox.confirm_generation(c, name, 1, {}))
+    met = names[12]
+    change = object_status.update().where(object_status.c.object_id == met)
+    change = change.values(operating="ONLINE", version=object_status.c.version + 1)
+    mark = Colliding(
+        status_outbox.mark_reported, lambda reports: [one.object_id for one in reports], met, there,
+        lambda c: c.execute(change),
+    )  # fmt: skip
+    monkeypatch.setattr(status_outbox, "mark_reported", mark)
+    reporter.run_once()
+    (part,) = mark.repeated()
+    assert met in part
+    assert len(part) <= 10
+    # The status that the other node wrote during the report is reported too.
+    mine = object_status.c.object_id.in_(names)
+    rows = there.read(lambda c: c.execute(sa.select(object_status).where(mine)).all())
+    assert [row.object_id for row in rows if row.reported < row.version] == []
+    sent = [one for document in octavia.statuses for one in document.get("loadbalancers", ())]
+    active = Counter(one["id"] for one in sent if one.get("provisioning_status") == "ACTIVE" and one["id"] in names)
+    assert active == Counter(names), "each provisioning status is reported once"
+    assert {"id": met, "operating_status": "ONLINE"} in sent
+
+
+def test_a_conflict_repeats_one_part_of_a_large_load_balancer(nodes, monkeypatch):
+    here, there = nodes
+    monkeypatch.setattr(status_writer, "_MAX_WRITTEN", 20)
+    names = [f"large-member{number:03}" for number in range(90)]
+    members = tuple(Member(id=one, pool_id="large-pool", address="192.0.2.1", protocol_port=80) for one in names)
+    pool = Pool(id="large-pool", loadbalancer_id="large", protocol=PoolProtocol.HTTP, members=members)
+    recorder = RequestRecorder(here, lambda node: None)
+    recorder.create_load_balancer(LoadBalancer(id="large", project_id="demo", vip=VIP, pools=(pool,)), read_back=False)
+    here.write(lambda c: amphorae.insert_amphora(c, "large-amphora", "large", "SINGLE", b"key"))
+    reports = AmphoraReports()
+    report = Report(1, {}, {"large-pool:": PoolReport("UP", dict.fromkeys(names, "UP"))}, "large-amphora")
+    reports.accept(Heartbeat("large-amphora", 1, 1, report), time.monotonic())
+    met = names[45]
+    change = object_status.update().where(object_status.c.object_id == met).values(reason="another node")
+    written = Colliding(
+        status_outbox.write_all_observations, lambda seen: [one.object_id for one in seen.get("large", ())], met, there,
+        lambda c: c.execute(change),
+    )  # fmt: skip
+    monkeypatch.setattr(status_outbox, "write_all_observations", written)
+    StatusWriter(here, reports).flush()
+    (part,) = written.repeated()
+    assert met in part
+    assert len(part) <= 20
+    mine = object_status.c.object_id.in_(names)
+    rows = there.read(lambda c: c.execute(sa.select(object_status).where(mine)).all())
+    # The pool has no health monitor.
+    assert {row.operating for row in rows} == {"NO_MONITOR"}

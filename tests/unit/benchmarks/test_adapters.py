@@ -25,7 +25,7 @@ from bench_harness import BENCHMARKS, CONNECTIONS, adapters, heartbeat, imported
 from amphora_driver import config, driver
 from amphora_driver.certificates.ca import Authority, create_authority
 from amphora_driver.database import tables
-from amphora_driver.health import status_writer
+from amphora_driver.health import write_batch
 from amphora_driver.model.enums import Kind
 from amphora_driver.store import desired_objects
 
@@ -74,9 +74,8 @@ def stored(made, place):
 
 @pytest.fixture
 def hearing(stored, monkeypatch):
-    monkeypatch.setattr(
-        status_writer, "_HEARTBEAT_WRITE_INTERVAL", status_writer._HEARTBEAT_WRITE_INTERVAL
-    )  # hb_setup changes it
+    # `hb_setup` changes the interval.
+    monkeypatch.setattr(write_batch, "_HEARTBEAT_WRITE_INTERVAL", write_batch._HEARTBEAT_WRITE_INTERVAL)
     stored.hb_setup("insecure-bench-key")
     return stored
 

@@ -134,6 +134,33 @@ def test_an_old_datagram_is_refused_even_if_the_database_was_unavailable_at_the_
         assert manager._reports._states.keys() == {AMPHORA}
 
 
+def test_a_long_flush_delays_neither_the_times_of_heartbeats_nor_the_self_test(conf, database, monkeypatch):
+    """For example, the flush of a load balancer with thousands of members takes seconds on a busy host."""
+    reading, released = threading.Event(), threading.Event()
+    load = amphorae.load_serving_states
+
+    def wait(connection, amphora_ids):
+        reading.set()
+        assert released.wait(30)
+        return load(connection, amphora_ids)
+
+    monkeypatch.setattr(amphorae, "load_serving_states", wait)
+    with running(conf) as manager:
+        try:
+            send(manager, datagram(1))
+            assert reading.wait(5)
+            until(lambda: place(database) == (EPOCH, 1))
+            recorded = manager._self_test._flushed_at
+            # This heartbeat arrives after the flush has begun.
+            send(manager, datagram(2))
+            until(lambda: place(database) == (EPOCH, 2))
+            until(lambda: manager._self_test._flushed_at > recorded)
+            assert operating(database) is None, "the flush lasts"
+        finally:
+            released.set()
+        until(lambda: operating(database) == "ONLINE")
+
+
 @pytest.mark.parametrize("error", [StoreError("write", "away"), RuntimeError("a fault of ours")])
 def test_a_failed_flush_is_retried_without_another_heartbeat(conf, database, error):
     def failing(manager):

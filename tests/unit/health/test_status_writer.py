@@ -15,7 +15,7 @@ from amphora_driver.database.tables import (
     object_status,
 )
 from amphora_driver.errors import StoreError
-from amphora_driver.health import status_writer
+from amphora_driver.health import status_writer, write_batch
 from amphora_driver.health.amphora_reports import AmphoraReports
 from amphora_driver.health.heartbeat_codec import Heartbeat
 from amphora_driver.health.status import LastDrift, ListenerReport, PoolReport, Report
@@ -117,7 +117,7 @@ def manager(database):
 @pytest.fixture
 def now(monkeypatch):
     """Write last-seen times and drop removed objects at every flush."""
-    monkeypatch.setattr(status_writer, "_HEARTBEAT_WRITE_INTERVAL", 0.0)
+    monkeypatch.setattr(write_batch, "_HEARTBEAT_WRITE_INTERVAL", 0.0)
     monkeypatch.setattr(status_writer, "_CLEANUP_INTERVAL", 0.0)
 
 
@@ -371,7 +371,7 @@ def test_last_seen_is_written_once_a_second_with_epoch_and_sequence(manager):
     manager.say()
     assert not manager.flush()
     assert [one.sequence for one in manager.rows(amphora_heartbeat)] == [1]
-    manager.writer._heartbeats_written_at -= 2
+    manager.writer._times._written_at -= 2
     assert not manager.flush()
     assert manager.trying.done == ["write"]
     assert [one.sequence for one in manager.rows(amphora_heartbeat)] == [2], "no further heartbeat was received"

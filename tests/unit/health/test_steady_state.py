@@ -57,7 +57,7 @@ def fleet(database):
     for name in "123":
         made.say(f"am{name}", name)
     made.flush()
-    made.writer._heartbeats_written_at = time.monotonic()
+    made.writer._times._written_at = time.monotonic()
     return made
 
 
@@ -84,7 +84,7 @@ def test_a_changed_report_reads_its_load_balancer_only(fleet, monkeypatch):
 def test_the_times_of_all_heartbeats_are_one_write(fleet):
     for name in "123":
         fleet.say(f"am{name}", name)
-    fleet.writer._heartbeats_written_at -= 2
+    fleet.writer._times._written_at -= 2
     fleet.flush()
     assert fleet.trying.done == ["write"]
     assert sorted(one.sequence for one in fleet.rows(amphora_heartbeat)) == [4, 5, 6]
@@ -263,7 +263,7 @@ def test_with_too_much_work_times_come_first_and_statistics_last(fleet, monkeypa
     monkeypatch.setattr(status_writer, "_PART", 1)
     for name in "123":
         fleet.say(f"am{name}", name, word="DOWN", count=9)
-    fleet.writer._heartbeats_written_at = 0.0
+    fleet.writer._times._written_at = 0.0
     order = []
     for _ in range(3):
         fleet.flush()

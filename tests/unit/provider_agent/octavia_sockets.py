@@ -36,11 +36,12 @@ class OctaviaSockets:
     def _status(self, document):
         refused = self.refuse(document)
         if refused is not None:
+            kind, object_id, *fault = refused
             return {
                 "status_code": 500,
-                "fault_string": "no",
-                "status_object": refused[0],
-                "status_object_id": refused[1],
+                "fault_string": fault[0] if fault else "no",
+                "status_object": kind,
+                "status_object_id": object_id,
             }
         self.statuses.append(document)
         return {"status_code": 200}

@@ -45,7 +45,7 @@ def tree(number):
 
 @pytest.fixture
 def manager(any_database, monkeypatch):
-    monkeypatch.setattr(status_writer, "_HEARTBEAT_WRITE_INTERVAL", 0.0)
+    monkeypatch.setattr(write_batch, "_HEARTBEAT_WRITE_INTERVAL", 0.0)
     recorder = RequestRecorder(any_database, lambda node: None)
     for number in range(MANY):
         recorder.create_load_balancer(tree(number), read_back=False)
