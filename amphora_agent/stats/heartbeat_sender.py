@@ -73,9 +73,10 @@ class HeartbeatSender(Sender):
         self._wakeup.set()
 
     def send_soon(self) -> None:
-        """Send a heartbeat about a change: at once, or within a second if a change directly before has sent one.
+        """Send a heartbeat about a change.
 
-        With many rows, the heartbeat is sent within a second, and may have the rows of the previous sample.
+        It is sent at once, or within a second if a change directly before has caused one. With many rows, the heartbeat
+        is sent within a second, and may have the rows of the previous sample.
         """
         self._soon = True
         now = time.monotonic()
