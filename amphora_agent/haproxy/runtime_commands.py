@@ -178,8 +178,13 @@ class ActionRunner:
         else:
             self._counters.sample()
         deadline = max(deadline, time.monotonic() + REMOVAL_SECONDS / 2)
-        for action in actions:
-            self._delete(f"{backend}/{action.name}", deadline)
+        deleted = []
+        try:
+            for action in actions:
+                self._delete(f"{backend}/{action.name}", deadline)
+                deleted.append((backend, action.name))
+        finally:
+            self._counters.settle_servers(deleted)
 
     def _delete(self, server: str, deadline: float) -> None:
         """Delete a server in maintenance, as soon as HAProxy has closed its idle connections.

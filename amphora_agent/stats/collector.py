@@ -13,7 +13,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -61,6 +61,8 @@ class Collector:
         self._totals = MonotonicCounters.load(paths.totals)
         self._written: tuple[str, float, int] = "", 0.0, 0
         self._published = ""
+        # The identity of the worker that answered last; empty without an answer.
+        self._present = ""
         self._answer_seconds = 0.0
         self._recover_held()
 
@@ -108,9 +110,20 @@ class Collector:
         """Read these servers of the present worker, by HAProxy's ids of backend and server."""
         with self._locked(), suppress(HaproxyError):
             for backend, server in servers:
+                self._present = ""
                 answer = self._worker.ask(f"show info;show stat {backend} 4 {server}")
                 if (found := haproxy_stats.parse(answer)) is not None and (identity := _identity(found.pid)):
                     self._totals.read_some(identity, found.counts)
+                    self._present = identity
+
+    def settle_servers(self, servers: Iterable[tuple[str, str]]) -> None:
+        """Add the last readings of deleted servers to the sums permanently, by names of backend and server.
+
+        A server of the same name may be added before the next sample, and counts from zero.
+        """
+        with self._locked():
+            for backend, name in servers:
+                self._totals.settle(self._present, haproxy_stats.key(backend, name))
 
     @property
     def is_large(self) -> bool:
@@ -220,8 +233,9 @@ class Collector:
             # Other threads read `_latest` without the lock, also while HAProxy answers. So `_latest` changes in one
             # assignment.
             self._latest = found
-        if self._latest is not None and (identity := _identity(self._latest.pid)):
-            self._totals.read(identity, self._latest.counts)
+        self._present = _identity(self._latest.pid) if self._latest is not None else ""
+        if self._latest is not None and self._present:
+            self._totals.read(self._present, self._latest.counts)
         for held in list(self._held):
             self._sample_held(held)
         self._totals.settle_others({identity for identity in self._totals.running if _is_running(identity)})

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Callable
@@ -37,10 +36,6 @@ def next_epoch(paths: Paths) -> int:
     return epoch
 
 
-# Without this pause, ten changes in a second cause ten samples of HAProxy, ten heartbeats and ten files of counters.
-_BETWEEN_CHANGES_SECONDS = 0.5
-
-
 class HeartbeatSender(Sender):
     """Sends a heartbeat to all targets at each interval, and at once after a change of a member's status."""
 
@@ -61,7 +56,6 @@ class HeartbeatSender(Sender):
         self._drift = drift
         self._usage = usage
         self._soon = False
-        self._changed_at = -math.inf
         self._differences = ReportDifferences()
         self._is_complete = True
         self._epoch: int | None = None
@@ -75,13 +69,10 @@ class HeartbeatSender(Sender):
     def send_soon(self) -> None:
         """Send a heartbeat about a change.
 
-        It is sent at once, or within a second if a change directly before has caused one. With many rows, the heartbeat
-        is sent within a second, and may have the rows of the previous sample.
+        With many rows, the heartbeat is sent within a second, and may have the rows of the previous sample.
         """
         self._soon = True
-        now = time.monotonic()
-        if not self._collector.is_large and now - self._changed_at >= _BETWEEN_CHANGES_SECONDS:
-            self._changed_at = now
+        if not self._collector.is_large:
             self._wakeup.set()
 
     def _is_requested(self) -> bool:

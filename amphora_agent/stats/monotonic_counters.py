@@ -52,6 +52,12 @@ class MonotonicCounters:
                 # HAProxy has cleared or recreated the row, so its former counters become permanent.
             known[row] = counts
 
+    def settle(self, identity: str, row: str) -> None:
+        """Add the last reading of a deleted row of a running worker to the sum permanently."""
+        known = self._running.get(identity, {})
+        if row in known:
+            self._settle(row, known.pop(row))
+
     @property
     def running(self) -> Collection[str]:
         return self._running.keys()

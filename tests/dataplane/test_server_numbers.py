@@ -175,6 +175,9 @@ class Counters:
     def sample_servers(self, servers) -> None:
         self.read += servers
 
+    def settle_servers(self, _servers) -> None:
+        pass
+
 
 def test_a_server_is_removed_without_a_list(large, tmp_path):
     large.push(range(LARGE), m3={"weight": 7})

@@ -260,13 +260,18 @@ def test_counters_of_a_killed_haproxy_are_kept(amphora, receiver):
     assert {name for name, value in before.items() if after.get(name, 0) < value} == set()
 
 
-def test_counters_continue_for_a_member_removed_and_added_at_runtime(amphora, receiver):
-    assert amphora.push(1, text(listener(["m1", "m2"])))[0] == 200
+@pytest.mark.parametrize("more", [0, 120])
+def test_counters_continue_for_a_member_removed_and_added_at_runtime(amphora, receiver, more):
+    """The agent does not take a sample at each change of a large pool, so the member returns between two samples."""
+    others = "".join(
+        f"    server {uuid.uuid5(uuid.NAMESPACE_DNS, str(n))} {MEMBERS['m1']}:80 weight 0\n" for n in range(more)
+    )
+    assert amphora.push(1, text(listener(["m1", "m2"], extra=others)))[0] == 200
     totals, served = TotalsReader(amphora, receiver), 0
     for generation in range(2, 8):
         served += sum(answered(amphora) == "m2" for _ in range(6))
         members = ["m1"] if generation % 2 == 0 else ["m1", "m2"]
-        status, said = amphora.push(generation, text(listener(members)))
+        status, said = amphora.push(generation, text(listener(members, extra=others)))
         assert (status, said["how"]) == (200, "runtime"), said
     assert served >= 6
     name = f'octavia_member_sessions_total{{pool="{POOL}:{LISTENER}",member="{MEMBER_IDS["m2"]}"}}'

@@ -75,6 +75,19 @@ def test_a_row_that_returns_in_the_same_worker_is_summed():
     assert first(totals) == 35
 
 
+def test_a_deleted_row_that_returns_before_the_next_reading_is_summed():
+    totals = MonotonicCounters()
+    totals.read("1", counted(10))
+    totals.read("2", counted(3))  # the old worker still serves
+    totals.settle("1", ROW)
+    assert first(totals) == 13
+    totals.settle("1", ROW)
+    totals.settle("", ROW)
+    assert first(totals) == 13
+    totals.read("1", counted(25))  # more than before the deletion
+    assert first(totals) == 38
+
+
 def test_rows_of_former_listeners_expire():
     totals = MonotonicCounters()
     for number in range(MOST_ABSENT + 500):
