@@ -85,7 +85,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
         drain_seconds: longest time between weight 0 and the removal of a member.
         drain_on_idle: a drain ends early if the statistics show no connection.
         minimum: smallest number of serving servers; a request for fewer is refused.
-        join_timeout: seconds until a joining server counts as failed.
+        join_timeout: seconds until a joining server counts as failed; a join waits as long for an unhealthy server.
         load_metadata: key of the server metadata with the load, for the criterion `least_loaded`; empty for none.
     """
 

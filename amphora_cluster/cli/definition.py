@@ -65,7 +65,7 @@ PROTECTION: tuple[Argument, ...] = (
         "--join-timeout",
         type=number(1, _MOST_SECONDS),
         metavar="SECONDS",
-        help="Seconds until a joining server counts as failed.",
+        help="Seconds until a joining server counts as failed. A join waits as long for an unhealthy server.",
     ),
     argument(
         "--load-metadata",

@@ -300,9 +300,10 @@ def mark_reported(connection: sa.Connection, reports: Sequence[StatusReport]) ->
 def _lock_in_order(connection: sa.Connection, query: sa.Select[Any], bound: Mapping[str, Any]) -> None:
     """Lock the rows of the next UPDATE in the order of their ids, so that no deadlock occurs.
 
-    All writers lock rows in this order. PostgreSQL locks the rows of one UPDATE in the order of its plan, and a large
-    list of ids has another plan than a small one. It detects a deadlock after one second (`deadlock_timeout`). MySQL
-    and MariaDB use an index in the order of the ids.
+    Requests, confirmations, measurements and reports lock rows in this order. Other writers are rare; a deadlock with
+    one is repeated. PostgreSQL locks the rows of one UPDATE in the order of its plan, and a large list of ids has
+    another plan than a small one. It detects a deadlock after one second (`deadlock_timeout`). MySQL and MariaDB use an
+    index in the order of the ids.
     """
     if connection.dialect.name == "postgresql":
         connection.execute(query, bound)

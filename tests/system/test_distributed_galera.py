@@ -245,10 +245,8 @@ class Colliding:
 
 @pytest.fixture
 def octavia(tmp_path):
-    sockets = OctaviaSockets(tmp_path)
-    sockets.start()
-    yield sockets
-    sockets.stop()
+    with OctaviaSockets(tmp_path) as sockets:
+        yield sockets
 
 
 @pytest.fixture

@@ -33,6 +33,13 @@ class OctaviaSockets:
             Path(server.server_address).unlink()
         self._servers.clear()
 
+    def __enter__(self):
+        self.start()
+        return self
+
+    def __exit__(self, *_):
+        self.stop()
+
     def _status(self, document):
         refused = self.refuse(document)
         if refused is not None:

@@ -65,11 +65,9 @@ def kept(*members, name=""):
 
 @pytest.fixture
 def octavia(tmp_path):
-    sockets = OctaviaSockets(tmp_path)
-    sockets.trees["lb"] = kept(KEPT_MEMBER)
-    sockets.start()
-    yield sockets
-    sockets.stop()
+    with OctaviaSockets(tmp_path) as sockets:
+        sockets.trees["lb"] = kept(KEPT_MEMBER)
+        yield sockets
 
 
 @pytest.fixture

@@ -76,11 +76,9 @@ def whole(*listeners):
 
 @pytest.fixture
 def octavia(tmp_path):
-    sockets = OctaviaSockets(tmp_path)
-    sockets.trees["lb"] = whole()
-    sockets.start()
-    yield sockets
-    sockets.stop()
+    with OctaviaSockets(tmp_path) as sockets:
+        sockets.trees["lb"] = whole()
+        yield sockets
 
 
 @pytest.fixture(autouse=True)

@@ -30,11 +30,9 @@ def more_options():
 
 @pytest.fixture
 def octavia(tmp_path):
-    sockets = OctaviaSockets(tmp_path)
-    sockets.trees["lb"] = READ_BACK
-    sockets.start()
-    yield sockets
-    sockets.stop()
+    with OctaviaSockets(tmp_path) as sockets:
+        sockets.trees["lb"] = READ_BACK
+        yield sockets
 
 
 @pytest.fixture

@@ -19,10 +19,8 @@ LISTENERS = [f"listener-{number:04}" for number in range(700)]
 
 @pytest.fixture
 def octavia(tmp_path):
-    sockets = OctaviaSockets(tmp_path)
-    sockets.start()
-    yield sockets
-    sockets.stop()
+    with OctaviaSockets(tmp_path) as sockets:
+        yield sockets
 
 
 @pytest.fixture

@@ -28,11 +28,9 @@ LISTENER = Listener(id="li", loadbalancer_id="lb", protocol=ListenerProtocol.HTT
 
 @pytest.fixture
 def octavia(tmp_path):
-    sockets = OctaviaSockets(tmp_path)
-    sockets.trees["lb"] = {"loadbalancer_id": "lb", "vip_address": VIP.address, "listeners": [], "pools": []}
-    sockets.start()
-    yield sockets
-    sockets.stop()
+    with OctaviaSockets(tmp_path) as sockets:
+        sockets.trees["lb"] = {"loadbalancer_id": "lb", "vip_address": VIP.address, "listeners": [], "pools": []}
+        yield sockets
 
 
 @pytest.fixture

@@ -67,11 +67,9 @@ def more_options():
 
 @pytest.fixture
 def octavia(tmp_path):
-    sockets = OctaviaSockets(tmp_path)
-    sockets.trees["lb"] = kept(KEPT_MEMBER)
-    sockets.start()
-    yield sockets
-    sockets.stop()
+    with OctaviaSockets(tmp_path) as sockets:
+        sockets.trees["lb"] = kept(KEPT_MEMBER)
+        yield sockets
 
 
 @pytest.fixture

@@ -62,11 +62,9 @@ READ_BACK = {
 
 @pytest.fixture
 def octavia(tmp_path):
-    sockets = OctaviaSockets(tmp_path)
-    sockets.trees["lb"] = READ_BACK
-    sockets.start()
-    yield sockets
-    sockets.stop()
+    with OctaviaSockets(tmp_path) as sockets:
+        sockets.trees["lb"] = READ_BACK
+        yield sockets
 
 
 @pytest.fixture
